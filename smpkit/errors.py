@@ -1,0 +1,129 @@
+"""Every error smpkit raises on purpose, as a tree.
+
+::
+
+    SmpkitError                        exit code 1: the job or the operation failed
+    ├── ConfigError        ValueError  exit code 2: what the user wrote cannot be meant; carries every problem found
+    ├── UsageError         RuntimeError  exit code 2: a call that is not allowed here or now
+    ├── UnsupportedError               exit code 2: legal, but not something this version or machine can do
+    ├── LaunchError                    exit code 1: the ranks could not be started
+    ├── DeadlineError      TimeoutError  exit code 1: somebody waited too long; says who, for whom, how long
+    ├── RemoteError                    exit code 1: another rank failed; says which and why
+    ├── CheckpointError                exit code 1: a checkpoint is missing, incomplete or of another model
+    └── CloudError                     exit code 4: the cloud refused or could not be reached
+
+A message says what happened with the values, in one sentence that starts in lower case and has no full stop; the hint
+says the one thing to try. Exit code 3 is kept for bugs in smpkit itself, 130 for an interrupt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "CheckpointError",
+    "CloudError",
+    "ConfigError",
+    "DeadlineError",
+    "LaunchError",
+    "Problem",
+    "RemoteError",
+    "SmpkitError",
+    "UnsupportedError",
+    "UsageError",
+]
+
+
+class SmpkitError(Exception):
+    """Base of all errors that smpkit raises on purpose.
+
+    Args:
+        message: what happened, with the values.
+        hint: what to do next; shown on a line of its own.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong (or, as a warning, without effect) in a configuration.
+
+    `path` names the place from the root of the document: `("compute", "instance_count")`, list positions as ints.
+    """
+
+    path: tuple[str | int, ...]
+    message: str
+    hint: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The path as a user writes it: `compute.instance_count`, `tags[0].key`; empty for the whole document."""
+        text = ""
+        for part in self.path:
+            if isinstance(part, int):
+                text += f"[{part}]"
+            else:
+                text += f".{part}" if text else part
+        return text
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.path else self.message
+        return text if self.hint is None else f"{text}\n    hint: {self.hint}"
+
+
+class ConfigError(SmpkitError, ValueError):
+    """A configuration cannot be meant as written; `problems` holds every problem found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem], *, subject: str = "configuration") -> None:
+        assert problems, "a ConfigError without a problem"
+        self.problems = tuple(problems)
+        self.subject = subject
+        lines = "\n".join(str(problem) for problem in problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in the {subject}\n{lines}")
+
+
+class UsageError(SmpkitError, RuntimeError):
+    """A call that is not allowed here or now, for example a collective before `smp.init()`."""
+
+    exit_code = 2
+
+
+class UnsupportedError(SmpkitError):
+    """A legal request that this version, machine or installation cannot serve."""
+
+    exit_code = 2
+
+
+class LaunchError(SmpkitError):
+    """The ranks of a job could not be started."""
+
+
+class DeadlineError(SmpkitError, TimeoutError):
+    """A wait passed its deadline; the message names who waited, for whom and for how long."""
+
+
+class RemoteError(SmpkitError):
+    """Another rank failed; the message names the rank and its error."""
+
+
+class CheckpointError(SmpkitError):
+    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
+
+
+class CloudError(SmpkitError):
+    """The cloud refused the request or could not be reached."""
+
+    exit_code = 4
