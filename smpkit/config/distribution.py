@@ -1,0 +1,259 @@
+"""The `distribution` dict of SageMaker's estimators, verbatim, with the traps of its SDK turned into plain errors."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
+from pydantic.config import JsonDict
+
+from smpkit.config.explain import quoted, typed, validated, validation_error
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.config.section import KeyPath, Section
+from smpkit.errors import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Distribution", "ModelParallelBlock", "MpiOptions", "SmDistributed", "TorchDistributedOptions"]
+
+_BLOCK_PATH: KeyPath = ("smdistributed", "modelparallel")
+
+
+class Switched(Section):
+    """A block that says itself whether it counts."""
+
+    enabled: bool
+    """Must be the literal `true` to count: SageMaker's SDK silently ignores the block for anything else."""
+
+    hints: ClassVar[Mapping[str, str]] = {"enabled": "write `enabled: true`; without it SageMaker ignores the block"}
+
+    @field_validator("enabled", mode="before")
+    @classmethod
+    def _literal(cls, value: object) -> object:
+        if isinstance(value, bool):
+            return value
+        message = f"must be the literal true or false, got {typed(value)}, which SageMaker takes as false"
+        raise validation_error(cls.__name__, [Problem((), message, "write `enabled: true`")])
+
+
+def _or_path(schema: JsonDict) -> None:
+    """Let editors accept the path of a JSON file in place of the parameters."""
+    reference = schema.pop("$ref")
+    schema["anyOf"] = [{"$ref": reference}, {"type": "string", "description": "Path of a JSON file."}]
+
+
+class ModelParallelBlock(Switched):
+    """SMP v1, on or off, and its parameters."""
+
+    parameters: ModelParallelConfig = Field(default_factory=ModelParallelConfig, json_schema_extra=_or_path)
+    """The library's parameters; in a job file also the path of a JSON file that holds them, relative to the job file.
+
+    An empty mapping means all defaults (SageMaker's SDK switches the library off for it).
+    """
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _not_a_path(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        message = f"is the path of a file ({quoted(value)}), which only a job file may name"
+        raise validation_error(cls.__name__, [Problem((), message, "give the parameters themselves")])
+
+
+class SmDistributed(Section):
+    """SageMaker's distributed libraries; exactly one may be named, and only `modelparallel` has a successor here."""
+
+    modelparallel: ModelParallelBlock
+    """The model-parallel library."""
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "dataparallel": (
+            "is SageMaker's data-parallel library, which smpkit does not replace; a job names only one library",
+            "remove it, and set `ddp: true` in the parameters of `modelparallel`",
+        )
+    }
+
+
+class MpiOptions(Switched):
+    """Launch with mpirun."""
+
+    processes_per_host: int | None = Field(default=None, ge=1)
+    """Ranks per host. Default: one per GPU, or one."""
+
+    custom_mpi_options: str = ""
+    """More options for mpirun, as one text; quotes are understood, nothing is expanded."""
+
+    @field_validator("custom_mpi_options", mode="after")
+    @classmethod
+    def _can_be_split(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            message = f"cannot be split into options: {str(error).lower()}"
+            raise validation_error(cls.__name__, [Problem((), message, "balance the quotes")]) from None
+        return value
+
+
+class TorchDistributedOptions(Switched):
+    """Launch with torchrun."""
+
+    processes_per_host: int | None = Field(default=None, ge=1)
+    """Ranks per host. Default: one per GPU, or one. An extension of smpkit."""
+
+
+def _bare_form(schema: JsonDict) -> None:
+    """Tell editors that the block of `modelparallel` may stand here itself."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    text = "Short form: the block of `smdistributed.modelparallel` itself."
+    for key in ModelParallelBlock.model_fields:
+        properties[key] = {"$ref": f"#/$defs/ModelParallelBlock/properties/{key}", "description": text}
+
+
+_SAGEMAKER_ONLY = "is a launcher that SageMaker keeps for other frameworks"
+
+
+class Distribution(Section, json_schema_extra=_bare_form):
+    """How a job is distributed: the dict that SageMaker's estimators take as `distribution`.
+
+    The bare block `{"enabled": True, "parameters": {...}}` (`smp_options` in many notebooks), beside `mpi` or
+    `torch_distributed`, is accepted too.
+    """
+
+    smdistributed: SmDistributed | None = None
+    """SageMaker's libraries: `{"modelparallel": {"enabled": True, "parameters": {...}}}`."""
+
+    mpi: MpiOptions | None = None
+    """Launch with mpirun: `{"enabled": True, "processes_per_host": 8, "custom_mpi_options": "..."}`."""
+
+    torch_distributed: TorchDistributedOptions | None = None
+    """Launch with torchrun, which is also what happens if neither launcher is enabled."""
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "pytorchddp": (
+            "is SageMaker's name for plain data parallelism",
+            "use `torch_distributed`, and set `ddp: true` in the parameters of `modelparallel`",
+        ),
+        "multi_worker_mirrored_strategy": (_SAGEMAKER_ONLY, "use `torch_distributed` or `mpi`"),
+        "parameter_server": (_SAGEMAKER_ONLY, "use `torch_distributed` or `mpi`"),
+        "instance_groups": ("names groups of different machines, which smpkit does not have", "remove it"),
+    }
+
+    _written: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_what_was_written(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(data)
+        if isinstance(data, Mapping):
+            made._written = dict(data)
+        return made
+
+    @classmethod
+    def prepare(cls, data: object) -> object:
+        """Put the bare block where it belongs."""
+        if not _is_bare(data):
+            return data
+        assert isinstance(data, Mapping)
+        outside = {key for key in data if key in cls.model_fields or key in cls.refused}
+        block = {key: value for key, value in data.items() if key not in outside}
+        return {"smdistributed": {"modelparallel": block}} | {key: data[key] for key in data if key in outside}
+
+    @classmethod
+    def as_written(cls, problem: Problem, data: Any) -> Problem:
+        """Leave out the part of the path that a bare block does not have."""
+        if _is_bare(data) and problem.path[:2] == _BLOCK_PATH:
+            return Problem(problem.path[2:], problem.message, problem.hint)
+        return problem
+
+    @classmethod
+    def from_options(cls, smp_options: Mapping[str, Any], mpi_options: Mapping[str, Any] | None = None) -> Distribution:
+        """Combine the two dicts of SageMaker's notebooks, `smp_options` and `mpi_options`; either form of the first.
+
+        Raises:
+            ConfigError: with all problems.
+        """
+        whole = dict(smp_options) if mpi_options is None else {**smp_options, "mpi": mpi_options}
+        return validated(cls, whole, subject="distribution")
+
+    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath]) -> Iterable[Problem]:
+        """Refuse two launchers."""
+        del written, broken
+        if self._mpi is not None and self._torch is not None:
+            message = "cannot be enabled together with mpi: a job has one launcher"
+            hint = "keep `mpi` to launch with mpirun, or `torch_distributed` to launch with torchrun"
+            yield Problem(("torch_distributed", "enabled"), message, hint)
+
+    @property
+    def model_parallel(self) -> ModelParallelConfig | None:
+        """The library's parameters; None if it is not enabled."""
+        block = self.smdistributed.modelparallel if self.smdistributed is not None else None
+        return block.parameters if block is not None and block.enabled else None
+
+    @property
+    def launcher(self) -> Literal["mpirun", "torchrun"]:
+        """What starts the ranks: mpirun if `mpi` is enabled, torchrun otherwise."""
+        return "torchrun" if self._mpi is None else "mpirun"
+
+    @property
+    def processes_per_host(self) -> int | None:
+        """Ranks per host; None if the machine decides."""
+        if self._mpi is not None:
+            return self._mpi.processes_per_host
+        return None if self._torch is None else self._torch.processes_per_host
+
+    @property
+    def custom_mpi_options(self) -> str:
+        """More options for mpirun; empty if it is not the launcher."""
+        return "" if self._mpi is None else self._mpi.custom_mpi_options
+
+    @property
+    def parameters_as_written(self) -> dict[str, Any]:
+        """The parameters as written, for `mp_parameters`: Hugging Face looks for the very key `partitions`."""
+        value: Any = self._written
+        for key in self.parameters_path:
+            value = value.get(key, {}) if isinstance(value, Mapping) else getattr(value, str(key), {})
+        return value.given() if isinstance(value, ModelParallelConfig) else dict(value)
+
+    @property
+    def parameters_path(self) -> KeyPath:
+        """Where the parameters stand in what was written."""
+        return ("parameters",) if _is_bare(self._written) else (*_BLOCK_PATH, "parameters")
+
+    def notices(self) -> list[Problem]:
+        """Say which settings have no effect; the paths start at the distribution."""
+        raw, path = self.parameters_as_written, self.parameters_path
+        if self.model_parallel is not None:
+            found = [_below(path, problem) for problem in self.model_parallel.notices(raw)]
+        else:
+            found = [Problem(path, "has no effect: `enabled` is not true")] if raw else []
+        for name, launcher in (("mpi", self.mpi), ("torch_distributed", self.torch_distributed)):
+            if launcher is not None and not launcher.enabled:
+                unused = launcher.model_fields_set - {"enabled"}
+                found += [Problem((name, key), "has no effect: `enabled` is not true") for key in sorted(unused)]
+        return found
+
+    def world_problems(self, world_size: int) -> list[Problem]:
+        """Say which degrees do not fit into `world_size` ranks; the paths start at the distribution."""
+        if self.model_parallel is None:
+            return []
+        return [_below(self.parameters_path, problem) for problem in self.model_parallel.world_problems(world_size)]
+
+    @property
+    def _mpi(self) -> MpiOptions | None:
+        return self.mpi if self.mpi is not None and self.mpi.enabled else None
+
+    @property
+    def _torch(self) -> TorchDistributedOptions | None:
+        return self.torch_distributed if self.torch_distributed is not None and self.torch_distributed.enabled else None
+
+
+def _is_bare(data: object) -> bool:
+    return isinstance(data, Mapping) and "smdistributed" not in data and ("enabled" in data or "parameters" in data)
+
+
+def _below(path: KeyPath, problem: Problem) -> Problem:
+    return Problem((*path, *problem.path), problem.message, problem.hint)

@@ -1,0 +1,189 @@
+"""Turn what pydantic found into plain sentences: one `Problem` each, without jargon, links or type names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from smpkit.errors import ConfigError, Problem
+
+__all__ = [
+    "MISSING",
+    "closest",
+    "explain",
+    "printable",
+    "quoted",
+    "suggestion",
+    "typed",
+    "validated",
+    "validation_error",
+]
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+MISSING = "is required"
+"""The message of a required field that is not there."""
+
+# The type of errors that already are sentences of ours; their context holds the message and, perhaps, the hint.
+_OURS = "smpkit"
+
+# A default that depends on a field which is itself wrong; only the wrong field is worth telling.
+_CONSEQUENCES = frozenset({"default_factory_not_called"})
+
+
+def validated(model: type[_Model], data: object, *, subject: str) -> _Model:
+    """Validate `data` as `model`; raise ConfigError with all problems, naming `subject`."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error), subject=subject) from None
+
+
+def explain(error: ValidationError) -> list[Problem]:
+    """Say every error of a validation as a problem, in the order found."""
+    details = error.errors(include_url=False)
+    return [_problem(detail) for detail in details if detail["type"] not in _CONSEQUENCES]
+
+
+def validation_error(title: str, problems: Iterable[Problem]) -> ValidationError:
+    """Pack problems into a ValidationError: raised inside a validator, pydantic puts the outer path before each."""
+    return ValidationError.from_exception_data(
+        title,
+        [InitErrorDetails(type=_ours(problem), loc=problem.path, input=None) for problem in problems],
+    )
+
+
+def _ours(problem: Problem) -> PydanticCustomError:
+    # The template is constant and the text goes in as context, so braces in a user's text are never read as fields.
+    context = {"message": problem.message, "hint": problem.hint}
+    return PydanticCustomError(_OURS, "{message}", context)
+
+
+def _problem(detail: ErrorDetails) -> Problem:
+    context = detail.get("ctx", {})
+    path = detail["loc"]
+    if detail["type"] == _OURS:
+        return Problem(path, context["message"], context["hint"])
+    say = _SENTENCES.get(detail["type"], _fallback)
+    return Problem(path, say(detail, context), _hint(detail, context))
+
+
+def _fallback(detail: ErrorDetails, _: Mapping[str, Any]) -> str:
+    message = detail["msg"].removesuffix(".").replace("Input should", "must")
+    return message[:1].lower() + message[1:]
+
+
+def _must_be(what: str) -> Callable[[ErrorDetails, Mapping[str, Any]], str]:
+    return lambda detail, _: f"must be {what}, got {typed(detail['input'])}"
+
+
+def _bound(words: str, key: str) -> Callable[[ErrorDetails, Mapping[str, Any]], str]:
+    return lambda detail, context: f"must be {words} {context[key]}, got {quoted(detail['input'])}"
+
+
+def _choice(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
+    options = ", ".join(f"`{option}`" for option in _options(context))
+    return f"must be {'one of ' if ', ' in options else ''}{options}, got {typed(detail['input'])}"
+
+
+def _options(context: Mapping[str, Any]) -> list[str]:
+    """Read the options out of pydantic's text `'simple', 'interleaved' or '_only_forward'`."""
+    return [part.strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(", ")]
+
+
+_SENTENCES: dict[str, Callable[[ErrorDetails, Mapping[str, Any]], str]] = {
+    "missing": lambda _, __: MISSING,
+    "extra_forbidden": lambda _, __: "unknown field",
+    "invalid_key": lambda detail, _: f"a name must be text, got {typed(detail['loc'][-1])}",
+    "int_type": _must_be("an integer"),
+    "int_parsing": _must_be("an integer"),
+    "int_from_float": _must_be("an integer"),
+    "int_parsing_size": lambda _, __: "is too large a number",
+    "float_type": _must_be("a number"),
+    "float_parsing": _must_be("a number"),
+    "finite_number": _must_be("a finite number"),
+    "bool_type": _must_be("true or false"),
+    "bool_parsing": _must_be("true or false"),
+    "string_type": _must_be("text"),
+    "string_unicode": lambda _, __: "must be text that can be written as UTF-8",
+    "string_too_short": lambda _, context: f"must have at least {context['min_length']} characters",
+    "string_too_long": lambda _, context: f"must have at most {context['max_length']} characters",
+    "dict_type": _must_be("a mapping"),
+    "mapping_type": _must_be("a mapping"),
+    "model_type": _must_be("a mapping"),
+    "list_type": _must_be("a list"),
+    "literal_error": _choice,
+    "greater_than_equal": _bound("at least", "ge"),
+    "greater_than": _bound("more than", "gt"),
+    "less_than_equal": _bound("at most", "le"),
+    "less_than": _bound("less than", "lt"),
+    "recursion_loop": lambda _, __: "refers to itself",
+    "value_error": lambda _, context: str(context["error"]),
+    "assertion_error": lambda _, context: str(context["error"]),
+}
+
+
+def _hint(detail: ErrorDetails, context: Mapping[str, Any]) -> str | None:
+    value = detail["input"]
+    if detail["type"] == "literal_error" and isinstance(value, str):
+        return suggestion(value, _options(context))
+    if detail["type"] in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return f"write `{int(value)}`"
+    if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
+        return "put it in quotes"
+    if detail["type"] in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+        return "write it without quotes"
+    return None
+
+
+def closest(name: str, candidates: Sequence[str]) -> str | None:
+    """The candidate that `name` was probably meant to be, if any."""
+    lower = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.7)
+    return lower[found[0]] if found else None
+
+
+def suggestion(name: str, candidates: Sequence[str]) -> str | None:
+    """The hint `did you mean ...?` for a name that is none of `candidates`."""
+    found = closest(name, candidates)
+    return None if found is None else f"did you mean `{found}`?"
+
+
+def typed(value: object) -> str:
+    """Show a value with its kind where that matters: `true (a bool)`, `4` (text), `a list`."""
+    if isinstance(value, bool):
+        return f"{quoted(value)} (a bool)"
+    if isinstance(value, str):
+        return f"{quoted(value)} (text)"
+    if isinstance(value, float):
+        return f"{quoted(value)} (a float)"
+    return quoted(value)
+
+
+def quoted(value: object) -> str:
+    """Show a value as it is written in a configuration file, on one line and at most about 60 characters."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        # str() of an integer above 4300 digits raises, and nobody wants to read one.
+        return str(value) if value.bit_length() < 200 else "a huge number"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, str):
+        return f"`{printable(value if len(value) <= 60 else value[:57] + '...')}`"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return f"an object of type {type(value).__name__}"
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey or could not show, so that a file's content is never more than text."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,0 +1,67 @@
+"""A problem with its place: the file (or option, or variable) it came from, the line, and what stands there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smpkit.config.explain import printable
+from smpkit.errors import Problem
+
+__all__ = ["LocatedProblem", "excerpt"]
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class LocatedProblem(Problem):
+    """A problem and where its text is.
+
+    Args:
+        source: the file as the user named it, or what else the value came from: `--set compute.spot`, a variable.
+        line: counted from 1; None if the source has no lines.
+        column: counted from 1; set only where the exact character matters, as in a syntax error.
+        text: the whole source, for the excerpt.
+    """
+
+    source: str = ""
+    line: int | None = None
+    column: int | None = None
+    text: str = ""
+
+    @property
+    def place(self) -> str:
+        """The place as editors and terminals understand it: `job.yaml:4`, `job.yaml:4:17`."""
+        numbers = "".join(f":{number}" for number in (self.line, self.column) if number is not None)
+        return f"{self.source}{numbers}"
+
+    def __str__(self) -> str:
+        where = f"{printable(self.where)}: " if self.path else ""
+        lines = [f"{self.place}: {where}{self.message}"]
+        shown = excerpt(self.text, self.line, self.column) if self.line is not None else ""
+        if shown:
+            lines.append(shown)
+        if self.hint is not None:
+            lines += ["", f"    hint: {self.hint}"] if shown else [f"    hint: {self.hint}"]
+        return "\n".join(lines)
+
+
+def excerpt(text: str, line: int, column: int | None = None) -> str:
+    """Show one line of `text` behind its number, with a mark under `column`; empty if there is nothing to show.
+
+    ::
+
+            3 | {"microbatches": four}
+              |                  ^
+    """
+    lines = text.splitlines()
+    if not 1 <= line <= len(lines) or not lines[line - 1].strip():
+        return ""
+    # Long lines (a whole JSON document on one) are cut to the part around the column.
+    start = max(0, (column or 1) - _WIDTH // 2) if len(lines[line - 1]) > _WIDTH else 0
+    shown = lines[line - 1][start : start + _WIDTH]
+    gutter = f"    {line} | "
+    result = gutter + printable(shown).rstrip()
+    if column is not None:
+        before = printable(shown[: column - 1 - start])
+        result += "\n" + " " * (len(gutter) - 2) + "| " + " " * len(before) + "^"
+    return result

@@ -1,0 +1,333 @@
+"""SMP v1's configuration: every parameter of the PyTorch library, with its own name, default, bounds and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic.config import JsonDict
+from pydantic_core.core_schema import ValidationInfo
+
+from smpkit.config import rules
+from smpkit.config.documents import parse_json
+from smpkit.config.explain import quoted, typed, validated, validation_error
+from smpkit.config.migrate import HISTORIC, V2_KEYS
+from smpkit.config.section import KeyPath, Section, in_order
+from smpkit.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ENVIRONMENT_VARIABLE", "ModelParallelConfig"]
+
+ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
+"""Where SageMaker's containers hand the parameters to the script, as JSON."""
+
+_DEGREE = "pipeline_parallel_degree"
+_ALIAS = "partitions"
+
+# Keys of the TensorFlow library; a spelled-out default of theirs changes nothing and is let pass.
+_TENSORFLOW_DEFAULTS: Mapping[str, bool] = {"horovod": False, "contiguous": True}
+
+# Keys that name how the library works inside; v1 left them out of the list it logged.
+_INTERNAL = frozenset(
+    {"load_partition", "partition_file", "checkpoint_attentions", "static_mode", "fast_mode", "herring"}
+)
+
+
+def _extra_keys(schema: JsonDict) -> None:
+    """Tell editors about the keys that are accepted without being fields."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    properties[_ALIAS] = {
+        "type": "integer",
+        "minimum": 1,
+        "description": f"The older name of `{_DEGREE}`. If both are given they must be equal.",
+    }
+    for key, default in _TENSORFLOW_DEFAULTS.items():
+        text = "TensorFlow only: nothing but its default is accepted, and means nothing."
+        properties[key] = {"const": default, "deprecated": True, "description": text}
+    for key, reason in HISTORIC.items():
+        properties[key] = {"deprecated": True, "description": f"Accepted, and means nothing any more: {reason}."}
+
+
+class ModelParallelConfig(Section, json_schema_extra=_extra_keys):
+    """The parameters of SageMaker's model-parallel library v1 for PyTorch, as in `smp.init(config)`.
+
+    Types are strict, as in v1: `true` is not an integer, `"4"` neither, but an integer is fine where a number is asked.
+    """
+
+    pipeline_parallel_degree: int = Field(default=1, ge=1)
+    """Number of pipeline partitions: how many ranks a model is cut over. `partitions` is its older name."""
+
+    microbatches: int = Field(default=1, ge=1)
+    """Number of microbatches that a batch is split into; the batch size must be divisible by it. 1 = no pipelining."""
+
+    active_microbatches: int = Field(
+        default_factory=lambda data: max(1, min(data[_DEGREE] + 2, data["microbatches"])), ge=1
+    )
+    """Most microbatches in flight. Default: `pipeline_parallel_degree + 2`, at most `microbatches`."""
+
+    pipeline: Literal["simple", "interleaved", "_only_forward"] = "interleaved"
+    """Schedule: `simple` = all forwards, then all backwards; `interleaved` = a backward as soon as one is possible.
+
+    `_only_forward` is v1's undocumented third value. `simple` becomes `interleaved` where `active_microbatches` differs
+    from `microbatches`, as in v1.
+    """
+
+    ddp: bool = False
+    """Data parallelism, process groups, tensor parallelism and sharded data parallelism; off: none of them."""
+
+    ddp_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the rendezvous. Default: `MASTER_PORT`. Requires `ddp`."""
+
+    ddp_dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Backend of torch.distributed: `auto` takes nccl with GPUs and gloo without.
+
+    v1 had `nccl` as the default before release 1.13 and documented `auto` since. `gloo` is an extension of smpkit.
+    """
+
+    tensor_parallel_degree: int = Field(default=1, ge=1)
+    """Number of ranks that distributed modules are split over. Above 1 requires `ddp`."""
+
+    prescaled_batch: bool = False
+    """The ranks of a tensor-parallel group get the same batch, already enlarged; requires `optimize: speed`."""
+
+    optimize: Literal["speed", "memory"] = Field(
+        default_factory=lambda data: "speed" if data["prescaled_batch"] else "memory"
+    )
+    """How transformer layers are distributed by tensor parallelism.
+
+    Sources disagree on the default: v1's schema said `speed`, its documentation `memory`, which is taken here, except
+    that `prescaled_batch` without `optimize` means `speed`: published configurations rely on it.
+    """
+
+    memory_weight: float = Field(
+        default_factory=lambda data: 0.2 if data["optimize"] == "speed" else 0.8, ge=0.0, le=1.0
+    )
+    """Weight of memory balance against compute balance in automatic partitioning: 0 = only compute, 1 = only memory.
+
+    Default: 0.2 if `optimize` is `speed`, else 0.8, as documented (v1's schema said 0.8 always).
+    """
+
+    auto_partition: bool = True
+    """Cut the model automatically, ignoring `smp.partition` contexts. False requires `default_partition`."""
+
+    default_partition: int = Field(default=0, ge=0)
+    """Partition of modules in no `smp.partition` context, if `auto_partition` is false.
+
+    Default 0, as documented (v1's schema had none).
+    """
+
+    placement_strategy: Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"] = "cluster"
+    """Which ranks are neighbours: the right-most letter varies fastest over the global ranks.
+
+    D = reduced data parallel, P = pipeline, T = tensor; `cluster` = `DPT`, `spread` = `TPD`. (The SageMaker SDK refuses
+    the letters, the library never did.)
+    """
+
+    offload_activations: bool = False
+    """Move the activations of checkpointed layers to host memory until backward needs them."""
+
+    activation_loading_horizon: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
+    """How many pipeline tasks ahead of its backward an offloaded activation is brought back; at least 1.
+
+    `auto` is an extension of smpkit: as far ahead as the measured speeds ask for.
+    """
+
+    shard_offloaded_activations: bool = Field(default=True, alias="_shard_offloaded_activations")
+    """Internal to v1: shard offloaded activations over the tensor-parallel ranks."""
+
+    fp16: bool = False
+    """Train in float16 with float32 master weights and loss scaling. Not with `bf16`."""
+
+    fp16_params: bool = False
+    """Create the parameters of distributed modules in float16; replaced by `fp16` in release 1.10."""
+
+    bf16: bool = False
+    """Train in bfloat16; v1 has it with sharded data parallelism only. Not with `fp16`."""
+
+    fp32_grad_accumulation: bool = Field(default=False, alias="_fp32_grad_accumulation")
+    """Internal to v1: accumulate gradients of float16 parameters in float32. Requires `fp16` or `fp16_params`."""
+
+    shard_optimizer_state: bool = False
+    """Every data-parallel rank keeps and updates its share of the optimizer state."""
+
+    skip_tracing: bool = False
+    """Partition without a tracing pass."""
+
+    tensor_parallel_seed: int = Field(default=0, ge=0)
+    """Seed of the random numbers of tensor parallelism: initialisation and dropout of distributed modules."""
+
+    delayed_parameter_initialization: bool = False
+    """Create parameters without memory and fill them where they belong, after partitioning."""
+
+    sharded_data_parallel_degree: int = Field(default=1, ge=1)
+    """Number of ranks that parameters, gradients and optimizer state are sharded over. Above 1 requires `ddp`.
+
+    It must divide the data-parallel size, excludes a pipeline and `shard_optimizer_state`, and with tensor parallelism
+    requires `prescaled_batch`.
+    """
+
+    sdp_reduce_bucket_size: int = Field(default=500_000_000, ge=1)
+    """Sharded data parallelism: size of the reduce buckets, in elements."""
+
+    sdp_param_persistence_threshold: int = Field(default=1_000_000, ge=0)
+    """Sharded data parallelism: parameters with fewer elements stay whole on every rank."""
+
+    sdp_max_live_parameters: int = Field(default=1_000_000_000, ge=1)
+    """Sharded data parallelism: most gathered elements alive at a time."""
+
+    sdp_hierarchical_allgather: bool = True
+    """Sharded data parallelism: gather within a host first, then between hosts."""
+
+    sdp_gradient_clipping: float = Field(default=1.0, ge=0.0)
+    """Sharded data parallelism: global L2 norm that `optimizer.step()` clips gradients to."""
+
+    load_partition: bool = False
+    """Internal to v1: reuse a saved partition decision."""
+
+    partition_file: str | None = None
+    """Internal to v1: the file of the saved partition decision."""
+
+    checkpoint_attentions: bool = False
+    """Internal to v1: checkpoint only the attention blocks of distributed transformers. Off with a pipeline."""
+
+    match_weights: bool = Field(default=False, alias="_match_weights")
+    """Internal to v1: distributed modules take over the weights of the originals instead of fresh ones."""
+
+    static_mode: bool = False
+    """Internal to v1, and without effect here: schedules are always static."""
+
+    fast_mode: bool = False
+    """Internal to v1, and without effect here: values always go straight to the rank that needs them."""
+
+    herring: bool = False
+    """Internal to v1, and without effect here: another data-parallel back end. Not with `ddp`."""
+
+    timeout_seconds: int = Field(default=600, ge=1)
+    """Deadline of every collective and every wait between ranks, in seconds. An extension of smpkit."""
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        key: ("is unknown to v1", counterpart.hint) for key, counterpart in V2_KEYS.items()
+    }
+
+    @field_validator("activation_loading_horizon", mode="wrap")
+    @classmethod
+    def _horizon(cls, value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Tell what is wrong in one sentence instead of one per member of the union."""
+        try:
+            return handler(value)
+        except ValidationError:
+            message = f"must be an integer of at least 1, or `auto`, got {typed(value)}"
+            raise validation_error(cls.__name__, [Problem((), message)]) from None
+
+    @field_validator("pipeline", mode="after")
+    @classmethod
+    def _interleave_if_not_all_are_active(cls, value: str, info: ValidationInfo) -> str:
+        differ = info.data.get("active_microbatches") != info.data.get("microbatches")
+        return "interleaved" if value == "simple" and differ else value
+
+    @field_validator("checkpoint_attentions", mode="after")
+    @classmethod
+    def _not_in_a_pipeline(cls, value: bool, info: ValidationInfo) -> bool:
+        return value and info.data.get(_DEGREE) == 1
+
+    @classmethod
+    def prepare(cls, data: object) -> object:
+        """Fold the alias `partitions` into `pipeline_parallel_degree`, unless both are given and differ."""
+        if not isinstance(data, Mapping) or _ALIAS not in data:
+            return data
+        if _DEGREE not in data:
+            return {_DEGREE if key == _ALIAS else key: value for key, value in data.items()}
+        if _same(data[_DEGREE], data[_ALIAS]):
+            return {key: value for key, value in data.items() if key != _ALIAS}
+        return data
+
+    @classmethod
+    def as_written(cls, problem: Problem, data: Any) -> Problem:
+        """Tell a problem of the degree as one of `partitions` to who wrote that."""
+        if problem.path[:1] == (_DEGREE,) and _DEGREE not in data and _ALIAS in data:
+            return replace(problem, path=(_ALIAS, *problem.path[1:]))
+        return problem
+
+    @classmethod
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+        """Pass over keys of v1's past; refuse TensorFlow's by name, and an alias that contradicts."""
+        if name == _ALIAS:
+            message = (
+                f"is {quoted(data[_ALIAS])}, but {_DEGREE}, which it is the older name of, is {quoted(data[_DEGREE])}"
+            )
+            return Problem((name,), message, "remove one of them")
+        if name in HISTORIC or (name in _TENSORFLOW_DEFAULTS and data[name] is _TENSORFLOW_DEFAULTS[name]):
+            return None
+        if name in _TENSORFLOW_DEFAULTS:
+            return Problem((name,), "belongs to the TensorFlow library; smpkit is for PyTorch", "remove it")
+        return super().unknown(name, data)
+
+    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath]) -> Iterable[Problem]:
+        """Apply v1's rules between parameters; one that reads a wrong value is passed over."""
+        values = {key: value for key, value in self.values().items() if (key,) not in broken}
+        return rules.broken_rules(values, written)
+
+    def values(self) -> dict[str, Any]:
+        """Every v1 key with its effective value, internal keys included."""
+        return self.model_dump()
+
+    def effective(self) -> dict[str, object]:
+        """The v1 keys and values to log as `Configuration parameters:`, that is without internal keys."""
+        return {key: value for key, value in self.values().items() if not key.startswith("_") and key not in _INTERNAL}
+
+    def given(self) -> dict[str, Any]:
+        """The v1 keys that were set explicitly, with their effective values."""
+        return self.model_dump(exclude_unset=True)
+
+    def world_problems(self, world_size: int) -> list[Problem]:
+        """Say which degrees do not fit into `world_size` ranks; the paths start at the parameters."""
+        return rules.world_problems(self.values(), world_size)
+
+    def notices(self, raw: Mapping[str, Any]) -> list[Problem]:
+        """Say which settings in `raw`, what the user wrote, have no effect or another one than they say."""
+        folded = self.prepare(raw)
+        assert isinstance(folded, Mapping)
+        changed = {key: folded[key] for key in ("pipeline", "checkpoint_attentions") if key in folded}
+        found = rules.unused_settings(self.values() | changed, folded)
+        notices = [self.as_written(problem, raw) for problem in found]
+        notices += [Problem((key,), f"means nothing: {HISTORIC[key]}", "remove it") for key in raw if key in HISTORIC]
+        message = "means nothing to PyTorch: it belongs to the TensorFlow library"
+        notices += [Problem((key,), message, "remove it") for key in raw if key in _TENSORFLOW_DEFAULTS]
+        return in_order(notices, raw)
+
+    @classmethod
+    def from_sources(cls, config: Mapping[str, Any] | None, environment_json: str | None) -> tuple[Self, list[Problem]]:
+        """Combine what a script says with what the job says, and return the configuration and its notices.
+
+        Args:
+            config: the argument of `smp.init`.
+            environment_json: the content of SM_HP_MP_PARAMETERS; its keys overwrite those of `config` one by one.
+
+        Raises:
+            ConfigError: with all problems, each named by its key.
+        """
+        raw = dict(config or {}) | _from_environment(environment_json)
+        made = validated(cls, raw, subject="modelparallel parameters")
+        return made, made.notices(raw)
+
+
+def _same(one: object, other: object) -> bool:
+    # Types too, since `True == 1`; and only integers, since `==` of anything else may do anything.
+    return type(one) is type(other) is int and one == other
+
+
+def _from_environment(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    document = parse_json(text, ENVIRONMENT_VARIABLE)
+    if document.problems:
+        raise ConfigError(document.problems, subject=ENVIRONMENT_VARIABLE)
+    if not isinstance(document.value, dict):
+        problem = Problem((), f"must be a JSON object, got {quoted(document.value)}")
+        raise ConfigError([problem], subject=ENVIRONMENT_VARIABLE)
+    return document.value

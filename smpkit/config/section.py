@@ -1,0 +1,192 @@
+"""The base of every part of the configuration: closed, frozen, strict, and telling all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+
+from smpkit.config.explain import MISSING, explain, quoted, suggestion, typed, validation_error
+from smpkit.errors import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["KeyPath", "Section", "free_form", "in_order"]
+
+KeyPath = tuple[str | int, ...]
+"""The place of a value, from the root of what is validated."""
+
+
+class Section(BaseModel):
+    """A closed part of the configuration.
+
+    pydantic stops at the first kind of trouble: a rule between fields is not looked at while any field is wrong. Here a
+    section with wrong fields is validated a second time without them, so that the rules over the other fields speak
+    too, and the user sees everything in one go.
+    """
+
+    model_config = ConfigDict(
+        allow_inf_nan=False,
+        extra="forbid",
+        frozen=True,
+        serialize_by_alias=True,
+        strict=True,
+        use_attribute_docstrings=True,
+    )
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Names that people are known to write and that are not fields: name -> (reason, hint)."""
+
+    hints: ClassVar[Mapping[str, str]] = {}
+    """What to do about a required field that is missing: name -> hint."""
+
+    @classmethod
+    def keys(cls) -> list[str]:
+        """The names that may be written, in the order of the fields."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @classmethod
+    def prepare(cls, data: object) -> object:
+        """Rewrite a short form, such as text instead of a mapping, into the full one."""
+        return data
+
+    @classmethod
+    def as_written(cls, problem: Problem, data: Any) -> Problem:  # noqa: ARG003
+        """Name the key that the user wrote, where `prepare` changed it."""
+        return problem
+
+    @classmethod
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:  # noqa: ARG003
+        """Say what is wrong with a name that is no field; None if it is to be passed over."""
+        if name in cls.refused:
+            return Problem((name,), *cls.refused[name])
+        return Problem((name,), "unknown field", suggestion(name, cls.keys()))
+
+    def cross_problems(
+        self,
+        written: Mapping[str, Any],  # noqa: ARG002
+        broken: frozenset[KeyPath],  # noqa: ARG002
+    ) -> Iterable[Problem]:
+        """Yield what is wrong between fields.
+
+        Args:
+            written: what the user wrote, before aliases and defaults.
+            broken: paths that are wrong by themselves; here they have their defaults, so no rule should judge them.
+        """
+        return ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _tell_all_problems(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(data, cls):
+            return handler(data)
+        prepared = cls.prepare(data)
+        if not isinstance(prepared, Mapping):
+            raise validation_error(cls.__name__, [Problem((), f"must be a mapping, got {typed(prepared)}")])
+        known, problems = cls._split(prepared)
+        section: Self | None
+        try:
+            section = handler(known)
+        except ValidationError as error:
+            found = [cls._with_hint(problem) for problem in explain(error)]
+            problems += found
+            section = _second_try(handler, known, [problem.path for problem in found])
+        if section is not None:
+            broken = frozenset(problem.path for problem in problems)
+            problems += section.cross_problems(prepared, broken)
+        if problems or section is None:
+            ordered = in_order(problems, prepared)
+            raise validation_error(cls.__name__, [cls.as_written(problem, data) for problem in ordered])
+        return section
+
+    @classmethod
+    def _with_hint(cls, problem: Problem) -> Problem:
+        name = problem.path[0] if len(problem.path) == 1 else None
+        if problem.message != MISSING or name not in cls.hints:
+            return problem
+        return replace(problem, hint=cls.hints[str(name)])
+
+    @classmethod
+    def _split(cls, data: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
+        """Separate the fields from the names that are none."""
+        keys = set(cls.keys())
+        known: dict[str, Any] = {}
+        problems: list[Problem | None] = []
+        for name, value in data.items():
+            if not isinstance(name, str):
+                problems.append(Problem((quoted(name),), f"a name must be text, got {typed(name)}"))
+            elif name in keys:
+                known[name] = value
+            else:
+                problems.append(cls.unknown(name, data))
+        return known, [problem for problem in problems if problem is not None]
+
+
+def _second_try(handler: ModelWrapValidatorHandler[Any], data: Mapping[str, Any], broken: Iterable[KeyPath]) -> Any:
+    """Validate without the broken values; None if that is not enough, as when a required field is missing."""
+    rest: dict[Any, Any] = dict(data)
+    for path in broken:
+        if path:
+            rest = _without(rest, path)
+    try:
+        return handler(rest)
+    except ValidationError:
+        return None
+
+
+def _without(data: Mapping[Any, Any], path: KeyPath) -> dict[Any, Any]:
+    """Copy `data` without the value at `path`; whole lists go, since leaving out one item would shift the others."""
+    copy: dict[Any, Any] = dict(data)
+    head, rest = path[0], path[1:]
+    below = copy.get(head)
+    if rest and isinstance(below, Mapping):
+        copy[head] = _without(below, rest)
+    else:
+        copy.pop(head, None)
+    return copy
+
+
+def in_order(problems: Iterable[Problem], data: Mapping[Any, Any]) -> list[Problem]:
+    """Sort problems as their top-level names were written; those about names that were not written come last."""
+    positions = {name: position for position, name in enumerate(data)}
+    return sorted(problems, key=lambda problem: positions.get(problem.path[0] if problem.path else "", len(positions)))
+
+
+def free_form(check: Callable[[object, object], Iterable[Problem]]) -> WrapValidator:
+    """Make a validator of a mapping whose names are the user's, which tells all problems at once too.
+
+    Args:
+        check: says what is wrong with a name and its value, before the value is validated; paths start at the mapping.
+    """
+
+    def validate(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(value, Mapping):
+            return handler(value)
+        good: dict[Any, Any] = {}
+        problems: list[Problem] = []
+        for name, item in value.items():
+            found = list(check(name, item))
+            problems += found
+            if not found:
+                good[name] = item
+        made: Any = None
+        try:
+            made = handler(good)
+        except ValidationError as error:
+            problems += explain(error)
+        if problems:
+            raise validation_error("mapping", in_order(problems, value))
+        return made
+
+    return WrapValidator(validate)
