@@ -1,0 +1,198 @@
+"""Which rank has which place in the pipeline, tensor and data-parallel grid, and which ranks form a group.
+
+A placement strategy is three letters, D (reduced data parallel), P (pipeline) and T (tensor). The right-most letter
+varies fastest over ascending global ranks, the left-most slowest, as digits of a number do::
+
+    rank = c(s0) * size(s1) * size(s2) + c(s1) * size(s2) + c(s2)
+
+`cluster` is DPT, so the ranks of one model sit side by side; `spread` is TPD, so replicas do. `Mesh.draw()` of eight
+ranks with `cluster` and all degrees 2::
+
+            pp 0       pp 1
+            tp 0 tp 1  tp 0 tp 1
+    rdp 0      0    1     2    3
+    rdp 1      4    5     6    7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Final
+
+from smpkit.errors import ConfigError, Problem, UsageError
+
+__all__ = ["PLACEMENT_STRATEGIES", "CommGroup", "Coordinates", "Mesh"]
+
+_ALIASES: Final = {"cluster": "DPT", "spread": "TPD"}
+PLACEMENT_STRATEGIES: Final = ("cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD")
+"""Every legal `placement_strategy`."""
+
+
+class CommGroup(Enum):
+    """A kind of group; a rank belongs to exactly one group of each kind (`smp.CommGroup`)."""
+
+    WORLD = "WORLD"
+    """All ranks."""
+    MP_GROUP = "MP_GROUP"
+    """PP x TP: the ranks that together hold one model."""
+    DP_GROUP = "DP_GROUP"
+    """TP x RDP: the ranks that hold the same pipeline partition."""
+    TP_GROUP = "TP_GROUP"
+    """The ranks that share the distributed modules of one partition."""
+    PP_GROUP = "PP_GROUP"
+    """One pipeline."""
+    RDP_GROUP = "RDP_GROUP"
+    """Exact replicas (reduced data parallel)."""
+
+
+@dataclass(frozen=True, order=True)
+class Coordinates:
+    """The place of one rank in the grid."""
+
+    pp: int
+    tp: int
+    rdp: int
+
+
+# A group of a kind is the set of ranks that agree in these coordinates.
+_FIXED: Final[dict[CommGroup, tuple[str, ...]]] = {
+    CommGroup.WORLD: (),
+    CommGroup.MP_GROUP: ("rdp",),
+    CommGroup.DP_GROUP: ("pp",),
+    CommGroup.TP_GROUP: ("pp", "rdp"),
+    CommGroup.PP_GROUP: ("tp", "rdp"),
+    CommGroup.RDP_GROUP: ("pp", "tp"),
+}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The grid of all ranks of a job.
+
+    Args:
+        pp_size: pipeline parallel degree.
+        tp_size: tensor parallel degree.
+        rdp_size: how many exact replicas of each part exist.
+        strategy: `cluster`, `spread` or a permutation of D, P and T.
+    """
+
+    pp_size: int
+    tp_size: int
+    rdp_size: int
+    strategy: str = "cluster"
+
+    def __post_init__(self) -> None:
+        if problems := _mesh_problems(self):
+            raise ConfigError(problems)
+
+    @classmethod
+    def from_world(cls, world_size: int, pp: int = 1, tp: int = 1, strategy: str = "cluster") -> Mesh:
+        """Make the grid of `world_size` ranks; raise ConfigError unless `pp * tp` divides it."""
+        if pp < 1 or tp < 1 or world_size < 1 or world_size % (pp * tp):
+            degrees = f"pipeline_parallel_degree {pp} x tensor_parallel_degree {tp}"
+            raise ConfigError(
+                [Problem((), f"{degrees} = {pp * tp} does not divide the world size {world_size}", _world_hint(pp, tp))]
+            )
+        return cls(pp, tp, world_size // (pp * tp), strategy)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.pp_size * self.tp_size * self.rdp_size
+
+    @property
+    def mp_size(self) -> int:
+        """How many ranks hold one model together."""
+        return self.pp_size * self.tp_size
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks hold (parts of) the same pipeline partition."""
+        return self.tp_size * self.rdp_size
+
+    @cached_property
+    def _letters(self) -> str:
+        return _ALIASES.get(self.strategy, self.strategy)
+
+    def _size_of(self, letter: str) -> int:
+        return {"D": self.rdp_size, "P": self.pp_size, "T": self.tp_size}[letter]
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the place of a global rank; raise UsageError if there is no such rank."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"there is no rank {rank} in a world of {self.size}", hint=f"use 0 to {self.size - 1}")
+        place = {}
+        for letter in reversed(self._letters):
+            rank, place[letter] = divmod(rank, self._size_of(letter))
+        return Coordinates(pp=place["P"], tp=place["T"], rdp=place["D"])
+
+    def rank(self, coordinates: Coordinates) -> int:
+        """Return the global rank at a place; raise UsageError if the place is outside the grid."""
+        place = {"P": coordinates.pp, "T": coordinates.tp, "D": coordinates.rdp}
+        rank = 0
+        for letter in self._letters:
+            if not 0 <= place[letter] < self._size_of(letter):
+                raise UsageError(f"{coordinates} is outside the grid {self.pp_size} x {self.tp_size} x {self.rdp_size}")
+            rank = rank * self._size_of(letter) + place[letter]
+        return rank
+
+    def groups(self, kind: CommGroup) -> tuple[tuple[int, ...], ...]:
+        """Return all groups of a kind, each in ascending global ranks, ordered by their first rank."""
+        return self._groups[kind]
+
+    def group(self, kind: CommGroup, rank: int) -> tuple[int, ...]:
+        """Return the group of a kind that `rank` belongs to, in ascending global ranks."""
+        self.coordinates(rank)
+        return self._group_of[kind][rank]
+
+    def index(self, kind: CommGroup, rank: int) -> int:
+        """Return the position of `rank` in its group of a kind: `mp_rank`, `dp_rank` and so on."""
+        return self.group(kind, rank).index(rank)
+
+    @cached_property
+    def _groups(self) -> dict[CommGroup, tuple[tuple[int, ...], ...]]:
+        found: dict[CommGroup, dict[tuple[int, ...], list[int]]] = {kind: {} for kind in CommGroup}
+        for rank in range(self.size):
+            place = self.coordinates(rank)
+            for kind, fixed in _FIXED.items():
+                found[kind].setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(rank)
+        return {kind: tuple(sorted(map(tuple, groups.values()))) for kind, groups in found.items()}
+
+    @cached_property
+    def _group_of(self) -> dict[CommGroup, dict[int, tuple[int, ...]]]:
+        return {kind: {rank: group for group in groups for rank in group} for kind, groups in self._groups.items()}
+
+    def draw(self) -> str:
+        """Return the grid as text: a line per replica, a column per pipeline and tensor rank."""
+        width = max(len(f"tp {self.tp_size - 1}"), len(str(self.size - 1)))
+        label = len(f"rdp {self.rdp_size - 1}") + 2
+        block = self.tp_size * (width + 1)
+        lines = [
+            " " * label + " ".join(f" pp {pp}".ljust(block) for pp in range(self.pp_size)),
+            " " * label + " ".join("".join(f" {f'tp {tp}':>{width}}" for tp in range(self.tp_size)) for _ in range(self.pp_size)),
+        ]  # fmt: skip
+        for rdp in range(self.rdp_size):
+            rows = [
+                "".join(f" {self.rank(Coordinates(pp, tp, rdp)):>{width}}" for tp in range(self.tp_size))
+                for pp in range(self.pp_size)
+            ]
+            lines.append(f"rdp {rdp}".ljust(label) + " ".join(rows))
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _world_hint(pp: int, tp: int) -> str:
+    return f"start a multiple of {max(pp, 1) * max(tp, 1)} ranks, or lower a degree"
+
+
+def _mesh_problems(mesh: Mesh) -> list[Problem]:
+    problems = [
+        Problem((name,), f"{value} is not a positive number")
+        for name, value in (("pp_size", mesh.pp_size), ("tp_size", mesh.tp_size), ("rdp_size", mesh.rdp_size))
+        if value < 1
+    ]
+    if mesh.strategy not in PLACEMENT_STRATEGIES:
+        valid = ", ".join(f"`{strategy}`" for strategy in PLACEMENT_STRATEGIES)
+        problems.append(Problem(("placement_strategy",), f"`{mesh.strategy}` is unknown", f"use one of {valid}"))
+    return problems

@@ -1,0 +1,215 @@
+"""Who am I: the rank, the world and the meeting point of this process, read from its launcher's variables.
+
+Pure: `launch_from` takes the environment as a mapping. Known launchers, in this order, are torchrun, Open MPI,
+SLURM steps, and PMI (MPICH's and Intel's Hydra). None of them means one process that is the whole world.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from smpkit.errors import UsageError
+
+__all__ = ["DEFAULT_PORT", "Launch", "launch_from"]
+
+DEFAULT_PORT: Final = 29500
+"""Where ranks meet when only `MASTER_ADDR` is set; torchrun's default."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told one process.
+
+    Args:
+        rank: global rank, 0 to `world_size - 1`.
+        world_size: how many ranks the job has.
+        local_rank: rank among those of this host.
+        local_size: how many ranks this host has.
+        launcher: name for messages: `torchrun`, `Open MPI`, `SLURM`, `PMI`, or `no launcher`.
+        job_id: names this job on its host, as far as the launcher says.
+        master_address: where rank 0 listens; None if nobody said.
+        master_port: the port there; None if nobody said.
+        agent_store: the launcher itself serves the store at that address, so rank 0 must not (torchrun).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "no launcher"
+    job_id: str = ""
+    master_address: str | None = None
+    master_port: int | None = None
+    agent_store: bool = False
+
+    @property
+    def single_host(self) -> bool:
+        """Whether all ranks run on this host."""
+        return self.local_size == self.world_size
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables that one launcher sets; `None` where it has no such variable."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+    job_id: str
+
+
+_TORCHRUN: Final = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+_OPEN_MPI: Final = _Launcher(
+    "Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+)
+_SLURM: Final = _Launcher(
+    "SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"
+)
+_PMI: Final = _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID")
+
+
+def launch_from(environment: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables.
+
+    Raises UsageError, naming the variables, if they are incomplete, not numbers, or contradict each other.
+    """
+    launcher = _launcher_of(environment)
+    if launcher is None:
+        return Launch()
+    rank, world_size = (
+        _required(environment, launcher, launcher.rank),
+        _required(environment, launcher, launcher.world_size),
+    )
+    local_rank, local_size = _local_place(environment, launcher, rank, world_size)
+    _check_ranges(launcher, rank, world_size, local_rank, local_size)
+    if environment.get("MASTER_ADDR") == "":
+        raise UsageError("MASTER_ADDR is set but empty", hint="unset it, or set it to the host of rank 0")
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        launcher=launcher.name,
+        job_id=_job_id(environment, launcher),
+        master_address=environment.get("MASTER_ADDR"),
+        master_port=_port(environment),
+        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _launcher_of(environment: Mapping[str, str]) -> _Launcher | None:
+    # torchrun comes first: it may itself have been started by mpirun or srun, one process per host, and then the
+    # outer launcher's ranks count hosts. Likewise a SLURM batch script without srun has SLURM_PROCID but no step.
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _TORCHRUN
+    if _OPEN_MPI.rank in environment or _OPEN_MPI.world_size in environment:
+        return _OPEN_MPI
+    if _SLURM.rank in environment and _is_slurm_step(environment):
+        return _SLURM
+    if _PMI.rank in environment or _PMI.world_size in environment:
+        return _PMI
+    return None
+
+
+def _is_slurm_step(environment: Mapping[str, str]) -> bool:
+    # srun numbers its steps from 0; the batch script's own step and an interactive shell have these names instead.
+    step = environment.get("SLURM_STEP_ID", "")
+    return _SLURM.world_size in environment and step not in ("batch", "interactive", "4294967291", "4294967290")
+
+
+def _number(environment: Mapping[str, str], launcher: _Launcher, name: str) -> int | None:
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,9}", text.strip()):
+        raise UsageError(
+            f"{name} is `{text}`, which is not a number", hint=f"it is set by {launcher.name}; unset it otherwise"
+        )
+    return int(text)
+
+
+def _required(environment: Mapping[str, str], launcher: _Launcher, name: str) -> int:
+    value = _number(environment, launcher, name)
+    if value is None:
+        other = launcher.rank if name == launcher.world_size else launcher.world_size
+        raise UsageError(
+            f"{other} is set but {name} is not",
+            hint=f"start the script with {launcher.name}, or unset {other} to run one process",
+        )
+    return value
+
+
+def _local_place(environment: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int) -> tuple[int, int]:
+    """Return (local_rank, local_size), told by the launcher or, in a world of one, known."""
+    local_rank = _number(environment, launcher, launcher.local_rank)
+    if launcher is _SLURM:
+        local_size = _slurm_local_size(environment)
+    else:
+        local_size = _number(environment, launcher, launcher.local_size)
+    if world_size == 1:
+        return local_rank or 0, local_size or 1
+    if local_rank is None or local_size is None:
+        missing = launcher.local_rank if local_rank is None else launcher.local_size
+        raise UsageError(
+            f"{launcher.rank}={rank} and {launcher.world_size}={world_size} are set but {missing} is not",
+            hint="start the script with torchrun or mpirun, which set all of them",
+        )
+    return local_rank, local_size
+
+
+def _slurm_local_size(environment: Mapping[str, str]) -> int | None:
+    """Read this node's count from SLURM's run-length form: `4(x2),3` is 4, 4, 3 for nodes 0, 1, 2."""
+    text = environment.get(_SLURM.local_size)
+    node = _number(environment, _SLURM, "SLURM_NODEID") or 0
+    if text is None:
+        return None
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
+        if match is None:
+            raise UsageError(f"{_SLURM.local_size} is `{text}`, which is not SLURM's `4(x2),3` form")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if node >= len(counts):
+        raise UsageError(f"SLURM_NODEID is {node} but {_SLURM.local_size} is `{text}`, for {len(counts)} nodes")
+    return counts[node]
+
+
+def _check_ranges(launcher: _Launcher, rank: int, world_size: int, local_rank: int, local_size: int) -> None:
+    hint = f"these are {launcher.name}'s; another launcher or a shell profile may have overwritten one"
+    if rank >= world_size:
+        raise UsageError(f"{launcher.rank}={rank} is outside {launcher.world_size}={world_size}", hint=hint)
+    if local_rank >= local_size:
+        raise UsageError(f"{launcher.local_rank}={local_rank} is outside {launcher.local_size}={local_size}", hint=hint)
+    if local_size > world_size or local_rank > rank:
+        raise UsageError(
+            f"{launcher.local_rank}={local_rank} of {launcher.local_size}={local_size} contradicts "
+            f"{launcher.rank}={rank} of {launcher.world_size}={world_size}",
+            hint=hint,
+        )
+
+
+def _port(environment: Mapping[str, str]) -> int | None:
+    text = environment.get("MASTER_PORT")
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,5}", text.strip()) or not 0 < int(text) < 65536:
+        raise UsageError(f"MASTER_PORT is `{text}`, which is not a port", hint="use a number from 1 to 65535")
+    return int(text)
+
+
+def _job_id(environment: Mapping[str, str], launcher: _Launcher) -> str:
+    if launcher is _SLURM:
+        return "{}.{}".format(environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", ""))
+    if launcher is _OPEN_MPI:
+        return environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
+    return environment.get(launcher.job_id, "")

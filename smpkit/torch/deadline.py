@@ -1,0 +1,291 @@
+"""No wait without an end and a name: who waited for whom, in what, and which rank failed first.
+
+Nothing here runs while all goes well. When a wait fails, this rank writes what it waited in to the *board* (keys in the
+store that the ranks met at), hangs up on everybody so that other blocked ranks wake, and reads what they wrote::
+
+    rank 0  barrier ──timeout──► writes "barrier", hangs up, reads ──► DeadlineError: ... for rank 2
+    rank 1  barrier ──hung up──► writes "barrier", reads          ──► the same error
+    rank 2  computing                                                 wrote nothing: it is the one waited for
+
+A rank whose script raises writes that too, so the connection errors of the others become `rank 2 failed: ...`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, Literal
+
+import torch
+import torch.distributed as dist
+
+from smpkit.errors import DeadlineError, RemoteError, SmpkitError
+from smpkit.torch.rendezvous import name_ranks
+
+__all__ = ["Board", "Note", "attach", "detach", "hang_up", "report_failure", "waiting"]
+
+_GRACE_SECONDS: Final = 2.0  # how long to wait for the notes of ranks that have just been hung up on
+_LINGER_SECONDS: Final = 3.0  # how long the rank that serves the store stays, so that others can read why it left
+_STORE_TIMEOUT: Final = timedelta(seconds=5)
+_TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
+_HANG_UP_TAG: Final = 0x5AFE
+
+_LOST: Final = re.compile(
+    r"connection|timed out|timeout|socket|broken pipe|gloo|nccl|recvvalue|pair closure|remote process", re.IGNORECASE
+)
+_TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one rank says on the board: what it waited in, or why it failed."""
+
+    rank: int
+    kind: Literal["waited", "timed out", "failed"]
+    text: str
+
+
+class Board:
+    """The notes of all ranks, in the store.
+
+    Args:
+        store: the store that all ranks share.
+        rank: this rank.
+        size: how many ranks there are.
+        timeout: the deadline of a wait, for messages.
+        groups: returns the process groups to hang up on.
+        serves_store: the store dies with this process.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        groups: Callable[[], Iterable[dist.ProcessGroup]],
+        *,
+        serves_store: bool,
+    ) -> None:
+        self._store = dist.PrefixStore("smpkit/board", store)
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.groups = groups
+        self.serves_store = serves_store
+
+    def say(self, note: Note) -> None:
+        """Write this rank's note."""
+        self._store.set(f"note/{note.rank}", json.dumps(asdict(note)))
+
+    def notes(self, ranks: Iterable[int]) -> dict[int, Note]:
+        """Return the notes that these ranks have written."""
+        keys = {rank: f"note/{rank}" for rank in ranks}
+        return {rank: self._read(key) for rank, key in keys.items() if self._store.check([key])}
+
+    def fail(self, note: Note) -> Note:
+        """Write why the job failed, and return the reason of the rank that did so first."""
+        first = self._store.compare_set("first", "", json.dumps(asdict(note)))
+        return Note(**json.loads(first))
+
+    def failure(self) -> Note | None:
+        """Return why the job failed, if a rank has said so."""
+        return self._read("first") if self._store.check(["first"]) else None
+
+    def acknowledge(self) -> None:
+        """Tell the rank that serves the store that this one has read the failure."""
+        self._store.add("read", 1)
+
+    def linger(self) -> None:
+        """Wait until all others have read the failure, at most three seconds: the store ends with this process."""
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < deadline and self._store.add("read", 0) < self.size - 1:
+            time.sleep(0.05)
+
+    def _read(self, key: str) -> Note:
+        return Note(**json.loads(self._store.get(key)))
+
+    def hurry(self) -> None:
+        """Give up on the store itself soon: its host may be the rank that is gone."""
+        self._store.set_timeout(_STORE_TIMEOUT)
+
+
+_board: Board | None = None
+_failed = False
+_previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
+
+
+def attach(board: Board) -> None:
+    """Use `board` from now on, and write uncaught exceptions of this process to it."""
+    global _board, _failed, _previous_hook  # noqa: PLW0603 - one board per process, like the default process group
+    _board, _failed = board, False
+    if _previous_hook is None:
+        _previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
+
+
+def detach() -> None:
+    """Forget the board, for example because the process groups are gone."""
+    global _board, _previous_hook  # noqa: PLW0603
+    _board = None
+    if _previous_hook is not None and sys.excepthook is _on_uncaught:
+        sys.excepthook = _previous_hook
+        _previous_hook = None
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Show the exception as ever, and tell the other ranks."""
+    assert _previous_hook is not None
+    _previous_hook(kind, error, traceback)
+    sys.stderr.flush()
+    if not issubclass(kind, KeyboardInterrupt):  # Ctrl-C reaches every rank by itself
+        report_failure(error)
+
+
+def failed() -> bool:
+    """Return whether this process has told the others that it fails, or has found that another one did."""
+    return _failed
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
+    global _failed  # noqa: PLW0603
+    board = _board
+    if board is None or board.size == 1:
+        return
+    _failed = True
+    text = f"{type(error).__name__}: {error.message if isinstance(error, SmpkitError) else error}"[:_TEXT_LIMIT]
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        board.hurry()
+        board.fail(Note(board.rank, "timed out" if isinstance(error, DeadlineError) else "failed", text))
+        if board.serves_store:
+            hang_up(board.groups())
+            board.linger()
+
+
+def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close this rank's gloo connections, so that ranks that wait for it wake now and not at their deadline.
+
+    gloo has no call for it (`abort` wakes nobody), but a receive that times out closes all connections of its group.
+    Groups that carry no CPU tensors (nccl) are left alone: their own watchdog ends them.
+    """
+    for group in groups:
+        if group.size() == 1 or "cpu" not in str(dist.get_backend_config(group)):
+            continue
+        peer = (group.rank() + 1) % group.size()
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
+
+
+@contextlib.contextmanager
+def waiting(what: str, peers: dist.ProcessGroup | Sequence[int]) -> Iterator[None]:
+    """Turn a failed wait for `peers` (a group, or global ranks) into an error that says who waited for whom.
+
+    Only communication errors are translated; every other exception passes.
+
+    Args:
+        what: what is waited in, as the user calls it: `barrier of WORLD`.
+        peers: whom for.
+
+    Raises:
+        DeadlineError: the wait passed its deadline.
+        RemoteError: another rank failed or died.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        board = _board
+        if board is None or isinstance(error, SmpkitError) or not _LOST.search(str(error)):
+            raise
+        ranks = dist.get_process_group_ranks(peers) if isinstance(peers, dist.ProcessGroup) else peers
+        waited = _Wait(what, [rank for rank in ranks if rank != board.rank], time.monotonic() - started, str(error))
+        raise _diagnose(board, waited) from error
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A wait that failed: in what, for whom, after how long, with which words of the library below."""
+
+    what: str
+    peers: list[int]
+    seconds: float
+    error: str
+
+
+def _diagnose(board: Board, wait: _Wait) -> SmpkitError:
+    """Find out why a wait failed, telling the others and hearing them; takes at most some seconds."""
+    global _failed  # noqa: PLW0603
+    _failed = True
+    late = wait.seconds >= 0.95 * board.timeout.total_seconds() or bool(_TIMED_OUT.search(wait.error))
+    try:
+        board.hurry()
+        board.say(Note(board.rank, "timed out" if late else "waited", wait.what))
+        hang_up(board.groups())
+        notes = _hear(board, wait.peers)
+        own = _own_verdict(board, wait, notes, late)
+        kind: Literal["timed out", "failed"] = "timed out" if isinstance(own, DeadlineError) else "failed"
+        first = board.failure() or board.fail(Note(board.rank, kind, own.message))
+        board.acknowledge()
+    except (dist.DistError, RuntimeError) as gone:
+        return _without_store(board, wait, gone)
+    return own if first.rank == board.rank else _verdict_of(first)
+
+
+def _hear(board: Board, peers: Sequence[int]) -> dict[int, Note]:
+    """Return the notes of the peers, waiting a little for those that are about to write theirs."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    notes = board.notes(peers)
+    while len(notes) < len(peers) and board.failure() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        notes = board.notes(peers)
+    return notes
+
+
+def _own_verdict(board: Board, wait: _Wait, notes: dict[int, Note], late: bool) -> SmpkitError:
+    """Say what happened from this rank's own view: silent peers are the ones that were waited for."""
+    silent = [rank for rank in wait.peers if rank not in notes]
+    elsewhere = [f"rank {rank} waited in {note.text}" for rank, note in sorted(notes.items()) if note.text != wait.what]
+    aside = f"; meanwhile {', '.join(elsewhere)}" if elsewhere else ""
+    if late or any(note.kind == "timed out" for note in notes.values()):
+        missing = silent or [rank for rank, note in notes.items() if note.text != wait.what] or wait.peers
+        return DeadlineError(
+            f"rank {board.rank} waited {_seconds(wait.seconds)} in {wait.what} for {name_ranks(missing)}{aside}",
+            hint="if they are only slow, raise `timeout_seconds` in the configuration",
+        )
+    return RemoteError(
+        f"rank {board.rank} lost {name_ranks(silent or wait.peers)} in {wait.what}{aside}",
+        hint="it ended without saying why; see its own output (a signal, or too little memory?)",
+    )
+
+
+def _verdict_of(first: Note) -> SmpkitError:
+    """Repeat what the first rank to fail has said."""
+    if first.kind == "timed out":
+        return DeadlineError(
+            first.text.removeprefix("DeadlineError: "), hint="raise `timeout_seconds` if it is only slow"
+        )
+    if first.text.startswith(f"rank {first.rank} lost "):
+        return RemoteError(first.text, hint="it ended without saying why; see its own output")
+    return RemoteError(f"rank {first.rank} failed: {first.text}", hint=f"see the traceback of rank {first.rank}")
+
+
+def _without_store(board: Board, wait: _Wait, gone: Exception) -> SmpkitError:
+    """Say what is known when the store cannot be asked either, most often because rank 0 served it and is gone."""
+    served_by = "the launcher's store" if board.serves_store else "the store (rank 0 or the launcher serves it)"
+    return RemoteError(
+        f"rank {board.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)}, "
+        f"and {served_by} is gone too: {str(gone).splitlines()[0] if str(gone) else type(gone).__name__}",
+        hint="see the output of rank 0",
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"

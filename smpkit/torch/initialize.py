@@ -1,0 +1,307 @@
+"""`smp.init()`: read the configuration, meet the other ranks, make the groups; and `smp.shutdown()`, the way back."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
+from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
+from smpkit.plan.mesh import Mesh
+from smpkit.torch import deadline
+from smpkit.torch.context import Launch, launch_from
+from smpkit.torch.groups import Groups, loopback
+from smpkit.torch.rendezvous import gather, meet
+from smpkit.torch.state import Runtime, state
+
+__all__ = ["init", "shutdown"]
+
+_log = logging.getLogger("smpkit")
+
+_UNSUPPORTED: Final[Mapping[str, str]] = {
+    "fp16": "smpkit does not train in fp16 yet; torch.autocast inside the step works",
+    "bf16": "smpkit does not train in bf16 yet; torch.autocast inside the step works",
+    "shard_optimizer_state": "smpkit does not shard the optimizer state yet",
+    "sharded_data_parallel_degree": "smpkit does not do sharded data parallelism yet",
+}
+"""What a configuration may ask for and this version cannot do: parameter -> sentence."""
+
+
+class _World:
+    """The default group of this process and what hangs on it; lives from the first `init` to `shutdown`."""
+
+    def __init__(self, launch: Launch, store: dist.Store, groups: Groups, *, owned: bool) -> None:
+        self.launch = launch
+        self.store = store
+        self.groups = groups
+        self.owned = owned
+        self.agreements = 0
+
+
+_world: _World | None = None
+_generation = 0  # how often a world was made: a new one must not read the old one's keys in the same store
+_at_exit_registered = False
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Initialise smpkit in this process. Every rank calls it, before anything else of smpkit.
+
+    A second call is harmless: without a configuration, or with the one in use, it does nothing. With another one it
+    starts over, as long as no model has been wrapped (Hugging Face calls `init()` when it is imported, and the script
+    again with its dict).
+
+    Args:
+        config: SMP v1's parameters; keys of the environment variable `SM_HP_MP_PARAMETERS` override them.
+
+    Raises:
+        ConfigError: the configuration cannot be meant, or does not fit the number of ranks, or differs between ranks.
+        UnsupportedError: it asks for what this version cannot do.
+        UsageError: the launcher's variables contradict each other, or a model depends on another configuration.
+        DeadlineError: not all ranks came.
+    """
+    if config is None and state.initialized:
+        return
+    cfg, notices = ModelParallelConfig.from_sources(config, os.environ.get(ENVIRONMENT_VARIABLE))
+    if state.initialized:
+        if cfg == state.cfg:
+            return
+        _refuse_if_in_use(cfg)
+    launch = _world.launch if _world is not None else _find_launch()
+    if problems := cfg.world_problems(launch.world_size):
+        raise ConfigError(problems)
+    _refuse_unsupported(cfg)
+    mesh = Mesh.from_world(
+        launch.world_size, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
+    )
+    _start(cfg, launch, mesh)
+    _announce(cfg, notices, mesh)
+
+
+def shutdown() -> None:
+    """Forget everything `smp.init()` made and end the process groups, unless the script made the default group.
+
+    Runs at exit by itself. Waits for nobody.
+    """
+    global _world  # noqa: PLW0603
+    world, _world = _world, None
+    state.runtime = state.model = state.optimizer = state.step = None
+    for forget in state.forgetters:
+        forget()
+    deadline.detach()
+    if world is not None and world.owned and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- the configuration --------------------------------------------------------------------------------------------------
+
+
+def _refuse_if_in_use(cfg: ModelParallelConfig) -> None:
+    if state.model is None and state.optimizer is None:
+        return
+    old, new = state.cfg.values(), cfg.values()
+    changes = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old[key] != new[key])
+    raise UsageError(
+        f"smp.init() was called again with another configuration after a model was wrapped ({changes})",
+        hint="call smp.init(config) before smp.DistributedModel(...)",
+    )
+
+
+def _refuse_unsupported(cfg: ModelParallelConfig) -> None:
+    asked = [name for name in _UNSUPPORTED if int(getattr(cfg, name)) > (name == "sharded_data_parallel_degree")]
+    if asked:
+        sentences = "; ".join(f"`{name}`: {_UNSUPPORTED[name]}" for name in asked)
+        raise UnsupportedError(sentences, hint=f"remove {' and '.join(f'`{name}`' for name in asked)}")
+
+
+def _announce(cfg: ModelParallelConfig, notices: Sequence[Problem], mesh: Mesh) -> None:
+    """Warn and log, on rank 0 only: the other ranks have nothing else to say."""
+    if state.rank != 0:
+        return
+    for text in [*map(str, notices), *_effects(cfg, mesh)]:
+        warnings.warn(text, UserWarning, stacklevel=3)
+    _log.info("Configuration parameters:")
+    for key, value in cfg.effective().items():
+        _log.info("  %s: %s", key, value)
+
+
+def _effects(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
+    """Say what this world makes of settings that are legal by themselves."""
+    effects = []
+    if cfg.offload_activations:
+        effects.append(
+            "offload_activations has no effect without checkpointed layers (smp.set_activation_checkpointing)"
+        )
+    if not cfg.ddp and mesh.dp_size > 1:
+        effects.append(
+            f"ddp is False with {mesh.dp_size} data-parallel ranks: the replicas train independently; "
+            "set `ddp: true` to average their gradients"
+        )
+    if cfg.ddp_dist_backend == "nccl" and not torch.cuda.is_available():
+        effects.append("ddp_dist_backend is nccl, but there is no GPU: gloo is used")
+    return effects
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
+
+
+def _find_launch() -> Launch:
+    """Return who this process is, in accord with a default group that the script may have made already."""
+    launch = launch_from(os.environ)
+    if not dist.is_initialized():
+        return launch
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) == (launch.rank, launch.world_size):
+        return launch
+    if launch.launcher == "no launcher":
+        return Launch(rank, size, *_local_place(rank, size), launcher="torch.distributed")
+    raise UsageError(
+        f"torch.distributed was initialised as rank {rank} of {size}, but {launch.launcher} says "
+        f"rank {launch.rank} of {launch.world_size}",
+        hint="let smp.init() initialise torch.distributed, or pass it the launcher's rank and world size",
+    )
+
+
+def _local_place(rank: int, size: int) -> tuple[int, int]:
+    """Return (local_rank, local_size) from the host names of all ranks, when no launcher says."""
+    store = _store_of_default_group()
+    launch = Launch(rank, size)
+    hosts = gather(store, "hosts", launch, socket.gethostname(), timedelta(seconds=600))
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return here.index(rank), len(here)
+
+
+def _register_at_exit() -> None:
+    """End the process groups at exit, or torch warns that nobody did."""
+    global _at_exit_registered  # noqa: PLW0603
+    if not _at_exit_registered:
+        _at_exit_registered = True
+        atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    # After a failure, other ranks may be gone, and ending nccl communicators with them could wait for ever; the
+    # operating system ends everything as well.
+    if not deadline.failed():
+        shutdown()
+
+
+# --- the groups -------------------------------------------------------------------------------------------------------
+
+
+def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
+    global _world  # noqa: PLW0603
+    timeout = timedelta(seconds=cfg.timeout_seconds)
+    known = _world is not None
+    world = _world or _meet_world(cfg, launch, timeout)
+    _world = world
+    try:
+        facts = _agree(world, cfg, timeout)
+        _set_device(launch)
+        if not dist.is_initialized():
+            _make_default_group(cfg, world, facts, timeout)
+        elif known:
+            world.groups.set_timeout(timeout)
+        _attach_board(world, timeout)
+        groups = world.groups.of_mesh(mesh, launch.rank)
+        state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
+    except BaseException:
+        if not known:
+            shutdown()
+        raise
+    _register_at_exit()
+
+
+def _meet_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta) -> _World:
+    global _generation  # noqa: PLW0603
+    owned = not dist.is_initialized()
+    store = meet(launch, cfg.ddp_port, timeout) if owned else _store_of_default_group()
+    _generation += 1
+    groups = Groups(timeout, single_host=launch.single_host)
+    return _World(launch, dist.PrefixStore(f"smpkit/{_generation}", store), groups, owned=owned)
+
+
+def _store_of_default_group() -> dist.Store:
+    world = dist.group.WORLD
+    assert world is not None
+    return world.get_group_store()
+
+
+def _agree(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[dict[str, Any]]:
+    """Wait for all ranks, check that they mean the same configuration, and return what each said about itself."""
+    world.agreements += 1
+    said = json.dumps({"cfg": cfg.values(), "gpu": _gpu(world.launch)})
+    facts = [json.loads(text) for text in gather(world.store, f"facts/{world.agreements}", world.launch, said, timeout)]
+    ours = json.loads(said)["cfg"]
+    for rank, fact in enumerate(facts):
+        differing = [key for key in ours if fact["cfg"].get(key) != ours[key]]
+        if differing:
+            raise ConfigError(
+                [
+                    Problem(
+                        (key,),
+                        f"is {ours[key]!r} on rank {world.launch.rank} but {fact['cfg'].get(key)!r} on rank {rank}",
+                    )
+                    for key in differing
+                ]
+            )
+    return facts
+
+
+def _gpu(launch: Launch) -> str | None:
+    """Return the identity of the GPU that this rank will use; ranks that see one GPU each all call theirs 0."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(launch.local_rank % torch.cuda.device_count()).uuid)
+
+
+def _set_device(launch: Launch) -> None:
+    # Scripts that forget torch.cuda.set_device(smp.local_rank()) would otherwise put every rank on GPU 0.
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+
+
+def _make_default_group(
+    cfg: ModelParallelConfig, world: _World, facts: list[dict[str, Any]], timeout: timedelta
+) -> None:
+    """Initialise torch.distributed.
+
+    The groups are not bound to a device (`device_id`): that would make every later group a split, in which all ranks
+    must take part.
+    """
+    backend = _backend(cfg, [fact["gpu"] for fact in facts], warn=world.launch.rank == 0)
+    with loopback() if world.launch.single_host else contextlib.nullcontext():
+        dist.init_process_group(
+            backend, store=world.store, rank=world.launch.rank, world_size=world.launch.world_size, timeout=timeout
+        )
+
+
+def _backend(cfg: ModelParallelConfig, gpus: Sequence[str | None], *, warn: bool) -> str:
+    """Return nccl for CUDA tensors beside gloo for CPU ones if every rank has a GPU of its own, else gloo for both."""
+    if cfg.ddp_dist_backend == "gloo" or None in gpus:
+        return "gloo"
+    if len(set(gpus)) == len(gpus):
+        return "cpu:gloo,cuda:nccl"
+    if warn:
+        text = f"{len(gpus)} ranks share {len(set(gpus))} GPU(s), which nccl cannot do: gloo is used, and is slower"
+        warnings.warn(text, UserWarning, stacklevel=6)
+    return "gloo"
+
+
+def _attach_board(world: _World, timeout: timedelta) -> None:
+    launch = world.launch
+    serves = launch.rank == 0 and not launch.agent_store
+    deadline.attach(
+        deadline.Board(world.store, launch.rank, launch.world_size, timeout, world.groups.all, serves_store=serves)
+    )

@@ -1,0 +1,357 @@
+"""What this process knows about the job: configuration, mesh, groups, device; `smp.state`, and the queries on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.context import Launch
+
+if TYPE_CHECKING:
+    from smpkit.torch.model import DistributedModel
+    from smpkit.torch.optimizer import DistributedOptimizer
+    from smpkit.torch.step import StepRun
+
+__all__ = [
+    "Runtime",
+    "State",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_process_group",
+    "is_initialized",
+    "is_tracing",
+    "local_rank",
+    "local_size",
+    "mp_rank",
+    "mp_size",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "size",
+    "state",
+    "tp_rank",
+    "tp_size",
+]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What `smp.init()` made.
+
+    Args:
+        cfg: the evaluated configuration.
+        launch: who this process is.
+        mesh: the grid of all ranks.
+        groups: this rank's process group of each kind.
+        objects: all ranks, for CPU tensors: what `smp.send` and its kin use.
+    """
+
+    cfg: ModelParallelConfig
+    launch: Launch
+    mesh: Mesh
+    groups: Mapping[CommGroup, dist.ProcessGroup]
+    objects: dist.ProcessGroup
+
+
+class State:
+    """The process's place in the job; every attribute but the last four raises UsageError before `smp.init()`."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        """Set by `smp.init()`; the other attributes read it."""
+        self.model: DistributedModel | None = None
+        """The last model that was wrapped."""
+        self.optimizer: DistributedOptimizer | None = None
+        """The last optimizer that was wrapped."""
+        self.step: StepRun | None = None
+        """The `@smp.step` call that runs now."""
+        self.forgetters: list[Callable[[], object]] = []
+        """Called by `smp.shutdown()`: what other modules keep for the life of the process groups."""
+
+    @property
+    def initialized(self) -> bool:
+        """Whether `smp.init()` has been called."""
+        return self.runtime is not None
+
+    @property
+    def _ready(self) -> Runtime:
+        if self.runtime is None:
+            raise UsageError(
+                "smp.init() has not been called", hint="call smp.init() first, before using any other smp call"
+            )
+        return self.runtime
+
+    @property
+    def cfg(self) -> ModelParallelConfig:
+        """The evaluated configuration, with defaults filled in."""
+        return self._ready.cfg
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of all ranks."""
+        return self._ready.mesh
+
+    @property
+    def launch(self) -> Launch:
+        """What the launcher told this process."""
+        return self._ready.launch
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self._ready.launch.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the job has."""
+        return self._ready.launch.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among those of this host."""
+        return self._ready.launch.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this host has."""
+        return self._ready.launch.local_size
+
+    @property
+    def timeout(self) -> timedelta:
+        """Deadline of every wait between ranks."""
+        return timedelta(seconds=self.cfg.timeout_seconds)
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU this process uses now, or the CPU.
+
+        Asked for at each use, because scripts call `torch.cuda.set_device(smp.local_rank())` after `smp.init()`.
+        """
+        self._ready  # noqa: B018 - raises before init
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def group(self, kind: CommGroup) -> list[int]:
+        """Return the global ranks of this rank's group of a kind, ascending."""
+        return list(self.mesh.group(kind, self.rank))
+
+    def process_group(self, kind: CommGroup) -> dist.ProcessGroup:
+        """Return this rank's group of a kind, for `torch.distributed`."""
+        return self._ready.groups[kind]
+
+    @property
+    def object_group(self) -> dist.ProcessGroup:
+        """All ranks, for CPU tensors."""
+        return self._ready.objects
+
+    def index(self, kind: CommGroup) -> int:
+        """Return this rank's position in its group of a kind."""
+        return self.mesh.index(kind, self.rank)
+
+    @property
+    def mp_rank(self) -> int:
+        """Position among the ranks that together hold one model."""
+        return self.index(CommGroup.MP_GROUP)
+
+    @property
+    def dp_rank(self) -> int:
+        """Position among the ranks that hold (parts of) the same pipeline partition."""
+        return self.index(CommGroup.DP_GROUP)
+
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline partition."""
+        return self.mesh.coordinates(self.rank).pp
+
+    @property
+    def tp_rank(self) -> int:
+        """Position among the ranks that share distributed modules."""
+        return self.mesh.coordinates(self.rank).tp
+
+    @property
+    def rdp_rank(self) -> int:
+        """Position among exact replicas."""
+        return self.mesh.coordinates(self.rank).rdp
+
+    @property
+    def mp_size(self) -> int:
+        """How many ranks together hold one model."""
+        return self.mesh.mp_size
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks hold (parts of) the same pipeline partition."""
+        return self.mesh.dp_size
+
+    @property
+    def pp_size(self) -> int:
+        """How many pipeline partitions there are."""
+        return self.mesh.pp_size
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks share distributed modules."""
+        return self.mesh.tp_size
+
+    @property
+    def rdp_size(self) -> int:
+        """How many exact replicas there are."""
+        return self.mesh.rdp_size
+
+
+state = State()
+"""The one state of this process (`smp.state`)."""
+
+
+def is_initialized() -> bool:
+    """Return whether `smp.init()` has been called."""
+    return state.initialized
+
+
+def is_tracing() -> bool:
+    """Return False: smpkit partitions without a tracing pass. SMP v1 scripts ask to skip work during it."""
+    return False
+
+
+def rank() -> int:
+    """Return the global rank."""
+    return state.rank
+
+
+def size() -> int:
+    """Return how many ranks the job has."""
+    return state.size
+
+
+def local_rank() -> int:
+    """Return the rank among those of this host."""
+    return state.local_rank
+
+
+def local_size() -> int:
+    """Return how many ranks this host has."""
+    return state.local_size
+
+
+def mp_rank() -> int:
+    """Return the position in `MP_GROUP`: the ranks that together hold one model."""
+    return state.mp_rank
+
+
+def mp_size() -> int:
+    """Return how many ranks together hold one model."""
+    return state.mp_size
+
+
+def dp_rank() -> int:
+    """Return the position in `DP_GROUP`: the ranks that hold (parts of) the same pipeline partition."""
+    return state.dp_rank
+
+
+def dp_size() -> int:
+    """Return how many ranks hold (parts of) the same pipeline partition."""
+    return state.dp_size
+
+
+def pp_rank() -> int:
+    """Return the pipeline partition of this rank."""
+    return state.pp_rank
+
+
+def pp_size() -> int:
+    """Return how many pipeline partitions there are."""
+    return state.pp_size
+
+
+def tp_rank() -> int:
+    """Return the position in `TP_GROUP`: the ranks that share distributed modules."""
+    return state.tp_rank
+
+
+def tp_size() -> int:
+    """Return how many ranks share distributed modules."""
+    return state.tp_size
+
+
+def rdp_rank() -> int:
+    """Return the position in `RDP_GROUP`: exact replicas."""
+    return state.rdp_rank
+
+
+def rdp_size() -> int:
+    """Return how many exact replicas there are."""
+    return state.rdp_size
+
+
+def get_mp_group() -> list[int]:
+    """Return the global ranks of this rank's `MP_GROUP`."""
+    return state.group(CommGroup.MP_GROUP)
+
+
+def get_dp_group() -> list[int]:
+    """Return the global ranks of this rank's `DP_GROUP`."""
+    return state.group(CommGroup.DP_GROUP)
+
+
+def get_tp_group() -> list[int]:
+    """Return the global ranks of this rank's `TP_GROUP`."""
+    return state.group(CommGroup.TP_GROUP)
+
+
+def get_pp_group() -> list[int]:
+    """Return the global ranks of this rank's `PP_GROUP`."""
+    return state.group(CommGroup.PP_GROUP)
+
+
+def get_rdp_group() -> list[int]:
+    """Return the global ranks of this rank's `RDP_GROUP`."""
+    return state.group(CommGroup.RDP_GROUP)
+
+
+def get_world_process_group() -> dist.ProcessGroup:
+    """Return the group of all ranks, for `torch.distributed`."""
+    return state.process_group(CommGroup.WORLD)
+
+
+def get_mp_process_group() -> dist.ProcessGroup:
+    """Return this rank's `MP_GROUP`, for `torch.distributed`."""
+    return state.process_group(CommGroup.MP_GROUP)
+
+
+def get_dp_process_group() -> dist.ProcessGroup:
+    """Return this rank's `DP_GROUP`, for `torch.distributed`."""
+    return state.process_group(CommGroup.DP_GROUP)
+
+
+def get_tp_process_group() -> dist.ProcessGroup:
+    """Return this rank's `TP_GROUP`, for `torch.distributed`."""
+    return state.process_group(CommGroup.TP_GROUP)
+
+
+def get_pp_process_group() -> dist.ProcessGroup:
+    """Return this rank's `PP_GROUP`, for `torch.distributed`."""
+    return state.process_group(CommGroup.PP_GROUP)
+
+
+def get_rdp_process_group() -> dist.ProcessGroup:
+    """Return this rank's `RDP_GROUP`, for `torch.distributed`."""
+    return state.process_group(CommGroup.RDP_GROUP)
