@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
-from pydantic.config import JsonDict
 
-from smpkit.config.explain import quoted, typed, validated, validation_error
+from smpkit.config.explain import validated, validation_error
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.section import KeyPath, Section
+from smpkit.config.words import quoted, typed
 from smpkit.errors import Problem
 
 if TYPE_CHECKING:
@@ -39,16 +39,10 @@ class Switched(Section):
         raise validation_error(cls.__name__, [Problem((), message, "write `enabled: true`")])
 
 
-def _or_path(schema: JsonDict) -> None:
-    """Let editors accept the path of a JSON file in place of the parameters."""
-    reference = schema.pop("$ref")
-    schema["anyOf"] = [{"$ref": reference}, {"type": "string", "description": "Path of a JSON file."}]
-
-
 class ModelParallelBlock(Switched):
     """SMP v1, on or off, and its parameters."""
 
-    parameters: ModelParallelConfig = Field(default_factory=ModelParallelConfig, json_schema_extra=_or_path)
+    parameters: ModelParallelConfig = Field(default_factory=ModelParallelConfig)
     """The library's parameters; in a job file also the path of a JSON file that holds them, relative to the job file.
 
     An empty mapping means all defaults (SageMaker's SDK switches the library off for it).
@@ -104,19 +98,10 @@ class TorchDistributedOptions(Switched):
     """Ranks per host. Default: one per GPU, or one. An extension of smpkit."""
 
 
-def _bare_form(schema: JsonDict) -> None:
-    """Tell editors that the block of `modelparallel` may stand here itself."""
-    properties = schema["properties"]
-    assert isinstance(properties, dict)
-    text = "Short form: the block of `smdistributed.modelparallel` itself."
-    for key in ModelParallelBlock.model_fields:
-        properties[key] = {"$ref": f"#/$defs/ModelParallelBlock/properties/{key}", "description": text}
-
-
 _SAGEMAKER_ONLY = "is a launcher that SageMaker keeps for other frameworks"
 
 
-class Distribution(Section, json_schema_extra=_bare_form):
+class Distribution(Section):
     """How a job is distributed: the dict that SageMaker's estimators take as `distribution`.
 
     The bare block `{"enabled": True, "parameters": {...}}` (`smp_options` in many notebooks), beside `mpi` or
@@ -179,9 +164,8 @@ class Distribution(Section, json_schema_extra=_bare_form):
         whole = dict(smp_options) if mpi_options is None else {**smp_options, "mpi": mpi_options}
         return validated(cls, whole, subject="distribution")
 
-    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath]) -> Iterable[Problem]:
+    def cross_problems(self, _written: Mapping[str, Any], _broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Refuse two launchers."""
-        del written, broken
         if self._mpi is not None and self._torch is not None:
             message = "cannot be enabled together with mpi: a job has one launcher"
             hint = "keep `mpi` to launch with mpirun, or `torch_distributed` to launch with torchrun"

@@ -7,18 +7,25 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from smpkit.config.explain import printable, quoted
 from smpkit.config.locate import LocatedProblem
 from smpkit.config.section import KeyPath
+from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError
 
-__all__ = ["Document", "parse_json", "parse_value", "parse_yaml", "read_document"]
+__all__ = ["Document", "Position", "parse_json", "parse_value", "parse_yaml", "read_document"]
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _MAX_VALUES = 100_000
+
+
+class Position(NamedTuple):
+    """Line and column, counted from 1."""
+
+    line: int
+    column: int
 
 
 @dataclass(frozen=True)
@@ -30,17 +37,17 @@ class Document:
 
     text: str
     value: Any
-    lines: Mapping[KeyPath, int]
-    """Path of each value -> the line (from 1) of its key, or of itself in a list."""
+    positions: Mapping[KeyPath, Position]
+    """Path of each value -> where its key is, or itself in a list."""
 
     problems: tuple[LocatedProblem, ...] = ()
     """What is wrong although the text could be read: keys that are written twice."""
 
-    def line(self, path: KeyPath) -> int | None:
-        """The line of the value at `path`, or of the closest value around it."""
+    def position(self, path: KeyPath) -> Position | None:
+        """Where the value at `path` is, or the closest value around it; None in a text without lines."""
         for length in range(len(path), -1, -1):
-            if path[:length] in self.lines:
-                return self.lines[path[:length]]
+            if path[:length] in self.positions:
+                return self.positions[path[:length]]
         return None
 
 
@@ -81,13 +88,13 @@ def _refuse(
     text: str = "",
     hint: str | None = None,
 ) -> NoReturn:
-    problem = LocatedProblem((), message, hint, name, line, column, text)
+    problem = LocatedProblem((), message, hint, name, line, column, text, exact=column is not None)
     raise ConfigError([problem])
 
 
 def parse_value(text: str, name: str) -> Document:
     """Read a value given on the command line or in the environment, as YAML: `4`, `true`, `1e-3`, `[1, 2]`, `text`."""
-    return replace(parse_yaml(text, name), lines={})
+    return replace(parse_yaml(text, name), positions={})
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -108,43 +115,45 @@ def parse_json(text: str, name: str) -> Document:
         _refuse(name, f"is nested more than {_MAX_DEPTH} levels deep")
     except ValueError as error:  # NaN and its like, or a number of more digits than Python reads
         _refuse(name, f"is not JSON: {str(error).split(';')[0]}")
-    reader = _JsonLines(text, name)
+    reader = _JsonPositions(text, name)
     reader.value((), 0)
     _check_text(value, name)
-    return Document(name, text, value, reader.lines, tuple(reader.problems))
+    return Document(name, text, value, reader.positions, tuple(reader.problems))
 
 
 def _no_constant(constant: str) -> NoReturn:
     raise ValueError(f"`{constant}` is not a number that JSON knows")
 
 
-class _JsonLines:
-    """A second walk over text known to be JSON, for what `json` does not tell: lines and keys written twice."""
+class _JsonPositions:
+    """A second walk over text known to be JSON, for what `json` does not tell: positions and keys written twice."""
 
     _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
     def __init__(self, text: str, name: str) -> None:
-        self.lines: dict[KeyPath, int] = {}
+        self.positions: dict[KeyPath, Position] = {}
         self.problems: list[LocatedProblem] = []
         self._text, self._name = text, name
         self._tokens = self._scan()
 
-    def _scan(self) -> Iterator[tuple[str, int]]:
-        line, seen = 1, 0
+    def _scan(self) -> Iterator[tuple[str, Position]]:
+        line, line_start = 1, 0
         for match in self._TOKEN.finditer(self._text):
-            line += self._text.count("\n", seen, match.start())
-            seen = match.start()
-            yield match[0], line
+            newlines = self._text.count("\n", line_start, match.start())
+            if newlines:
+                line += newlines
+                line_start = self._text.rindex("\n", line_start, match.start()) + 1
+            yield match[0], Position(line, match.start() - line_start + 1)
 
     def value(self, path: KeyPath, depth: int) -> None:
         """Read the next value."""
-        word, line = next(self._tokens)
-        self._value(word, line, path, depth)
+        word, position = next(self._tokens)
+        self._value(word, position, path, depth)
 
-    def _value(self, word: str, line: int, path: KeyPath, depth: int) -> None:
+    def _value(self, word: str, position: Position, path: KeyPath, depth: int) -> None:
         if depth > _MAX_DEPTH:
-            _refuse(self._name, f"is nested more than {_MAX_DEPTH} levels deep", line=line)
-        self.lines.setdefault(path, line)
+            _refuse(self._name, f"is nested more than {_MAX_DEPTH} levels deep", line=position.line)
+        self.positions.setdefault(path, position)
         if word == "{":
             self._object(path, depth)
         elif word == "[":
@@ -152,32 +161,32 @@ class _JsonLines:
 
     def _object(self, path: KeyPath, depth: int) -> None:
         first_lines: dict[str, int] = {}
-        for word, line in self._tokens:
+        for word, position in self._tokens:
             if word == "}":
                 return
             if word == ",":
                 continue
             key = json.loads(word)
-            if key in first_lines:
-                self.problems.append(_twice((*path, key), first_lines[key], self._name, line, self._text))
-            first_lines.setdefault(key, line)
             here: KeyPath = (*path, key)
-            self.lines[here] = line
+            if key in first_lines:
+                self.problems.append(_twice(here, first_lines[key], self._name, position, self._text))
+            first_lines.setdefault(key, position.line)
+            self.positions[here] = position
             next(self._tokens)  # the colon
             self.value((*path, key), depth + 1)
 
     def _array(self, path: KeyPath, depth: int) -> None:
         index = 0
-        for word, line in self._tokens:
+        for word, position in self._tokens:
             if word == "]":
                 return
             if word != ",":
-                self._value(word, line, (*path, index), depth + 1)
+                self._value(word, position, (*path, index), depth + 1)
                 index += 1
 
 
-def _twice(path: KeyPath, first_line: int, name: str, line: int, text: str) -> LocatedProblem:
-    return LocatedProblem(path, f"is written twice, first on line {first_line}", "remove one", name, line, None, text)
+def _twice(path: KeyPath, first_line: int, name: str, position: Position, text: str) -> LocatedProblem:
+    return LocatedProblem(path, f"is written twice, first on line {first_line}", "remove one", name, *position, text)
 
 
 def _check_text(value: object, name: str) -> None:
@@ -216,7 +225,7 @@ def parse_yaml(text: str, name: str) -> Document:
         _refuse(name, f"has a character that text must not have: {character}", line=line, text=text)
     except RecursionError:
         _refuse(name, f"is nested more than {_MAX_DEPTH} levels deep")
-    return Document(name, text, value, reader.lines, tuple(reader.problems))
+    return Document(name, text, value, reader.positions, tuple(reader.problems))
 
 
 def _refuse_yaml(error: Any, text: str, name: str) -> NoReturn:
@@ -266,14 +275,14 @@ class _YamlReader:
 
     text: str
     name: str
-    lines: dict[KeyPath, int] = field(default_factory=dict)
+    positions: dict[KeyPath, Position] = field(default_factory=dict)
     problems: list[LocatedProblem] = field(default_factory=list)
     count: int = 0
 
     def value(self, node: Any, path: KeyPath, around: tuple[Any, ...]) -> Any:
         """Build the value of a node; `around` are the nodes it stands in."""
         self._check_limits(node, around)
-        self.lines.setdefault(path, node.start_mark.line + 1)
+        self.positions.setdefault(path, _position(node))
         if node.id == "mapping":
             return self._mapping(node, path, (*around, node))
         if node.id == "sequence":
@@ -299,13 +308,13 @@ class _YamlReader:
                 for source in self._merge_sources(value_node):
                     merged = self._mapping(source, path, (*around, source)) | merged
                 continue
-            key, line = self._key(key_node), key_node.start_mark.line + 1
-            if key in first_lines:
-                self.problems.append(_twice((*path, key), first_lines[key], self.name, line, self.text))
-            first_lines.setdefault(key, line)
+            key, position = self._key(key_node), _position(key_node)
             here: KeyPath = (*path, key)
-            self.lines[here] = line
-            own[key] = self.value(value_node, (*path, key), around)
+            if key in first_lines:
+                self.problems.append(_twice(here, first_lines[key], self.name, position, self.text))
+            first_lines.setdefault(key, position.line)
+            self.positions[here] = position
+            own[key] = self.value(value_node, here, around)
         return merged | own
 
     def _merge_sources(self, node: Any) -> list[Any]:
@@ -337,6 +346,10 @@ class _YamlReader:
 
     def _refuse(self, node: Any, message: str, hint: str | None = None) -> NoReturn:
         _refuse(self.name, message, line=node.start_mark.line + 1, text=self.text, hint=hint)
+
+
+def _position(node: Any) -> Position:
+    return Position(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 def _null(_: str) -> None:

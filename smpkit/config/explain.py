@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from smpkit.config.words import quoted, suggestion, typed
 from smpkit.errors import ConfigError, Problem
 
-__all__ = [
-    "MISSING",
-    "closest",
-    "explain",
-    "printable",
-    "quoted",
-    "suggestion",
-    "typed",
-    "validated",
-    "validation_error",
-]
+__all__ = ["MISSING", "explain", "validated", "validation_error"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -138,52 +128,3 @@ def _hint(detail: ErrorDetails, context: Mapping[str, Any]) -> str | None:
     if detail["type"] in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         return "write it without quotes"
     return None
-
-
-def closest(name: str, candidates: Sequence[str]) -> str | None:
-    """The candidate that `name` was probably meant to be, if any."""
-    lower = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.7)
-    return lower[found[0]] if found else None
-
-
-def suggestion(name: str, candidates: Sequence[str]) -> str | None:
-    """The hint `did you mean ...?` for a name that is none of `candidates`."""
-    found = closest(name, candidates)
-    return None if found is None else f"did you mean `{found}`?"
-
-
-def typed(value: object) -> str:
-    """Show a value with its kind where that matters: `true (a bool)`, `4` (text), `a list`."""
-    if isinstance(value, bool):
-        return f"{quoted(value)} (a bool)"
-    if isinstance(value, str):
-        return f"{quoted(value)} (text)"
-    if isinstance(value, float):
-        return f"{quoted(value)} (a float)"
-    return quoted(value)
-
-
-def quoted(value: object) -> str:
-    """Show a value as it is written in a configuration file, on one line and at most about 60 characters."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        # str() of an integer above 4300 digits raises, and nobody wants to read one.
-        return str(value) if value.bit_length() < 200 else "a huge number"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, str):
-        return f"`{printable(value if len(value) <= 60 else value[:57] + '...')}`"
-    if isinstance(value, Mapping):
-        return "a mapping"
-    if isinstance(value, (list, tuple)):
-        return "a list"
-    return f"an object of type {type(value).__name__}"
-
-
-def printable(text: str) -> str:
-    """Escape what a terminal would obey or could not show, so that a file's content is never more than text."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -9,11 +9,11 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
-from pydantic.config import JsonDict
 
 from smpkit.config.distribution import Distribution
-from smpkit.config.explain import quoted, typed, validation_error
+from smpkit.config.explain import validation_error
 from smpkit.config.section import KeyPath, Section, free_form
+from smpkit.config.words import quoted, typed
 from smpkit.errors import Problem
 
 __all__ = ["Channel", "Checkpoints", "Compute", "JobConfig"]
@@ -154,9 +154,8 @@ class Compute(Section):
     keep_alive_seconds: int = Field(default=0, ge=0, le=21_600)
     """How long the machines stay reserved for a next job after this one, in seconds (a warm pool)."""
 
-    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath]) -> Iterable[Problem]:
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Check `max_wait_seconds` against `spot` and `max_run_seconds`."""
-        del written
         if self.max_wait_seconds is None:
             return
         path = ("max_wait_seconds",)
@@ -165,14 +164,6 @@ class Compute(Section):
         if self.max_wait_seconds < self.max_run_seconds and ("max_run_seconds",) not in broken:
             message = f"must be at least max_run_seconds ({self.max_run_seconds}), got {self.max_wait_seconds}"
             yield Problem(path, message, "waiting includes running")
-
-
-def _or_uri(schema: JsonDict) -> None:
-    """Let editors accept a text in place of `{uri: ...}`."""
-    whole = dict(schema)
-    schema.clear()
-    schema["anyOf"] = [{"type": "string", "description": "Short form of `{uri: ...}`."}, whole]
-    schema["description"] = whole["description"]
 
 
 class Located(Section):
@@ -192,7 +183,7 @@ class Located(Section):
         return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
 
 
-class Channel(Located, json_schema_extra=_or_uri):
+class Channel(Located):
     """One input of the job."""
 
     mode: Literal["File", "FastFile", "Pipe"] = "File"
@@ -205,7 +196,7 @@ class Channel(Located, json_schema_extra=_or_uri):
     """Give each host its share of the objects instead of all of them."""
 
 
-class Checkpoints(Located, json_schema_extra=_or_uri):
+class Checkpoints(Located):
     """Where checkpoints are kept, so that an interrupted job goes on."""
 
     local_path: _ContainerPath = "/opt/ml/checkpoints"
@@ -258,9 +249,8 @@ class JobConfig(Section):
         "env": ("is called `environment` here", "rename it"),
     }
 
-    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath]) -> Iterable[Problem]:
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Check the degrees against the number of ranks, where that is known."""
-        del written
         if self.distribution.processes_per_host is None or any(path[-1:] in _SIZES for path in broken):
             return ()
         problems = self.distribution.world_problems(self.num_processes(1))

@@ -13,12 +13,13 @@ from pydantic import ValidationError
 
 from smpkit.config.distribution import Distribution
 from smpkit.config.documents import Document, parse_value, read_document
-from smpkit.config.explain import explain, printable, quoted
+from smpkit.config.explain import explain
 from smpkit.config.job import JobConfig
 from smpkit.config.locate import LocatedProblem
 from smpkit.config.migrate import HISTORIC, V2_KEYS
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.section import KeyPath, Section
+from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem
 
 __all__ = ["ENVIRONMENT_PREFIX", "Kind", "Loaded", "LoadedJob", "load", "load_job"]
@@ -280,10 +281,11 @@ class _Sources:
         """Find the place of a problem: the uppermost document that covers its path."""
         root, document = self._layer(problem.path)
         inner = problem.path[len(root) :]
-        line = document.line(inner)
+        position = document.position(inner)
         # Something missing at the top has no line worth showing.
-        text = document.text if document.line(inner) != document.line(()) or inner in document.lines else ""
-        return LocatedProblem(problem.path, problem.message, problem.hint, document.name, line, None, text)
+        text = document.text if inner in document.positions or position != document.position(()) else ""
+        line, column = position or (None, None)
+        return LocatedProblem(problem.path, problem.message, problem.hint, document.name, line, column, text)
 
     def _layer(self, path: KeyPath) -> tuple[KeyPath, Document]:
         return next(layer for layer in reversed(self.layers) if path[: len(layer[0])] == layer[0])
@@ -294,8 +296,8 @@ class _Sources:
         if written is None:
             return "default"
         root, document = self._layer(written)
-        line = document.line(written[len(root) :])
-        return document.name if line is None else f"{document.name}:{line}"
+        position = document.position(written[len(root) :])
+        return document.name if position is None else f"{document.name}:{position.line}"
 
     def in_order(self, problems: Iterable[LocatedProblem]) -> tuple[LocatedProblem, ...]:
         """Sort problems by document and line, the job file first."""

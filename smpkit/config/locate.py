@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smpkit.config.explain import printable
+from smpkit.config.words import printable
 from smpkit.errors import Problem
 
 __all__ = ["LocatedProblem", "excerpt"]
@@ -19,25 +19,27 @@ class LocatedProblem(Problem):
     Args:
         source: the file as the user named it, or what else the value came from: `--set compute.spot`, a variable.
         line: counted from 1; None if the source has no lines.
-        column: counted from 1; set only where the exact character matters, as in a syntax error.
-        text: the whole source, for the excerpt.
+        column: counted from 1.
+        text: the whole source, for the excerpt; empty for none.
+        exact: the very character matters, as in a syntax error: show the column, and a mark under it.
     """
 
     source: str = ""
     line: int | None = None
     column: int | None = None
     text: str = ""
+    exact: bool = False
 
     @property
     def place(self) -> str:
         """The place as editors and terminals understand it: `job.yaml:4`, `job.yaml:4:17`."""
-        numbers = "".join(f":{number}" for number in (self.line, self.column) if number is not None)
-        return f"{self.source}{numbers}"
+        numbers = (self.line, self.column if self.exact else None)
+        return self.source + "".join(f":{number}" for number in numbers if number is not None)
 
     def __str__(self) -> str:
         where = f"{printable(self.where)}: " if self.path else ""
         lines = [f"{self.place}: {where}{self.message}"]
-        shown = excerpt(self.text, self.line, self.column) if self.line is not None else ""
+        shown = excerpt(self.text, self.line, self.column if self.exact else None) if self.line is not None else ""
         if shown:
             lines.append(shown)
         if self.hint is not None:

@@ -7,20 +7,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
-from pydantic.config import JsonDict
 from pydantic_core.core_schema import ValidationInfo
 
 from smpkit.config import rules
 from smpkit.config.documents import parse_json
-from smpkit.config.explain import quoted, typed, validated, validation_error
+from smpkit.config.explain import validated, validation_error
 from smpkit.config.migrate import HISTORIC, V2_KEYS
 from smpkit.config.section import KeyPath, Section, in_order
+from smpkit.config.words import quoted, typed
 from smpkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ENVIRONMENT_VARIABLE", "ModelParallelConfig"]
+__all__ = ["ENVIRONMENT_VARIABLE", "TENSORFLOW_DEFAULTS", "ModelParallelConfig"]
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 """Where SageMaker's containers hand the parameters to the script, as JSON."""
@@ -28,8 +28,8 @@ ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 _DEGREE = "pipeline_parallel_degree"
 _ALIAS = "partitions"
 
-# Keys of the TensorFlow library; a spelled-out default of theirs changes nothing and is let pass.
-_TENSORFLOW_DEFAULTS: Mapping[str, bool] = {"horovod": False, "contiguous": True}
+TENSORFLOW_DEFAULTS: Mapping[str, bool] = {"horovod": False, "contiguous": True}
+"""Keys of the TensorFlow library; a spelled-out default of theirs changes nothing and is let pass."""
 
 # Keys that name how the library works inside; v1 left them out of the list it logged.
 _INTERNAL = frozenset(
@@ -37,23 +37,7 @@ _INTERNAL = frozenset(
 )
 
 
-def _extra_keys(schema: JsonDict) -> None:
-    """Tell editors about the keys that are accepted without being fields."""
-    properties = schema["properties"]
-    assert isinstance(properties, dict)
-    properties[_ALIAS] = {
-        "type": "integer",
-        "minimum": 1,
-        "description": f"The older name of `{_DEGREE}`. If both are given they must be equal.",
-    }
-    for key, default in _TENSORFLOW_DEFAULTS.items():
-        text = "TensorFlow only: nothing but its default is accepted, and means nothing."
-        properties[key] = {"const": default, "deprecated": True, "description": text}
-    for key, reason in HISTORIC.items():
-        properties[key] = {"deprecated": True, "description": f"Accepted, and means nothing any more: {reason}."}
-
-
-class ModelParallelConfig(Section, json_schema_extra=_extra_keys):
+class ModelParallelConfig(Section):
     """The parameters of SageMaker's model-parallel library v1 for PyTorch, as in `smp.init(config)`.
 
     Types are strict, as in v1: `true` is not an integer, `"4"` neither, but an integer is fine where a number is asked.
@@ -261,13 +245,13 @@ class ModelParallelConfig(Section, json_schema_extra=_extra_keys):
                 f"is {quoted(data[_ALIAS])}, but {_DEGREE}, which it is the older name of, is {quoted(data[_DEGREE])}"
             )
             return Problem((name,), message, "remove one of them")
-        if name in HISTORIC or (name in _TENSORFLOW_DEFAULTS and data[name] is _TENSORFLOW_DEFAULTS[name]):
+        if name in HISTORIC or (name in TENSORFLOW_DEFAULTS and data[name] is TENSORFLOW_DEFAULTS[name]):
             return None
-        if name in _TENSORFLOW_DEFAULTS:
+        if name in TENSORFLOW_DEFAULTS:
             return Problem((name,), "belongs to the TensorFlow library; smpkit is for PyTorch", "remove it")
         return super().unknown(name, data)
 
-    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath]) -> Iterable[Problem]:
+    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Apply v1's rules between parameters; one that reads a wrong value is passed over."""
         values = {key: value for key, value in self.values().items() if (key,) not in broken}
         return rules.broken_rules(values, written)
@@ -297,7 +281,7 @@ class ModelParallelConfig(Section, json_schema_extra=_extra_keys):
         notices = [self.as_written(problem, raw) for problem in found]
         notices += [Problem((key,), f"means nothing: {HISTORIC[key]}", "remove it") for key in raw if key in HISTORIC]
         message = "means nothing to PyTorch: it belongs to the TensorFlow library"
-        notices += [Problem((key,), message, "remove it") for key in raw if key in _TENSORFLOW_DEFAULTS]
+        notices += [Problem((key,), message, "remove it") for key in raw if key in TENSORFLOW_DEFAULTS]
         return in_order(notices, raw)
 
     @classmethod

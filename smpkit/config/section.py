@@ -16,7 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from smpkit.config.explain import MISSING, explain, quoted, suggestion, typed, validation_error
+from smpkit.config.explain import MISSING, explain, validation_error
+from smpkit.config.words import quoted, suggestion, typed
 from smpkit.errors import Problem
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Section(BaseModel):
         self,
         written: Mapping[str, Any],  # noqa: ARG002
         broken: frozenset[KeyPath],  # noqa: ARG002
+        /,
     ) -> Iterable[Problem]:
         """Yield what is wrong between fields.
 

@@ -1,0 +1,52 @@
+"""What commands that read a job file share: the argument, `--set`, and reading with its warnings.
+
+::
+
+    @click.command()
+    @job_arguments
+    def plan(file: Path, overrides: tuple[str, ...]) -> None:
+        job = read_job(file, overrides)   # a LoadedJob; every problem is reported by the boundary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from smpkit.cli import _console
+
+if TYPE_CHECKING:
+    from smpkit.config.load import LoadedJob
+
+__all__ = ["job_arguments", "read_job"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def job_arguments(function: _Function) -> _Function:
+    """Give a command the argument FILE (as `file`) and the option `--set` (as `overrides`)."""
+    override = click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Change a setting for this call, such as `compute.instance_count=4`; values are read as YAML.",
+    )
+    return click.argument("file", type=click.Path(path_type=Path))(override(function))
+
+
+def read_job(file: Path, overrides: Sequence[str]) -> LoadedJob:
+    """Read and check a job file and print its warnings.
+
+    Raises:
+        ConfigError: with all problems; let it go, the boundary prints them and exits with 2.
+    """
+    from smpkit.config.load import load_job
+
+    job = load_job(file, overrides)
+    for notice in job.notices:
+        _console.current().warn(notice)
+    return job

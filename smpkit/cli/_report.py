@@ -1,0 +1,46 @@
+"""The file that is written when smpkit itself fails: versions, command and traceback, without the user's values."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+
+import smpkit
+
+__all__ = ["redacted", "write_report"]
+
+_PACKAGES = ("click", "pydantic", "PyYAML", "torch", "boto3")
+
+
+def write_report(error: BaseException, command: Sequence[str]) -> str | None:
+    """Write the report to the folder for temporary files and return its path; None if even that fails."""
+    text = "\n".join([*_versions(), f"command: {redacted(command)}", "", *traceback.format_exception(error)])
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="smpkit-report-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        return None
+    return path
+
+
+def _versions() -> list[str]:
+    lines = [f"smpkit {smpkit.__version__}", f"Python {sys.version.split()[0]} on {platform.platform()}"]
+    return lines + [f"{package} {_version(package)}" for package in _PACKAGES]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def redacted(command: Sequence[str]) -> str:
+    """Join a command without what follows `=`, which may be a key or a password."""
+    return " ".join(f"{part.partition('=')[0]}=..." if "=" in part else part for part in command)

@@ -1,0 +1,106 @@
+"""The `smpkit` command: a table of commands that are imported only when they run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import click
+
+import smpkit
+from smpkit.cli import _console
+from smpkit.cli._boundary import exit_code_of
+
+__all__ = ["COMMANDS", "cli", "main"]
+
+
+class Entry(NamedTuple):
+    """A command before it is imported: where it is, and its lines in `smpkit --help`."""
+
+    home: str
+    help: str
+    section: str
+
+
+COMMANDS: dict[str, Entry] = {
+    "validate": Entry(
+        "smpkit.cli.validate:validate", "Check a job file and report every problem, with its line.", "Before"
+    ),
+    "schema": Entry("smpkit.cli.schema:schema", "Print the JSON Schema of the configuration.", "Before"),
+    "run": Entry(
+        "smpkit.cli.run:run",
+        "Run the job on this machine: the same launcher and ranks, without Docker or a cloud account.",
+        "Run",
+    ),
+}
+"""All commands in the order of `--help`, so that it needs no command's imports. A test keeps the texts equal."""
+
+
+class _Commands(click.Group):
+    """Imports a command when it is asked for, and turns every error into a message and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].home.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise _console.UnknownCommand(args[0], list(COMMANDS), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        width = max(map(len, COMMANDS))
+        for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):
+            with formatter.section(section):
+                formatter.write_dl(
+                    [(name.ljust(width), entry.help) for name, entry in COMMANDS.items() if entry.section == section]
+                )
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run, and leave with an exit code; without `standalone_mode` errors are the caller's, as click has it."""
+
+        def run() -> Any:
+            return super(_Commands, self).main(args, prog_name or "smpkit", complete_var, False, **extra)
+
+        if not standalone_mode:
+            return run()
+        sys.exit(exit_code_of(run))
+
+
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.version_option(smpkit.__version__, prog_name="smpkit")
+@click.option("-v", "--verbose", count=True, help="Say more; twice for everything.")
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+@click.pass_context
+def cli(ctx: click.Context, verbose: int, quiet: bool) -> None:
+    """SageMaker model-parallel v1 jobs on today's PyTorch."""
+    _console.set_up(ctx, -1 if quiet else verbose)
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line with `arguments` (those of the process if None), and exit."""
+    cli.main(arguments)
+    raise AssertionError("the command line always exits")

@@ -1,0 +1,75 @@
+"""The configuration as JSON Schema (draft 2020-12), with what each field means as its description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from smpkit.config.distribution import Distribution
+from smpkit.config.job import JobConfig
+from smpkit.config.migrate import HISTORIC
+from smpkit.config.modelparallel import TENSORFLOW_DEFAULTS, ModelParallelConfig
+from smpkit.config.section import Section
+
+__all__ = ["MODELS", "json_schema"]
+
+MODELS: Mapping[str, type[Section]] = {
+    "job": JobConfig,
+    "distribution": Distribution,
+    "modelparallel": ModelParallelConfig,
+}
+"""What a file may hold: kind -> model."""
+
+
+def json_schema(kind: str) -> dict[str, Any]:
+    """Describe what may be written as `kind`; editors check and complete files with it."""
+    model = MODELS[kind]
+    schema = model.model_json_schema()
+    definitions = schema.get("$defs", {}) | {model.__name__: schema}
+    for name, amend in _AMENDMENTS.items():
+        if name in definitions:
+            amend(definitions[name], definitions)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+# The models describe the full form. What may be written besides (short forms, aliases, keys of the past) is added here.
+
+
+def _aliases_and_old_keys(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
+    text = "The older name of `pipeline_parallel_degree`. If both are given they must be equal."
+    schema["properties"]["partitions"] = {"type": "integer", "minimum": 1, "description": text}
+    for key, default in TENSORFLOW_DEFAULTS.items():
+        text = "TensorFlow only: nothing but its default is accepted, and means nothing."
+        schema["properties"][key] = {"const": default, "deprecated": True, "description": text}
+    for key, reason in HISTORIC.items():
+        text = f"Accepted, and means nothing any more: {reason}."
+        schema["properties"][key] = {"deprecated": True, "description": text}
+
+
+def _or_path(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
+    parameters = schema["properties"]["parameters"]
+    path = {"type": "string", "description": "Path of a JSON file, relative to the job file."}
+    parameters["anyOf"] = [{"$ref": parameters.pop("$ref")}, path]
+
+
+def _or_bare_block(schema: dict[str, Any], definitions: Mapping[str, Any]) -> None:
+    for key, block in definitions["ModelParallelBlock"]["properties"].items():
+        text = f"Short form of `smdistributed.modelparallel.{key}`. {block['description']}"
+        schema["properties"][key] = deepcopy(block) | {"description": text}
+
+
+def _or_uri(schema: dict[str, Any], _: Mapping[str, Any]) -> None:
+    whole = dict(schema)
+    schema.clear()
+    schema["description"] = whole["description"]
+    schema["anyOf"] = [{"type": "string", "description": "Short form of `{uri: ...}`."}, whole]
+
+
+_AMENDMENTS: Mapping[str, Callable[[dict[str, Any], Mapping[str, Any]], None]] = {
+    "ModelParallelConfig": _aliases_and_old_keys,
+    "ModelParallelBlock": _or_path,
+    "Distribution": _or_bare_block,
+    "Channel": _or_uri,
+    "Checkpoints": _or_uri,
+}

@@ -1,0 +1,57 @@
+"""How names and values are shown in messages: on one line, short, and never obeyed by a terminal."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+__all__ = ["closest", "printable", "quoted", "suggestion", "typed"]
+
+
+def closest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `name` was probably meant to be, if any."""
+    lower = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(name.lower(), list(lower), n=1, cutoff=0.7)
+    return lower[found[0]] if found else None
+
+
+def suggestion(name: str, candidates: Iterable[str]) -> str | None:
+    """The hint `did you mean ...?` for a name that is none of `candidates`."""
+    found = closest(name, candidates)
+    return None if found is None else f"did you mean `{found}`?"
+
+
+def typed(value: object) -> str:
+    """Show a value with its kind where that matters: `true (a bool)`, `4` (text), `a list`."""
+    if isinstance(value, bool):
+        return f"{quoted(value)} (a bool)"
+    if isinstance(value, str):
+        return f"{quoted(value)} (text)"
+    if isinstance(value, float):
+        return f"{quoted(value)} (a float)"
+    return quoted(value)
+
+
+def quoted(value: object) -> str:
+    """Show a value as it is written in a configuration file, on one line and at most about 60 characters."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        # str() of an integer above 4300 digits raises, and nobody wants to read one.
+        return str(value) if value.bit_length() < 200 else "a huge number"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, str):
+        return f"`{printable(value if len(value) <= 60 else value[:57] + '...')}`"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return f"an object of type {type(value).__name__}"
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey or could not show, so that a file's content is never more than text."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
