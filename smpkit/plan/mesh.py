@@ -168,18 +168,16 @@ class Mesh:
         """Return the grid as text: a line per replica, a column per pipeline and tensor rank."""
         width = max(len(f"tp {self.tp_size - 1}"), len(str(self.size - 1)))
         label = len(f"rdp {self.rdp_size - 1}") + 2
-        block = self.tp_size * (width + 1)
-        lines = [
-            " " * label + " ".join(f" pp {pp}".ljust(block) for pp in range(self.pp_size)),
-            " " * label + " ".join("".join(f" {f'tp {tp}':>{width}}" for tp in range(self.tp_size)) for _ in range(self.pp_size)),
-        ]  # fmt: skip
+        heads = [f" pp {pp}".ljust(self.tp_size * (width + 1)) for pp in range(self.pp_size)]
+        tensors = "".join(f" {f'tp {tp}':>{width}}" for tp in range(self.tp_size))
+        lines = [" " * label + " ".join(heads), " " * label + " ".join([tensors] * self.pp_size)]
         for rdp in range(self.rdp_size):
-            rows = [
-                "".join(f" {self.rank(Coordinates(pp, tp, rdp)):>{width}}" for tp in range(self.tp_size))
-                for pp in range(self.pp_size)
-            ]
-            lines.append(f"rdp {rdp}".ljust(label) + " ".join(rows))
+            blocks = ["".join(f" {rank:>{width}}" for rank in self._row(pp, rdp)) for pp in range(self.pp_size)]
+            lines.append(f"rdp {rdp}".ljust(label) + " ".join(blocks))
         return "\n".join(line.rstrip() for line in lines)
+
+    def _row(self, pp: int, rdp: int) -> list[int]:
+        return [self.rank(Coordinates(pp, tp, rdp)) for tp in range(self.tp_size)]
 
 
 def _world_hint(pp: int, tp: int) -> str:

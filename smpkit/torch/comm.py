@@ -74,7 +74,7 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     source = _peer(src_rank, rank_type, "smp.recv_from")
     call = _Call(_SEND, CommGroup.WORLD)
     with waiting(f"recv_from(rank {source})", [source]):
-        return _receive_object(source, call, _receive_header(source, call))
+        return _receive_object(source, _receive_header(source, call))
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
@@ -95,7 +95,7 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     with waiting(str(call), others):
         frames, works = _post(others, call, obj)
         sizes = _receive_headers(others, call)
-        found = {rank: _receive_object(rank, call, size) for rank, size in sizes.items()}
+        found = {rank: _receive_object(rank, size) for rank, size in sizes.items()}
         _finish(works)
     del frames
     return [obj if rank == state.rank else found[rank] for rank in state.group(group)]
@@ -125,17 +125,19 @@ def mp_barrier() -> None:
 
 
 def _others(group: CommGroup) -> list[int]:
-    if not isinstance(group, CommGroup):
-        names = ", ".join(f"smp.{kind.value}" for kind in CommGroup)
-        raise UsageError(f"{group!r} is not a group", hint=f"use one of {names}")
+    _check_kind(group, CommGroup, "group")
     return [rank for rank in state.group(group) if rank != state.rank]
+
+
+def _check_kind(value: object, kinds: type[Enum], noun: str) -> None:
+    if not isinstance(value, kinds):
+        names = ", ".join(f"smp.{kinds.__name__}.{kind.name}" for kind in kinds)
+        raise UsageError(f"{value!r} is not a {noun}", hint=f"use one of {names}")
 
 
 def _peer(index: int, rank_type: RankType, call: str) -> int:
     """Return the global rank of a peer."""
-    if not isinstance(rank_type, RankType):
-        names = ", ".join(f"smp.RankType.{kind.name}" for kind in RankType)
-        raise UsageError(f"{rank_type!r} is not a rank type", hint=f"use one of {names}")
+    _check_kind(rank_type, RankType, "rank type")
     ranks = state.group(rank_type.value)
     if not 0 <= index < len(ranks):
         raise UsageError(f"{call}: there is no {rank_type.name} {index}", hint=f"valid are 0 to {len(ranks) - 1}")
@@ -212,7 +214,7 @@ def _receive_header(rank: int, call: _Call) -> int:
         mine = f"recv_from(rank {rank})" if call.code == _SEND else str(call)
         raise UsageError(
             f"rank {state.rank} is in {mine}, but rank {rank} is in {theirs}",
-            hint="all ranks of a group must make the same calls in the same order; broadcast is called by the sender only",
+            hint="all ranks of a group make the same calls in the same order; only the sender calls broadcast",
         )
     return int(size)
 
@@ -221,7 +223,7 @@ def _receive_headers(ranks: Sequence[int], call: _Call) -> dict[int, int]:
     return {rank: _receive_header(rank, call) for rank in ranks}
 
 
-def _receive_object(rank: int, call: _Call, size: int) -> Any:
+def _receive_object(rank: int, size: int) -> Any:
     packed = _receive(torch.empty(size, dtype=torch.uint8), rank)
     return _Unpickler(packed, rank).load()
 
@@ -300,7 +302,7 @@ class _Unpickler(pickle.Unpickler):
     """Receives the tensors as the pickle mentions them, which is the order in which they were sent."""
 
     def __init__(self, packed: torch.Tensor, source: int) -> None:
-        super().__init__(io.BytesIO(memoryview(packed.numpy())))
+        super().__init__(io.BytesIO(packed.numpy().tobytes()))
         self._source = source
         self._memory: dict[int, torch.Tensor] = {}
         self._objects: dict[int, torch.Tensor] = {}

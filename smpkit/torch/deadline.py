@@ -25,6 +25,7 @@ from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's, which its types hide
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.rendezvous import name_ranks
@@ -66,7 +67,7 @@ class Board:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         timeout: timedelta,
@@ -74,7 +75,7 @@ class Board:
         *,
         serves_store: bool,
     ) -> None:
-        self._store = dist.PrefixStore("smpkit/board", store)
+        self._store = PrefixStore("smpkit/board", store)
         self.rank = rank
         self.size = size
         self.timeout = timeout

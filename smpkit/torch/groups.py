@@ -21,7 +21,7 @@ _ORDER: Final = (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, Com
 
 
 class Groups:
-    """This rank's process groups, by their ranks; lives as long as the default group.
+    """The process groups of this rank, by their ranks; lives as long as the default group.
 
     Args:
         timeout: for the groups made from now on.

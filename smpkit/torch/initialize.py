@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's, which its types hide
 
 from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
 from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
@@ -42,7 +42,7 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
 class _World:
     """The default group of this process and what hangs on it; lives from the first `init` to `shutdown`."""
 
-    def __init__(self, launch: Launch, store: dist.Store, groups: Groups, *, owned: bool) -> None:
+    def __init__(self, launch: Launch, store: Store, groups: Groups, *, owned: bool) -> None:
         self.launch = launch
         self.store = store
         self.groups = groups
@@ -94,7 +94,7 @@ def shutdown() -> None:
 
     Runs at exit by itself. Waits for nobody.
     """
-    global _world  # noqa: PLW0603
+    global _world
     world, _world = _world, None
     state.runtime = state.model = state.optimizer = state.step = None
     for forget in state.forgetters:
@@ -104,7 +104,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-# --- the configuration --------------------------------------------------------------------------------------------------
+# --- the configuration ------------------------------------------------------------------------------------------------
 
 
 def _refuse_if_in_use(cfg: ModelParallelConfig) -> None:
@@ -229,10 +229,10 @@ def _meet_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta) ->
     store = meet(launch, cfg.ddp_port, timeout) if owned else _store_of_default_group()
     _generation += 1
     groups = Groups(timeout, single_host=launch.single_host)
-    return _World(launch, dist.PrefixStore(f"smpkit/{_generation}", store), groups, owned=owned)
+    return _World(launch, PrefixStore(f"smpkit/{_generation}", store), groups, owned=owned)
 
 
-def _store_of_default_group() -> dist.Store:
+def _store_of_default_group() -> Store:
     world = dist.group.WORLD
     assert world is not None
     return world.get_group_store()

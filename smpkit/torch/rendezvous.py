@@ -1,7 +1,7 @@
 """Where ranks meet: the key-value store that everything of torch.distributed starts from.
 
-Three cases: the launcher serves a store (torchrun), rank 0 serves one at `MASTER_ADDR:MASTER_PORT`, or nobody said where
-(`mpirun -np 8 python script.py` on one host) and rank 0 takes a free port and tells the others through a small file.
+Three cases: the launcher serves a store (torchrun), rank 0 serves one at `MASTER_ADDR:MASTER_PORT`, or nobody said
+where (`mpirun -np 8 python script.py` on one host) and rank 0 takes a free port, told to the others in a small file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distributed's, which its types hide
 
 from smpkit.errors import DeadlineError, LaunchError, UsageError
 from smpkit.torch.context import DEFAULT_PORT, Launch
@@ -31,7 +32,7 @@ _POLL_SECONDS: Final = 0.05
 _CONNECT_SECONDS: Final = 10  # to a port of this very host
 
 
-def meet(launch: Launch, port: int | None, timeout: timedelta) -> dist.Store:
+def meet(launch: Launch, port: int | None, timeout: timedelta) -> Store:
     """Return the store that all ranks of `launch` share.
 
     Args:
@@ -45,7 +46,7 @@ def meet(launch: Launch, port: int | None, timeout: timedelta) -> dist.Store:
         LaunchError: the port is taken, or the address of rank 0 is not of this host.
     """
     if launch.world_size == 1:
-        return dist.HashStore()
+        return HashStore()
     if launch.master_address is None:
         return _meet_on_this_host(launch, port, timeout)
     served = launch.agent_store and port is None
@@ -53,7 +54,7 @@ def meet(launch: Launch, port: int | None, timeout: timedelta) -> dist.Store:
     return _tcp_store(launch, launch.master_address, chosen, serve=launch.rank == 0 and not served, timeout=timeout)
 
 
-def gather(store: dist.Store, key: str, launch: Launch, value: str, timeout: timedelta) -> list[str]:
+def gather(store: Store, key: str, launch: Launch, value: str, timeout: timedelta) -> list[str]:
     """Return what each rank gave as `value` under `key`, in rank order.
 
     Raises DeadlineError that names the ranks that did not come.
@@ -82,18 +83,18 @@ def name_ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _has(store: dist.Store, key: str) -> bool:
+def _has(store: Store, key: str) -> bool:
     try:
-        return store.check([key])
+        return bool(store.check([key]))
     except (dist.DistError, RuntimeError):
         return False
 
 
-def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout: timedelta) -> dist.TCPStore:
+def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout: timedelta) -> TCPStore:
     """Serve or find the store at `address:port`."""
     try:
         # Without `wait_for_workers` the server does not block here: `gather` waits, and can say who is missing.
-        return dist.TCPStore(address, port, launch.world_size, serve, timeout, wait_for_workers=False)
+        return TCPStore(address, port, launch.world_size, serve, timeout, wait_for_workers=False)
     except dist.DistError as error:
         where = f"{address}:{port}"
         if serve:
@@ -111,7 +112,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-# --- one host, and nobody said where ------------------------------------------------------------------------------------
+# --- one host, and nobody said where ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class _Invitation:
     token: str
 
 
-def _meet_on_this_host(launch: Launch, port: int | None, timeout: timedelta) -> dist.Store:
+def _meet_on_this_host(launch: Launch, port: int | None, timeout: timedelta) -> Store:
     if not launch.single_host:
         raise UsageError(
             f"the {launch.world_size} ranks of {launch.launcher} run on several hosts, and MASTER_ADDR is not set",
@@ -142,7 +143,7 @@ def _invitation_path(launch: Launch) -> Path:
     return Path(tempfile.gettempdir()) / f"smpkit-{os.getuid()}-{key}.json"
 
 
-def _invite(launch: Launch, port: int | None, path: Path, timeout: timedelta) -> dist.Store:
+def _invite(launch: Launch, port: int | None, path: Path, timeout: timedelta) -> Store:
     store = _tcp_store(launch, "127.0.0.1", port or 0, serve=True, timeout=timeout)
     invitation = _Invitation(store.port, os.getpid(), secrets.token_hex(16))
     store.set("smpkit/token", invitation.token)
@@ -169,11 +170,11 @@ def _published(path: Path, invitation: _Invitation) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _follow_invitation(launch: Launch, path: Path, timeout: timedelta) -> dist.Store:
+def _follow_invitation(launch: Launch, path: Path, timeout: timedelta) -> Store:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         invitation = _read_invitation(path)
-        store = invitation and _accept(launch, invitation)
+        store = None if invitation is None else _accept(launch, invitation)
         if store is not None:
             gather(store, "smpkit/met", launch, "", timeout)
             return store
@@ -202,11 +203,11 @@ def _read_invitation(path: Path) -> _Invitation | None:
     return invitation
 
 
-def _accept(launch: Launch, invitation: _Invitation) -> dist.Store | None:
+def _accept(launch: Launch, invitation: _Invitation) -> Store | None:
     """Connect, and check that the process there is the one that wrote the invitation."""
     connect = timedelta(seconds=_CONNECT_SECONDS)
     try:
-        store = dist.TCPStore("127.0.0.1", invitation.port, launch.world_size, False, connect, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", invitation.port, launch.world_size, False, connect, wait_for_workers=False)
         return store if store.get("smpkit/token").decode() == invitation.token else None
     except dist.DistError:
         return None
