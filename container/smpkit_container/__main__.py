@@ -1,0 +1,64 @@
+"""The program of the training image: `python -m smpkit_container [train] [-- script arguments...]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from smpkit.errors import SmpkitError
+from smpkit_container.console import Console
+from smpkit_container.environment import Environment, Folders, base_folder, count_cpus, count_gpus
+from smpkit_container.launch import launch, write_failure
+from smpkit_container.rank import die_with_parent
+
+__all__ = ["main"]
+
+_OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT")
+"""What is meant for this process; a launcher that a script starts must not take it for its own."""
+
+_USAGE = "usage: python -m smpkit_container [train] [-- script arguments...]"
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the job that the platform describes; return the exit code. This is the program's only error boundary."""
+    before, extra = _split(arguments)
+    if before not in ([], ["train"]):
+        sys.stderr.write(f"{_USAGE}\n")
+        return 2
+    if environ.get("SMPKIT_DIE_WITH_PARENT") == "1":  # a local run must not go on when its command line is killed
+        die_with_parent(signal.SIGTERM)
+    base = base_folder(environ)
+    environ = {name: value for name, value in environ.items() if name not in _OURS}
+    try:
+        environment = Environment.read(base, environ, num_gpus=count_gpus(), num_cpus=count_cpus())
+        return launch(environment, environ, Console.of_process(environ), extra)
+    except KeyboardInterrupt:  # before the launcher handles it
+        return 130
+    except SmpkitError as error:
+        sys.stderr.write(f"error: {error}\n")
+        _leave_reason(base, str(error))
+        return error.exit_code
+    except OSError as error:
+        sys.stderr.write(f"error: {error}\n")
+        _leave_reason(base, str(error))
+        return 1
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    words = list(arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    return words[:cut], words[cut + 1 :]
+
+
+def _leave_reason(base: Path, reason: str) -> None:
+    try:
+        write_failure(Folders(base).failure, reason[:1024])
+    except OSError as error:
+        sys.stderr.write(f"the failure file could not be written: {error}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

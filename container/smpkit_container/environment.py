@@ -1,0 +1,223 @@
+"""Read what the platform says about a job: the files below `/opt/ml`, as one frozen `Environment`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smpkit.errors import ConfigError, Problem
+
+__all__ = ["DEFAULT_BASE", "Environment", "Folders", "Resources", "base_folder", "count_cpus", "count_gpus"]
+
+DEFAULT_BASE = Path("/opt/ml")
+
+_FRAMEWORK_PREFIX = "sagemaker_"
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The places below the base folder, named as on the platform."""
+
+    base: Path
+
+    @property
+    def input(self) -> Path:
+        return self.base / "input"
+
+    @property
+    def config(self) -> Path:
+        return self.base / "input" / "config"
+
+    @property
+    def data(self) -> Path:
+        return self.base / "input" / "data"
+
+    @property
+    def code(self) -> Path:
+        return self.base / "code"
+
+    @property
+    def model(self) -> Path:
+        return self.base / "model"
+
+    @property
+    def output(self) -> Path:
+        return self.base / "output"
+
+    @property
+    def output_data(self) -> Path:
+        return self.base / "output" / "data"
+
+    @property
+    def intermediate(self) -> Path:
+        return self.base / "output" / "intermediate"
+
+    @property
+    def failure(self) -> Path:
+        return self.base / "output" / "failure"
+
+    def make_writable_ones(self) -> None:
+        """Create the folders that a script may write to."""
+        for folder in (self.model, self.output_data, self.intermediate):
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The machines of the job, as `resourceconfig.json` lists them; one machine when the file is missing."""
+
+    hosts: tuple[str, ...] = ("algo-1",)
+    current_host: str = "algo-1"
+    instance_type: str = "local"
+    group_name: str = "homogeneousCluster"
+    groups: tuple[Mapping[str, Any], ...] = ()
+    interface: str = ""
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Everything the launcher knows about its job; `hyperparameters` are the user's, `framework` the platform's."""
+
+    folders: Folders
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    framework: Mapping[str, Any] = field(default_factory=dict)
+    resources: Resources = field(default_factory=Resources)
+    channels: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: Path = DEFAULT_BASE / "checkpoints"
+    job_name: str = ""
+    num_gpus: int = 0
+    num_cpus: int = 1
+
+    @classmethod
+    def read(cls, base: Path, environ: Mapping[str, str], *, num_gpus: int, num_cpus: int) -> Environment:
+        """Read the files below `base`; a missing file means its default.
+
+        Raises:
+            ConfigError: one or more of the files cannot be understood; lists all problems.
+        """
+        folders = Folders(base)
+        problems: list[Problem] = []
+        values = {name: _decoded(value) for name, value in _read(folders, "hyperparameters", problems).items()}
+        resources = _resources(_read(folders, "resourceconfig", problems), problems)
+        channels = _read(folders, "inputdataconfig", problems)
+        checkpoint = _read(folders, "checkpointconfig", problems)
+        problems += _unpassable(values)
+        if not isinstance(values.get("mp_parameters", {}), dict):
+            problems.append(Problem(("hyperparameters", "mp_parameters"), "must be a JSON object"))
+        if problems:
+            raise ConfigError(problems, subject=f"job files in {folders.config}")
+        framework = {name: value for name, value in values.items() if name.startswith(_FRAMEWORK_PREFIX)}
+        return cls(
+            folders=folders,
+            hyperparameters={name: value for name, value in values.items() if name not in framework},
+            framework=framework,
+            resources=resources,
+            channels=channels,
+            checkpoints=Path(str(checkpoint.get("LocalPath") or base / "checkpoints")),
+            job_name=str(framework.get("sagemaker_job_name") or environ.get("TRAINING_JOB_NAME") or ""),
+            num_gpus=num_gpus,
+            num_cpus=num_cpus,
+        )
+
+    @property
+    def mp_parameters(self) -> Mapping[str, Any]:
+        """The model-parallel configuration as the user gave it; empty when the job has none."""
+        parameters = self.hyperparameters.get("mp_parameters", {})
+        assert isinstance(parameters, dict)
+        return parameters
+
+    @property
+    def script(self) -> str:
+        """The entry point, relative to `code`."""
+        return str(self.framework.get("sagemaker_program") or "")
+
+    @property
+    def code(self) -> Path:
+        """The folder of the script: a local submit folder as it is, else `/opt/ml/code`."""
+        submitted = str(self.framework.get("sagemaker_submit_directory") or "")
+        return Path(submitted) if submitted.startswith("/") and Path(submitted).is_dir() else self.folders.code
+
+
+def base_folder(environ: Mapping[str, str]) -> Path:
+    """Return where the platform's files lie: `/opt/ml` unless the environment moves it (for tests and local runs)."""
+    return Path(environ.get("SMPKIT_BASE_DIR") or environ.get("SAGEMAKER_BASE_DIR") or DEFAULT_BASE)
+
+
+def count_cpus() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_gpus(command: tuple[str, ...] = ("nvidia-smi", "--list-gpus")) -> int:
+    """Count the accelerators by asking the driver's own tool; 0 where the tool is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def _read(folders: Folders, name: str, problems: list[Problem]) -> dict[str, Any]:
+    path = folders.config / f"{name}.json"
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(Problem((name,), f"{path} cannot be read as JSON: {error}"))
+        return {}
+    if isinstance(value, dict):
+        return value
+    problems.append(Problem((name,), f"{path} must hold a JSON object, not a {type(value).__name__}"))
+    return {}
+
+
+def _decoded(value: Any) -> Any:
+    """Undo the JSON encoding of one value; SDK v3 sends plain strings without quotes, which stay as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _unpassable(values: Mapping[str, Any]) -> list[Problem]:
+    """Find what no operating system can pass on as an argument or variable."""
+    return [
+        Problem(("hyperparameters", name), "holds a NUL character, which cannot be passed to a process")
+        for name, value in values.items()
+        if "\0" in name or (isinstance(value, str) and "\0" in value)
+    ]
+
+
+def _resources(raw: dict[str, Any], problems: list[Problem]) -> Resources:
+    default = Resources()
+    hosts = raw.get("hosts", list(default.hosts))
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
+        problems.append(Problem(("resourceconfig", "hosts"), f"must be a list of host names, not {hosts!r}"))
+        return default
+    current = str(raw.get("current_host", hosts[0]))
+    if current not in hosts:
+        listed = ", ".join(hosts)
+        problems.append(Problem(("resourceconfig", "current_host"), f"`{current}` is not one of the hosts: {listed}"))
+        return default
+    groups = raw.get("instance_groups", [])
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        problems.append(Problem(("resourceconfig", "instance_groups"), f"must be a list of objects, not {groups!r}"))
+        return default
+    return Resources(
+        hosts=tuple(hosts),
+        current_host=current,
+        instance_type=str(raw.get("current_instance_type") or default.instance_type),
+        group_name=str(raw.get("current_group_name") or default.group_name),
+        groups=tuple(groups),
+        interface=str(raw.get("network_interface_name") or ""),
+        raw=raw,
+    )

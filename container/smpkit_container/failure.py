@@ -1,0 +1,210 @@
+"""Tell why a run failed: at length for the person at the screen, in 1,024 characters for the platform."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smpkit_container.process import Outcome
+from smpkit_container.topology import Topology
+from smpkit_container.verdict import RankEnd, Verdict
+
+__all__ = ["MAX_FAILURE_CHARACTERS", "Failure", "duration", "launcher_failure", "rank_failure", "stop_failure"]
+
+MAX_FAILURE_CHARACTERS = 1024
+"""SageMaker returns this much of `/opt/ml/output/failure` as FailureReason, so the news must come first."""
+
+_MAX_MESSAGE_CHARACTERS = 600
+_STACK_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+_OUR_FOLDER = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, in both forms, and the exit code of the launcher."""
+
+    exit_code: int
+    reason: str
+    """For the failure file; the exception first, then who, then where."""
+    screen: str
+    """For stderr; with the whole traceback."""
+
+
+def rank_failure(verdict: Verdict, outcome: Outcome, topology: Topology, code: Path) -> Failure:
+    """Describe a run that ended because a rank failed. `code` is the script's folder; frames in it are the user's."""
+    end = verdict.culprit
+    headline = _headline(end)
+    notes = _notes(verdict, code)
+    where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
+    place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
+    hint = _hint(end)
+    reason = [_cut(headline, _MAX_MESSAGE_CHARACTERS), place, *([f"hint: {hint}"] if hint else []), *notes, *where]
+    screen = [
+        f"Failed after {duration(outcome.seconds)} ({place})",
+        "",
+        *(f"    {line}" for line in _story(end, headline)),
+        "",
+        *notes,
+        *([_followers(verdict.followers)] if verdict.followers else []),
+        *([f"hint: {hint}"] if hint and f"hint: {hint}" not in _story(end, headline) else []),
+    ]
+    return Failure(end.exit_code, _fitted(reason), "\n".join(screen).rstrip())
+
+
+def launcher_failure(name: str, outcome: Outcome) -> Failure:
+    """Describe a run in which no rank failed, but torchrun or mpirun did, or ranks never started."""
+    status = outcome.launcher_status
+    if outcome.missing and outcome.ends:
+        headline = f"{_ranks(outcome.missing)} did not start; {name} {_how_it_ended(status)}"
+    elif outcome.missing:
+        headline = f"{name} could not start the ranks; it {_how_it_ended(status)}"
+    else:
+        headline = f"{name} {_how_it_ended(status)}, though no rank failed"
+    said = outcome.launcher_output.splitlines()
+    screen = [
+        f"Failed after {duration(outcome.seconds)}: {headline}",
+        *(["", f"{name} said:", *(f"    {line}" for line in said)] if said else []),
+    ]
+    exit_code = status if status > 0 else 128 - status if status < 0 else 1
+    return Failure(exit_code, _fitted([headline, *(line for line in said if line.strip("- \t"))]), "\n".join(screen))
+
+
+def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float) -> Failure:
+    """Describe a run that was asked to stop, and in which ranks did not end with exit code 0."""
+    name = signal.Signals(outcome.stop_signal).name
+    unclean = [end for end in outcome.ends if end.status != 0]
+    who = _ranks([end.rank for end in unclean]) if unclean else "the ranks that were starting"
+    if outcome.overdue:
+        what = f"{who} did not end within {grace_seconds:g} s and had to be killed"
+        hint = "save less, save faster, or raise SMPKIT_GRACE_SECONDS where the platform allows it"
+    elif unclean and all(end.status in (-signal.SIGTERM, -signal.SIGKILL) for end in unclean):
+        what = f"ended {who}; the script does not handle SIGTERM"
+        hint = "handle SIGTERM in the script to save its state, for example with `smp.on_stop(callback)`"
+    else:
+        what = f"{who} did not end with exit code 0"
+        hint = None
+    headline = f"stopped by {name}: {what}"
+    exit_code = 130 if outcome.stop_signal == signal.SIGINT else unclean[0].exit_code if unclean else 143
+    lines = [headline, f"on {topology.host}", *([f"hint: {hint}"] if hint else [])]
+    screen = [f"Stopped after {duration(outcome.seconds)}: {what}", *([f"hint: {hint}"] if hint else [])]
+    return Failure(exit_code, _fitted(lines), "\n".join(screen))
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time as people say it: `0.8 s`, `42 s`, `4 m 12 s`, `3 h 5 m`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} m {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} m"
+
+
+def _headline(end: RankEnd) -> str:
+    if end.error is not None and end.error.name != "SystemExit":
+        return end.error.message
+    return _how_rank_ended(end)
+
+
+def _how_rank_ended(end: RankEnd) -> str:
+    if end.status is None:
+        return "the process did not end, not even after SIGKILL"
+    if end.status >= 0:
+        message = end.error.message.removeprefix("SystemExit").removeprefix(": ") if end.error else ""
+        if message and not message.isdigit():
+            return f"the script exited with code {end.exit_code}: {message}"
+        return f"the script exited with code {end.exit_code}"
+    name = _signal_name(-end.status)
+    reason = {"SIGKILL": " (the machine may be out of memory)", "SIGSEGV": " (a crash in compiled code)"}.get(name, "")
+    return f"the process was killed by {name}{reason}"
+
+
+def _hint(end: RankEnd) -> str | None:
+    return end.error.hint if end.error is not None else None
+
+
+def _story(end: RankEnd, headline: str) -> list[str]:
+    """Return what happened in the rank, as Python prints it where it can."""
+    if end.error is not None:
+        story = end.error.traceback.splitlines()
+        return story if end.error.name != "SystemExit" else [headline, *story[1:-1]]
+    stack = [f"  {line}" for line in _stack_lines(end.stack, Path())]
+    lines = ["its last lines:", *(f"  {line}" for line in end.last_lines)] if end.last_lines else []
+    return [headline, *(["it was here, innermost first:", *stack] if stack else lines)]
+
+
+def _notes(verdict: Verdict, code: Path) -> list[str]:
+    """Say who was waited for when the culprit only noticed that somebody was gone or silent."""
+    lines = [f"rank {end.rank} ended with exit code 0 while others still waited for it" for end in verdict.left_early]
+    for end in verdict.still_running:
+        lines.append(f"rank {end.rank} was still running" + (", here:" if end.stack else ""))
+        lines += [f"  {line}" for line in _stack_lines(end.stack, code)[:4]]
+    return lines
+
+
+def _followers(ranks: Sequence[int]) -> str:
+    return f"{_ranks(ranks)} stopped because of it"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name ranks: `rank 3`, `ranks 0, 1, 3`, and for many, `ranks 0–6, 8`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(first) if first == last else f"{first}, {last}" if last == first + 1 else f"{first}–{last}"
+             for first, last in spans]  # fmt: skip
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(words)}"
+
+
+def _frame_lines(end: RankEnd, code: Path) -> list[str]:
+    """Return where it happened, innermost first, the user's own files before libraries."""
+    if end.error is None:
+        return [f"  {line}" for line in _stack_lines(end.stack, code)]
+    frames = list(reversed(end.error.frames))
+    own = [frame for frame in frames if _is_below(frame[0], code)]
+    others = [frame for frame in frames if not _is_below(frame[0], code)]
+    return [f'  File "{_short(file, code)}", line {line}, in {function}' for file, line, function in own + others]
+
+
+def _stack_lines(stack: str, code: Path) -> list[str]:
+    """Return the frames of a faulthandler dump that are not ours, innermost first."""
+    found = ((match["file"], match["line"], match["function"]) for match in _STACK_FRAME.finditer(stack))
+    return [
+        f'File "{_short(file, code)}", line {line}, in {function}'
+        for file, line, function in found
+        if not file.startswith((_OUR_FOLDER, "<frozen runpy>"))
+    ]
+
+
+def _is_below(file: str, code: Path) -> bool:
+    return file.startswith(f"{code}/") and "site-packages" not in file
+
+
+def _short(file: str, code: Path) -> str:
+    return file.removeprefix(f"{code}/") if code.name else file
+
+
+def _how_it_ended(status: int) -> str:
+    return f"ended with exit code {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _fitted(lines: Iterable[str]) -> str:
+    return _cut("\n".join(lines), MAX_FAILURE_CHARACTERS)
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 1]}…"

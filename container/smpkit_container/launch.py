@@ -1,0 +1,202 @@
+"""Launch one job: from the platform's description to the exit code, with the reason of a failure left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
+from smpkit_container.arguments import script_arguments
+from smpkit_container.channel import ADDRESS_VARIABLE
+from smpkit_container.command import (
+    RANK_MODULE,
+    find_mpirun,
+    mpirun_command,
+    python_command,
+    runs_as_root,
+    torchrun_command,
+)
+from smpkit_container.console import Console
+from smpkit_container.environment import Environment
+from smpkit_container.failure import Failure, launcher_failure, rank_failure, stop_failure
+from smpkit_container.process import Outcome, Patience, run_host
+from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
+from smpkit_container.variables import export, platform_variables, process_variables
+from smpkit_container.verdict import judge
+
+__all__ = ["explain", "launch", "patience_from"]
+
+_ALSO_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that is decided before anything is started."""
+
+    topology: Topology
+    command: tuple[str, ...]
+    code: Path
+    environ: Mapping[str, str]
+    variables: Mapping[str, str]
+
+
+def launch(environment: Environment, environ: Mapping[str, str], console: Console, extra: Sequence[str] = ()) -> int:
+    """Run the ranks of this host and return the exit code of the job.
+
+    That is the script's own: of the first failing rank, 128 + n if signal n killed it. After SIGTERM it is 0 if every
+    rank ended with 0; after Ctrl-C it is always 130. A failure is told on stderr and in `output/failure`.
+
+    Raises:
+        SmpkitError: the job cannot be started as described.
+    """
+    patience = patience_from(environ)
+    with _meeting_port(read_topology(environment)) as port:
+        plan = _planned(environment, environ, extra, port, console.is_terminal)
+        environment.folders.make_writable_ones()
+        outcome = _run(plan, console, patience)
+    failure = explain(outcome, plan.topology, plan.code, patience.grace)
+    if failure is not None:
+        console.say(f"\n{failure.screen}")
+        write_failure(environment.folders.failure, failure.reason)
+        return failure.exit_code
+    return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else 0
+
+
+def explain(outcome: Outcome, topology: Topology, code: Path, grace_seconds: float) -> Failure | None:
+    """Return why a run failed; None if it did not."""
+    if outcome.clean and (outcome.stop_signal or outcome.launcher_status == 0):
+        return None
+    verdict = judge(outcome.ends)
+    if outcome.stop_signal and (verdict is None or verdict.culprit.error is None):
+        return stop_failure(outcome, topology, grace_seconds)
+    if verdict is None:
+        return launcher_failure(topology.launcher, outcome)
+    return rank_failure(verdict, outcome, topology, code)
+
+
+def write_failure(path: Path, reason: str) -> None:
+    """Leave the reason where the platform looks for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(reason, encoding="utf-8", errors="replace")
+
+
+def patience_from(environ: Mapping[str, str]) -> Patience:
+    """Return how long to wait; `SMPKIT_GRACE_SECONDS`, `..._SETTLE_...` and `..._START_...` override the defaults.
+
+    Raises:
+        ConfigError: one of them is not a number of seconds.
+    """
+    found: dict[str, float] = {}
+    problems = []
+    for name in ("grace", "settle", "start"):
+        variable = f"SMPKIT_{name.upper()}_SECONDS"
+        text = environ.get(variable)
+        if not text:
+            continue
+        try:
+            found[name] = float(text)
+        except ValueError:
+            found[name] = -1
+        if not 0 <= found[name] < float("inf"):
+            problems.append(Problem(("environment", variable), f"must be a number of seconds, got `{text}`"))
+    if problems:
+        raise ConfigError(problems, subject="environment")
+    return Patience(**found)
+
+
+def _planned(
+    environment: Environment, environ: Mapping[str, str], extra: Sequence[str], port: int, terminal: bool
+) -> _Plan:
+    topology = read_topology(environment)
+    code = environment.code.resolve()
+    script = _checked_script(environment.script, code)
+    passed = environ.get("SMPKIT_PASS_MP_PARAMETERS") == "1"
+    arguments = script_arguments(environment.hyperparameters, extra, pass_mp_parameters=passed)
+    variables = {
+        **platform_variables(environment, topology, arguments),
+        **process_variables(environ, topology, environment.num_cpus),
+        **({"SMPKIT_TERMINAL": "1"} if terminal else {}),
+    }
+    if topology.launcher == "mpirun":
+        variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port)}
+    # torchrun kills its ranks 30 s after SIGTERM unless told otherwise; the time they get is ours to decide.
+    full = export(environ, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, variables)
+    program = [*python_command(), "-m", RANK_MODULE, script, *arguments]
+    return _Plan(topology, tuple(_command(environment, topology, program, full, variables)), code, full, variables)
+
+
+def _command(
+    environment: Environment,
+    topology: Topology,
+    program: Sequence[str],
+    environ: Mapping[str, str],
+    variables: Mapping[str, str],
+) -> list[str]:
+    if topology.launcher == "torchrun":
+        return torchrun_command(topology, program)
+    if not topology.single_host:
+        raise UnsupportedError(
+            f"mpirun over {len(topology.hosts)} hosts needs ssh between them, which smpkit does not set up yet",
+            hint="use `torch_distributed` instead of `mpi`: it needs no ssh",
+        )
+    names = [*variables, ADDRESS_VARIABLE, *(name for name in _ALSO_EXPORTED if name in environ)]
+    return mpirun_command(
+        find_mpirun(environ.get("PATH")),
+        topology,
+        program,
+        custom_options=str(environment.framework.get("sagemaker_mpi_custom_mpi_options") or ""),
+        exported=sorted(names),
+        environ=environ,
+        as_root=runs_as_root(),
+    )
+
+
+def _checked_script(script: str, code: Path) -> str:
+    if not script:
+        raise LaunchError("the job names no entry point", hint="set `entry_point` to the training script")
+    if not (code / script).is_file():
+        raise LaunchError(
+            f"the entry point `{script}` is not in {code}", hint="`entry_point` is relative to `source_dir`"
+        )
+    if not script.endswith(".py"):
+        raise UnsupportedError(
+            f"the entry point `{script}` is not a Python script", hint="name a file that ends in `.py`"
+        )
+    return script
+
+
+def _run(plan: _Plan, console: Console, patience: Patience) -> Outcome:
+    first = plan.topology.node_rank * plan.topology.processes_per_host
+    try:
+        return run_host(
+            plan.command,
+            ranks=range(first, first + plan.topology.processes_per_host),
+            folder=plan.code,
+            environ=plan.environ,
+            variables=plan.variables,
+            console=console,
+            patience=patience,
+        )
+    except OSError as error:
+        raise LaunchError(f"`{shlex.join(plan.command[:3])} ...` could not be started: {error}") from error
+
+
+@contextlib.contextmanager
+def _meeting_port(topology: Topology) -> Iterator[int]:
+    """Yield the port at which ranks under mpirun meet; one that was chosen here stays reserved while they run.
+
+    The reservation is a bound socket that never listens: nobody else is given the port, and rank 0 can still listen on
+    it, because both set SO_REUSEADDR.
+    """
+    if topology.port or not topology.single_host:
+        yield topology.port or DEFAULT_PORT
+        return
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind((topology.master, 0))
+        yield int(reservation.getsockname()[1])

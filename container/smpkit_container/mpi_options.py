@@ -1,0 +1,128 @@
+"""Read `custom_mpi_options` and lay them over our own mpirun options, so that the user's choice always wins.
+
+SMP v1's launcher handed both to mpirun, which refuses a parameter that is "listed multiple times"; the documented
+configuration with `--mca btl_vader_single_copy_mechanism none` failed on exactly that.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from smpkit.errors import ConfigError, Problem
+
+__all__ = ["Option", "merged", "parse_custom_options"]
+
+_PATH = ("distribution", "mpi", "custom_mpi_options")
+
+_TWO_VALUES = frozenset({"mca", "gmca", "omca", "gomca", "prtemca", "gprtemca", "pmixmca", "gpmixmca"})
+"""`--mca NAME VALUE` and its variants per part of Open MPI 5; one parameter each."""
+
+_ONE_VALUE = frozenset({"bind-to", "map-by", "rank-by", "x", "wdir", "display", "output", "output-filename", "prefix"})
+"""Options whose value may look like an option itself, so it is taken whatever it is."""
+
+_OURS: Mapping[str, str] = {
+    "np": "set `processes_per_host` instead",
+    "n": "set `processes_per_host` instead",
+    "c": "set `processes_per_host` instead",
+    "host": "hosts come from the platform",
+    "H": "hosts come from the platform",
+    "hostfile": "hosts come from the platform",
+    "machinefile": "hosts come from the platform",
+    "default-hostfile": "hosts come from the platform",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of mpirun with its values; `words` is how it is written on the command line."""
+
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.words[0].lstrip("-")
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What may be given only once: an MCA parameter, an exported variable, or the option itself."""
+        if self.name in _TWO_VALUES:
+            return ("mca", *self.words[1:2])
+        if self.name == "x":
+            return ("x", self.words[1].partition("=")[0])
+        return (self.name,)
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+def parse_custom_options(text: str) -> list[Option]:
+    """Split a user's options as a shell would and return each one once.
+
+    Raises:
+        ConfigError: a quote is not closed; an option is given twice with different values; or one is not the user's to
+            give (`-np`, `--host`, ...); lists all such problems.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError([Problem(_PATH, f"cannot be split into words: {error}", "close the quotation")]) from None
+    problems: list[Problem] = []
+    options: dict[tuple[str, ...], Option] = {}
+    for option in _grouped(words):
+        problem = _problem(option, options.get(option.key))
+        if problem:
+            problems.append(problem)
+        options.setdefault(option.key, option)
+    if problems:
+        raise ConfigError(problems)
+    return list(options.values())
+
+
+def merged(defaults: Iterable[Option], custom: Sequence[Option], environ: Mapping[str, str]) -> list[Option]:
+    """Return our defaults without those that the user set, on the command line or as OMPI_MCA_*, then the user's."""
+    taken = {option.key for option in custom}
+    return [option for option in defaults if option.key not in taken and not _set_in(environ, option)] + list(custom)
+
+
+def _grouped(words: Sequence[str]) -> Iterator[Option]:
+    """Yield each option with its values; values of an option unknown to us are the words up to the next dash."""
+    position = 0
+    while position < len(words):
+        start = position
+        position += 1
+        name = words[start].lstrip("-")
+        if name in _TWO_VALUES or name in _ONE_VALUE:
+            position = min(len(words), position + (2 if name in _TWO_VALUES else 1))
+        else:
+            while words[start].startswith("-") and position < len(words) and not words[position].startswith("-"):
+                position += 1
+        yield _aws_form(tuple(words[start:position]))
+
+
+def _aws_form(words: tuple[str, ...]) -> Option:
+    """Accept `--NCCL_DEBUG=INFO`, which AWS's toolkit understands as an exported variable."""
+    if len(words) == 1 and words[0].startswith("--NCCL_DEBUG="):
+        return Option(("-x", words[0].removeprefix("--")))
+    return Option(words)
+
+
+def _problem(option: Option, earlier: Option | None) -> Problem | None:
+    name = option.name.partition("=")[0]
+    if not option.words[0].startswith("-") or not name:
+        return Problem(
+            _PATH, f"`{option.words[0]}` is not an option of mpirun", "the program to run is added by smpkit"
+        )
+    if name in _OURS:
+        return Problem(_PATH, f"`{option}` is set by smpkit", _OURS[name])
+    needed = 2 if name in _TWO_VALUES else 1 if name in _ONE_VALUE else 0
+    if "=" not in option.words[0] and len(option.words) <= needed:
+        return Problem(_PATH, f"`{option}` lacks a value")
+    if earlier is not None and earlier.words[1:] != option.words[1:]:
+        return Problem(_PATH, f"`{earlier}` and `{option}` contradict each other", "keep one of them")
+    return None
+
+
+def _set_in(environ: Mapping[str, str], option: Option) -> bool:
+    return option.key[0] == "mca" and any(f"{prefix}_MCA_{option.key[1]}" in environ for prefix in ("OMPI", "PRTE"))

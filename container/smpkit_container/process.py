@@ -1,0 +1,552 @@
+"""Run the ranks of one host: start torchrun or mpirun, show the output, pass on signals, and end all when one fails.
+
+A run goes through these phases; each has a deadline, so nothing is waited for without end::
+
+    running ── a rank fails ──────► settling ──► asking ──► ending ──► killing
+       │                            the others    where      SIGTERM    SIGKILL
+       │                            usually fail  are they?
+       └── SIGTERM, SIGINT ───────► stopping (the ranks save; up to the grace period) ──► killing
+
+Signals go to the ranks themselves. Given SIGTERM, mpirun kills its ranks a second later and torchrun after thirty; told
+by their watchers only when all is over, they do nothing at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, Inbox, packed
+from smpkit_container.console import Console
+from smpkit_container.lines import LineSplitter, Piece
+from smpkit_container.verdict import RankEnd, RankError
+
+__all__ = ["Outcome", "Patience", "run_host"]
+
+Phase = Literal["running", "settling", "asking", "ending", "stopping", "killing"]
+
+_CHUNK_BYTES = 65536
+_KEPT_LINES = 20
+_KEPT_CHATTER_BYTES = 16384
+_REPORT, _STACKS = 2, 3
+_STREAMS = ("out", "err")
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long each wait may take, in seconds."""
+
+    start: float = 900.0
+    """Until every rank has started."""
+    settle: float = 2.0
+    """For the other ranks to fail by themselves after the first one did."""
+    ask: float = 0.5
+    """For ranks that still run to say where they are."""
+    end: float = 3.0
+    """Between SIGTERM and SIGKILL when a run has failed."""
+    grace: float = 110.0
+    """Between SIGTERM and SIGKILL when the run was asked to stop; SageMaker kills the container after 120."""
+    leave: float = 10.0
+    """For torchrun or mpirun to exit after the ranks."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that is known when the processes of this host are gone."""
+
+    ends: tuple[RankEnd, ...]
+    """How each rank ended that was started."""
+    missing: tuple[int, ...]
+    """Ranks that never started."""
+    launcher_status: int
+    launcher_output: str
+    stop_signal: int = 0
+    """The signal that asked the run to stop; 0 if none did."""
+    overdue: bool = False
+    """Whether ranks had to be killed because the grace period was over."""
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Whether every rank was started and ended with exit code 0."""
+        return not self.missing and all(end.status == 0 and not end.failed for end in self.ends)
+
+
+def run_host(
+    command: Sequence[str],
+    *,
+    ranks: range,
+    folder: Path,
+    environ: Mapping[str, str],
+    variables: Mapping[str, str],
+    console: Console,
+    patience: Patience,
+) -> Outcome:
+    """Start `command`, which must start `python -m smpkit_container.rank` for each of `ranks`, and see it to its end.
+
+    Must be called in the main thread, because it handles SIGTERM, SIGINT, SIGHUP and SIGCHLD meanwhile.
+
+    Args:
+        folder: the working folder of the ranks.
+        environ: the environment of `command`.
+        variables: what every rank of this host sets in its own environment, whatever the launcher passed on.
+
+    Raises:
+        OSError: `command` could not be started.
+    """
+    # A short path: a Unix socket's may have about 100 characters only.
+    place = Path(tempfile.mkdtemp(prefix="smpkit-", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108
+    try:
+        with (
+            _listening(place / "launcher") as listener,
+            selectors.DefaultSelector() as selector,
+            _woken() as awake,
+            _started(command, folder, {**environ, ADDRESS_VARIABLE: str(place / "launcher")}) as process,
+        ):
+            return _Host(
+                process,
+                listener=listener,
+                selector=selector,
+                awake=awake,
+                ranks=ranks,
+                variables=variables,
+                console=console,
+                patience=patience,
+            ).run()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start torchrun or mpirun in a session of its own, so that the terminal's Ctrl-C comes to us only."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.stdout.close()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1024)
+        listener.setblocking(False)
+        yield listener
+
+
+class _Awake:
+    """Signals as something to select on: which came since the last look."""
+
+    def __init__(self, reader: socket.socket) -> None:
+        self.reader = reader
+
+    def fileno(self) -> int:
+        return self.reader.fileno()
+
+    def read(self) -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return self.reader.recv(4096)
+        return b""
+
+
+@contextlib.contextmanager
+def _woken() -> Iterator[_Awake]:
+    """Turn the signals that matter into bytes on a socket; afterwards they do again what they did before."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        """Do nothing: that there is a handler makes Python write the number to the socket."""
+
+    previous_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    previous = {number: signal.signal(number, note) for number in (*_STOP_SIGNALS, signal.SIGCHLD)}
+    try:
+        yield _Awake(reader)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_descriptor)
+        reader.close()
+        writer.close()
+
+
+class _Rank:
+    """One rank as the launcher sees it: its watcher's connection and the script's four pipes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.inbox = Inbox()
+        self.number = -1  # until its hello
+        self.pipes: list[int] = []
+        self.splitters = [LineSplitter(), LineSplitter()]
+        self.notes = [bytearray(), bytearray()]  # report, stacks
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.started = False
+        self.status: int | None = None
+        self.ended_seconds = 0.0
+        self.stopped = False
+
+    @property
+    def running(self) -> bool:
+        return self.status is None
+
+    @property
+    def error(self) -> RankError | None:
+        report = bytes(self.notes[0])
+        return _error(json.loads(report)) if report.endswith(b"\n") else None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.status) or bool(self.notes[0])
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """Send one message to the watcher; it may be gone, which its closed connection will tell."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(packed(kind, **values))
+
+    def end(self) -> RankEnd:
+        """Return the whole story of the rank."""
+        return RankEnd(
+            rank=self.number,
+            status=self.status,
+            seconds=self.ended_seconds,
+            error=self.error,
+            stopped=self.stopped,
+            last_lines=tuple(self.last_lines),
+            stack=self.notes[1].decode("utf-8", errors="replace"),
+        )
+
+
+class _Host:
+    """The loop over everything that can happen on this host while a run lasts."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        *,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        awake: _Awake,
+        ranks: range,
+        variables: Mapping[str, str],
+        console: Console,
+        patience: Patience,
+    ) -> None:
+        self._process = process
+        self._expected = ranks
+        self._variables = dict(variables)
+        self._listener = listener
+        self._selector = selector
+        self._awake = awake
+        self._console = console
+        self._patience = patience
+        self._ranks: list[_Rank] = []
+        self._chatter = bytearray()
+        self._began = time.monotonic()
+        self._phase: Phase = "running"
+        self._deadline = self._began + patience.start
+        self._stop_signal = 0
+        self._overdue = False
+        self._hurry = False
+
+    def run(self) -> Outcome:
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._watch(self._awake, self._read_signals)
+        self._watch(self._listener, self._accept)
+        self._watch(self._process.stdout, self._read_chatter)
+        while not self._finished():
+            self._handle_events(self._deadline)
+            self._advance()
+        return self._dismiss()
+
+    # ---- phases --------------------------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        if any(rank.running for rank in self._ranks):
+            # A process in an uninterruptible wait (a dead network disk) survives even SIGKILL for a while.
+            return self._phase == "killing" and time.monotonic() >= self._deadline
+        return len(self._ranks) >= len(self._expected) or self._process.poll() is not None
+
+    def _advance(self) -> None:
+        """Go to the next phase if something happened that asks for it, or if the present one took too long."""
+        if self._console.broken and not self._stop_signal:
+            self._stop(signal.SIGPIPE)
+        if self._phase == "running" and (self._process.poll() is not None or any(r.failed for r in self._ranks)):
+            self._enter("settling", self._patience.settle)
+        if self._phase != "running" and self._hurry:
+            self._hurry = False
+            self._kill()
+        elif self._phase == "running" and self._all_started():
+            self._deadline = float("inf")  # a job may run for weeks
+        elif time.monotonic() >= self._deadline:
+            self._time_out()
+
+    def _time_out(self) -> None:
+        if self._phase == "running":  # not all ranks came
+            self._terminate()
+        elif self._phase == "settling":
+            for rank in self._running():
+                rank.stopped = not rank.failed  # one that has raised may be unable to end
+                rank.tell("signal", number=signal.SIGUSR1)  # faulthandler writes the stack to its pipe
+            self._enter("asking", self._patience.ask)
+        elif self._phase == "asking":
+            self._terminate()
+        else:
+            self._overdue = self._phase == "stopping"
+            self._kill()
+
+    def _enter(self, phase: Phase, seconds: float) -> None:
+        self._phase, self._deadline = phase, time.monotonic() + seconds
+
+    def _terminate(self) -> None:
+        self._signal_ranks(signal.SIGTERM)
+        self._enter("ending", self._patience.end)
+
+    def _kill(self) -> None:
+        self._signal_ranks(signal.SIGKILL)
+        self._enter("killing", self._patience.end)
+
+    def _stop(self, number: int) -> None:
+        """Ask the ranks to end in their own time; a run that is failing already ends faster than that."""
+        self._stop_signal = self._stop_signal or number
+        if self._phase not in ("running", "settling", "asking"):
+            return
+        if self._phase != "running":
+            self._terminate()
+            return
+        running = len(self._running())
+        self._console.say(
+            f"{signal.Signals(number).name}: asked {running} rank{'s' * (running != 1)} to end, "
+            f"waiting at most {self._patience.grace:g} s"
+        )
+        self._signal_ranks(signal.SIGTERM)
+        self._enter("stopping", self._patience.grace)
+
+    def _signal_ranks(self, number: int) -> None:
+        for rank in self._running():
+            rank.tell("signal", number=number)
+        if not self._all_started():
+            # Ranks that are yet to come would know nothing of it: end the one that starts them.
+            self._signal_launcher(number)
+
+    def _signal_launcher(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.running]
+
+    def _all_started(self) -> bool:
+        return sum(rank.started for rank in self._ranks) >= len(self._expected)
+
+    # ---- events --------------------------------------------------------------------------------------------------
+
+    def _watch(self, source: Any, callback: Callable[[], object]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, callback)
+
+    def _handle_events(self, deadline: float) -> None:
+        timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            if self._selector.get_map().get(key.fd) == key:  # an earlier callback may have closed it
+                key.data()
+
+    def _read_signals(self) -> None:
+        for number in self._awake.read():
+            if number in _STOP_SIGNALS:
+                again = self._stop_signal == signal.SIGINT == number
+                self._hurry = self._hurry or again
+                self._stop(number)
+        _reap_orphans(self._process)
+
+    def _read_chatter(self) -> None:
+        """Keep the end of what torchrun or mpirun say themselves; it matters only if no rank tells why a run failed."""
+        assert self._process.stdout is not None
+        data = _read(self._process.stdout.fileno())
+        if data is not None:
+            self._chatter += data
+            del self._chatter[:-_KEPT_CHATTER_BYTES]
+        if data == b"":
+            self._selector.unregister(self._process.stdout)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            rank = _Rank(connection)
+            self._watch(connection, lambda: self._listen(rank))
+
+    def _listen(self, rank: _Rank) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(rank.connection, _CHUNK_BYTES, NUM_PIPES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        rank.pipes += descriptors
+        for message in rank.inbox.feed(data):
+            self._obey(rank, message)
+        if not data:
+            self._selector.unregister(rank.connection)
+            rank.connection.close()
+            if rank.number >= 0 and rank.running:
+                self._ended(rank, -signal.SIGKILL, time.time())  # its watcher was killed, and took the rank along
+
+    def _obey(self, rank: _Rank, message: Mapping[str, Any]) -> None:
+        if message["type"] == "hello":
+            self._welcome(rank, message["rank"])
+        elif message["type"] == "start":
+            rank.started = True
+            if self._phase in ("ending", "stopping"):
+                rank.tell("signal", number=signal.SIGTERM)
+            elif self._phase == "killing":
+                rank.tell("signal", number=signal.SIGKILL)
+        else:
+            self._ended(rank, message["status"], message["seconds"])
+
+    def _welcome(self, rank: _Rank, number: int) -> None:
+        rank.number = number
+        self._ranks.append(rank)
+        for position, descriptor in enumerate(rank.pipes):
+            os.set_blocking(descriptor, False)
+            self._watch(descriptor, partial(self._read_pipe, rank, position))
+        rank.tell("welcome", variables=self._variables)
+
+    def _read_pipe(self, rank: _Rank, position: int) -> bool:
+        """Take what a pipe holds; return whether there may be more."""
+        data = _read(rank.pipes[position]) if rank.pipes[position] >= 0 else None
+        if data is None:
+            return False
+        if not data:
+            self._close_pipe(rank, position)
+        elif position >= _REPORT:
+            rank.notes[position - _REPORT] += data
+        else:
+            self._show(rank, _STREAMS[position], rank.splitters[position].feed(data))
+        return bool(data)
+
+    def _close_pipe(self, rank: _Rank, position: int) -> None:
+        if rank.pipes[position] >= 0:
+            self._selector.unregister(rank.pipes[position])
+            os.close(rank.pipes[position])
+            rank.pipes[position] = -1  # the number may soon be another pipe's
+
+    def _show(self, rank: _Rank, stream: str, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if not piece.passing:
+                rank.last_lines.append(piece.text)
+            self._console.show(rank.number, stream, piece)
+
+    def _ended(self, rank: _Rank, status: int, seconds: float) -> None:
+        """Note the end of a rank, after the last of its output; a helper it left behind may keep the pipes open."""
+        for position in range(len(rank.pipes)):
+            while self._read_pipe(rank, position):
+                pass
+            self._close_pipe(rank, position)
+        for stream, splitter in zip(_STREAMS, rank.splitters, strict=True):
+            self._show(rank, stream, splitter.close())
+        rank.status, rank.ended_seconds = status, seconds
+
+    # ---- afterwards ----------------------------------------------------------------------------------------------
+
+    def _dismiss(self) -> Outcome:
+        """Let the watchers go, see torchrun or mpirun off, and sum up."""
+        seconds = time.monotonic() - self._began
+        ends = tuple(rank.end() for rank in sorted(self._ranks, key=lambda rank: rank.number))
+        for rank in self._ranks:
+            rank.tell("leave")
+        self._see_off()
+        for rank in self._ranks:
+            rank.connection.close()
+            for position in range(len(rank.pipes)):
+                self._close_pipe(rank, position)
+        self._console.clear()
+        return Outcome(
+            ends=ends,
+            missing=tuple(sorted(set(self._expected) - {end.rank for end in ends})),
+            launcher_status=self._process.wait(),
+            launcher_output=self._chatter.decode("utf-8", errors="replace").strip(),
+            stop_signal=self._stop_signal,
+            overdue=self._overdue,
+            seconds=seconds,
+        )
+
+    def _see_off(self) -> None:
+        deadline = time.monotonic() + self._patience.leave
+        while self._process.poll() is None and time.monotonic() < deadline:
+            self._handle_events(min(deadline, time.monotonic() + 0.1))
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdout is not None
+        while self._process.stdout.fileno() in self._selector.get_map():
+            before = len(self._chatter)
+            self._read_chatter()
+            if len(self._chatter) == before:
+                break
+
+
+def _read(descriptor: int) -> bytes | None:
+    """Read what is there; None if nothing is at the moment, empty at the end."""
+    try:
+        return os.read(descriptor, _CHUNK_BYTES)
+    except BlockingIOError:
+        return None
+
+
+def _error(report: Mapping[str, Any]) -> RankError:
+    return RankError(
+        name=report["name"],
+        message=report["message"],
+        traceback=report["traceback"],
+        chain=tuple(report["chain"]),
+        frames=tuple((file, line, function) for file, line, function in report["frames"]),
+        hint=report["hint"],
+        exit_code=report["exit_code"],
+        seconds=report["seconds"],
+    )
+
+
+def _reap_orphans(process: subprocess.Popen[bytes]) -> None:
+    """As PID 1 of a container, collect processes that others left to us; their entries would pile up."""
+    if os.getpid() != 1:
+        return
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None or found.si_pid == process.pid:
+            return
+        os.waitpid(found.si_pid, 0)

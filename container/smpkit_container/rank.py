@@ -1,0 +1,333 @@
+"""Run a script as one rank: `python -m smpkit_container.rank SCRIPT ARGS...`, started by torchrun or mpirun.
+
+This process becomes the *watcher*: it forks, and the child is the rank. So the rank's exact exit status is known, the
+launcher of the host can signal the rank itself (mpirun and torchrun kill too early), and a rank never outlives its
+watcher. An uncaught exception is reported to the launcher as data instead of being printed, so that the launcher can
+show the first failing rank's traceback once. Without a launcher the script is run as it is, in this very process.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any, NoReturn
+
+from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, Inbox, packed
+
+__all__ = ["main"]
+
+_CONNECT_SECONDS = 60.0
+_GROUP_SECONDS = 1.0
+_GROUP_POLL_SECONDS = 0.02
+_MAX_TEXT = 60_000  # characters of a traceback, message or error that travel; the end is kept, where the news is
+
+_FROM_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+
+
+def main(arguments: Sequence[str], environ: dict[str, str] | os._Environ[str]) -> None:
+    """Run `arguments[0]` with the rest as its arguments; returns or raises SystemExit as the script would."""
+    address = environ.pop(ADDRESS_VARIABLE, None)  # not for the script: a launcher it starts has ranks of its own
+    name_ranks(environ)
+    if not address:
+        os.execv(sys.executable, [sys.executable, *arguments])  # noqa: S606
+    launcher, pipes = _meet_launcher(address, environ)
+    watcher = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        launcher.close()
+        _prepare_rank(watcher, pipes)
+        _run_script(arguments[0], arguments[1:], pipes[2])
+        return
+    for descriptor in pipes:
+        os.close(descriptor)
+    _Watcher(pid, launcher, address).watch()
+
+
+def name_ranks(environ: dict[str, str] | os._Environ[str]) -> None:
+    """Give ranks started by mpirun torchrun's names too, so `init_process_group()` needs no MPI knowledge."""
+    for name, mpi_name in _FROM_MPI.items():
+        if mpi_name in environ:
+            environ.setdefault(name, environ[mpi_name])
+
+
+# ---- the rank itself ------------------------------------------------------------------------------------------
+
+
+def _prepare_rank(watcher: int, pipes: Sequence[int]) -> None:
+    """Make the forked child a process of its own: group, output, stack dumps, and death with its watcher."""
+    os.setpgid(0, 0)  # signals sent to the launcher's group (Ctrl-C, mpirun) do not reach the script
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != watcher:
+        os._exit(1)  # the watcher died before it could be watched
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(pipes[0], 1)
+    os.dup2(pipes[1], 2)
+    os.close(pipes[0])
+    os.close(pipes[1])
+    faulthandler.enable(file=pipes[3])
+    faulthandler.register(signal.SIGUSR1, file=pipes[3], all_threads=False)
+
+
+def die_with_parent(number: int) -> None:
+    """Ask Linux to send this process `number` when its parent dies; elsewhere the closed connection has to do."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, number, 0, 0, 0)
+
+
+def _run_script(script: str, arguments: Sequence[str], report: int) -> None:
+    """Run `script` as `python script ...` would: its module is `__main__`, its folder comes first on the path."""
+    path = Path(script).absolute()  # as Python itself does for the `__file__` of the main script
+    sys.argv = [script, *arguments]
+    if not os.environ.get("PYTHONSAFEPATH"):
+        _replace_path_entry(str(path.resolve().parent))
+    module = types.ModuleType("__main__")
+    loader = SourceFileLoader("__main__", str(path))
+    module.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader)
+    sys.modules["__main__"] = module
+    try:
+        with io.open_code(str(path)) as file:
+            code = compile(file.read(), str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # noqa: S102  this is what a launcher is for
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _report(report, error)
+        raise
+    except BaseException as error:
+        error.__traceback__ = _users_part(error.__traceback__)
+        _report(report, error)
+        _call_own_hook(error)
+        raise SystemExit(_exit_code(error)) from None
+
+
+def _replace_path_entry(folder: str) -> None:
+    """Put the script's folder where `-m` put the current one; with `-P` there is none to replace."""
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+    sys.path.insert(0, folder)
+
+
+def _call_own_hook(error: BaseException) -> None:
+    """Call a `sys.excepthook` that the script installed, as Python would: it may log, save or clean up.
+
+    Not torch.distributed's, which `init_process_group` installs: it only prints the traceback with the rank before it.
+    """
+    hook = sys.excepthook
+    if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch.distributed"):
+        with contextlib.suppress(Exception):
+            hook(type(error), error, error.__traceback__)
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the code with which Python ends after `error`."""
+    if isinstance(error, SystemExit):
+        return error.code & 0xFF if isinstance(error.code, int) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Drop the frames of this module, so that a traceback begins in the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _report(descriptor: int, error: BaseException) -> None:
+    """Write what happened to the launcher; never let the report hide the error itself."""
+    with contextlib.suppress(Exception):
+        data = json.dumps(_described(error)).encode() + b"\n"
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    story = traceback.TracebackException(type(error), error, _users_part(error.__traceback__))
+    hint = getattr(error, "hint", None)
+    return {
+        "name": _qualified(type(error)),
+        "message": "".join(story.format_exception_only()).strip()[-_MAX_TEXT:],
+        "hint": hint if isinstance(hint, str) else None,
+        "chain": [f"{_qualified(type(link))}: {_safe_text(link)}"[:_MAX_TEXT] for link in _chain(error)],
+        "frames": [[f.filename, f.lineno or 0, f.name] for f in story.stack],
+        "traceback": "".join(story.format())[-_MAX_TEXT:],
+        "exit_code": _exit_code(error),
+        "seconds": time.time(),
+    }
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return the error and what it was raised from or while handling, as far as Python would show it."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return links
+
+
+def _qualified(kind: type[BaseException]) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _safe_text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+# ---- the watcher ----------------------------------------------------------------------------------------------
+
+
+def _meet_launcher(address: str, environ: dict[str, str] | os._Environ[str]) -> tuple[socket.socket, list[int]]:
+    """Connect, hand over the reading ends of the pipes, take over the host's variables; return the writing ends."""
+    launcher = socket.socket(socket.AF_UNIX)
+    launcher.settimeout(_CONNECT_SECONDS)
+    launcher.connect(address)
+    ends = [os.pipe() for _ in range(NUM_PIPES)]
+    rank, local_rank = (int(environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    hello = packed("hello", rank=rank, local_rank=local_rank)
+    socket.send_fds(launcher, [hello], [reading for reading, _ in ends])
+    for reading, _ in ends:
+        os.close(reading)
+    # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!); the local launcher knows better.
+    environ.update(_welcome(launcher)["variables"])
+    return launcher, [writing for _, writing in ends]
+
+
+def _welcome(launcher: socket.socket) -> dict[str, Any]:
+    inbox = Inbox()
+    while True:
+        data = launcher.recv(65536)
+        if not data:
+            raise SystemExit(1)  # the launcher gave up meanwhile
+        for message in inbox.feed(data):
+            return message
+
+
+class _Watcher:
+    """Waits for the rank and for the launcher's words, whichever comes first."""
+
+    def __init__(self, pid: int, launcher: socket.socket, address: str) -> None:
+        self._pid = pid
+        self._launcher = launcher
+        self._address = Path(address)
+        self._inbox = Inbox()
+        self._status: int | None = None
+
+    def watch(self) -> NoReturn:
+        """Serve until the launcher lets this process go, then exit as the rank did."""
+        awake = self._install_handlers()
+        self._launcher.setblocking(False)
+        self._tell(packed("start", pid=self._pid))
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._launcher, selectors.EVENT_READ)
+            selector.register(awake, selectors.EVENT_READ)
+            self._reap()  # it may have ended before the handlers were there
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._launcher:
+                        self._listen()
+                    else:
+                        awake.recv(4096)
+                        self._reap()
+
+    def _install_handlers(self) -> socket.socket:
+        awake, waker = socket.socketpair()
+        awake.setblocking(False)
+        waker.setblocking(False)
+        self._waker = waker  # kept: signals are written to it as long as this process lives
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: self._signal(signal.SIGTERM))
+        return awake
+
+    def _listen(self) -> None:
+        try:
+            data = self._launcher.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._leave()
+        for message in self._inbox.feed(data):
+            if message["type"] == "leave":
+                self._leave()
+            self._signal(message["number"])
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the rank; SIGKILL goes to everything it started, too."""
+        if self._status is not None:
+            return  # the number may belong to another process by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if number == signal.SIGKILL:
+                os.killpg(self._pid, number)
+            os.kill(self._pid, number)
+
+    def _reap(self) -> None:
+        if self._status is not None:
+            return
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if pid:
+            self._status = os.waitstatus_to_exitcode(status)
+            ended = time.time()
+            self._sweep()
+            self._tell(packed("exit", status=self._status, seconds=ended))
+
+    def _sweep(self) -> None:
+        """Leave nothing of the rank's behind; its helpers get a moment to clean up (shared memory, semaphores)."""
+        deadline = time.monotonic() + _GROUP_SECONDS
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline:
+                os.killpg(self._pid, 0)
+                time.sleep(_GROUP_POLL_SECONDS)
+            os.killpg(self._pid, signal.SIGKILL)
+
+    def _tell(self, data: bytes) -> None:
+        self._launcher.setblocking(True)
+        with contextlib.suppress(OSError):
+            self._launcher.sendall(data)
+        self._launcher.setblocking(False)
+
+    def _leave(self) -> NoReturn:
+        """Exit as the rank did; if it still runs, the launcher is gone, and the rank must not outlive it."""
+        if self._status is None:
+            self._signal(signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            with contextlib.suppress(OSError):  # one watcher of several gets to remove what the launcher left
+                self._address.unlink()
+                self._address.parent.rmdir()
+            os._exit(1)
+        # Not sys.exit: nothing of the script's may run here (it was the child that had it).
+        os._exit(self._status if self._status >= 0 else 128 - self._status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], os.environ)

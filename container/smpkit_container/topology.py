@@ -1,0 +1,104 @@
+"""Place the job on its machines: which host this is, who is first, and how many ranks each host runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from smpkit.errors import ConfigError, Problem
+from smpkit_container.environment import Environment
+
+__all__ = ["DEFAULT_PORT", "TORCHRUN_PROCESSES_PER_HOST", "Launcher", "Topology", "read_topology"]
+
+Launcher = Literal["mpirun", "torchrun"]
+
+DEFAULT_PORT = 7777
+"""The port at which the ranks of several hosts meet; the one that AWS's PyTorch images use."""
+
+TORCHRUN_PROCESSES_PER_HOST = "sagemaker_smpkit_processes_per_host"
+"""SageMaker's SDK has no such hyperparameter for torchrun; the prefix keeps it from the script."""
+
+_PROCESSES_PER_HOST: Mapping[Launcher, str] = {
+    "mpirun": "sagemaker_mpi_num_of_processes_per_host",
+    "torchrun": TORCHRUN_PROCESSES_PER_HOST,
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The hosts in platform order; a host's place in that order is its node rank, and the first host is the master."""
+
+    hosts: tuple[str, ...]
+    node_rank: int
+    processes_per_host: int
+    launcher: Launcher
+    port: int | None = None
+    """`ddp_port` of the configuration; None = any free port on one host, DEFAULT_PORT on several."""
+    interface: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hosts) * self.processes_per_host
+
+    @property
+    def single_host(self) -> bool:
+        return len(self.hosts) == 1
+
+    @property
+    def master(self) -> str:
+        """Where the ranks meet: the loopback address on one host, because its name need not resolve."""
+        return "127.0.0.1" if self.single_host else self.hosts[0]
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.node_rank]
+
+
+def read_topology(environment: Environment) -> Topology:
+    """Derive the topology; hosts keep the order given (the platform sorts them as text: algo-1, algo-10, algo-2).
+
+    Raises:
+        ConfigError: a number of processes or the port is not a whole number in its range.
+    """
+    framework, resources = environment.framework, environment.resources
+    launcher: Launcher = "mpirun" if framework.get("sagemaker_mpi_enabled") is True else "torchrun"
+    return Topology(
+        hosts=resources.hosts,
+        node_rank=resources.hosts.index(resources.current_host),
+        processes_per_host=_processes_per_host(environment, launcher),
+        launcher=launcher,
+        port=_port(environment.mp_parameters),
+        interface=resources.interface,
+    )
+
+
+def _processes_per_host(environment: Environment, launcher: Launcher) -> int:
+    name = _PROCESSES_PER_HOST[launcher]
+    asked = _whole_number(environment.framework.get(name), ("hyperparameters", name), 1, 4096)
+    return asked or environment.num_gpus or _degree_product(environment.mp_parameters)
+
+
+def _degree_product(parameters: Mapping[str, Any]) -> int:
+    """Return the fewest ranks that the configuration can run on: pipeline degree × tensor degree."""
+    pipeline = parameters.get("pipeline_parallel_degree", parameters.get("partitions"))
+    product = 1
+    for name, value in (("pipeline_parallel_degree", pipeline), ("tensor_parallel_degree", None)):
+        path = ("mp_parameters", name)
+        product *= _whole_number(value or parameters.get(name), path, 1, 4096) or 1
+    return product
+
+
+def _port(parameters: Mapping[str, Any]) -> int | None:
+    return _whole_number(parameters.get("ddp_port"), ("mp_parameters", "ddp_port"), 0, 65535) or None
+
+
+def _whole_number(value: Any, path: tuple[str, ...], lowest: int, highest: int) -> int | None:
+    """Return `value` as an int; strings of digits count, because SDK v2 passes `"8"` on as it was written."""
+    if value is None or value == "":
+        return None
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+    if type(number) is not int or not lowest <= number <= highest:
+        message = f"must be a whole number from {lowest} to {highest}, got {value!r}"
+        raise ConfigError([Problem(path, message)], subject="job files")
+    return number

@@ -1,0 +1,138 @@
+"""Name everything a script may ask its environment for: the union of the SM_* variables of AWS's two toolkits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smpkit_container.arguments import compact
+from smpkit_container.environment import Environment
+from smpkit_container.topology import DEFAULT_PORT, Topology
+
+__all__ = ["export", "platform_variables", "process_variables"]
+
+_LEVEL_INFO = 20
+
+
+def platform_variables(environment: Environment, topology: Topology, arguments: Sequence[str]) -> dict[str, str]:
+    """Return the SM_* variables of one host: those of sagemaker-training 5.1.4, and what SDK v3's drivers add."""
+    named = _mapping(environment, topology, arguments)
+    variables = {f"SM_{name.upper()}": _text(value) for name, value in named.items()}
+    variables["SM_TRAINING_ENV"] = compact(_training_env(environment, named))
+    for channel in environment.channels:
+        for name in _spellings(channel):
+            variables[f"SM_CHANNEL_{name}"] = str(environment.folders.data / channel)
+    for key, value in environment.hyperparameters.items():
+        for name in _spellings(key):
+            variables[f"SM_HP_{name}"] = _text(value)
+    variables |= _legacy_variables(environment, topology)
+    return {name: value for name, value in variables.items() if "=" not in name}
+
+
+def process_variables(
+    environ: Mapping[str, str], topology: Topology, num_cpus: int, platform: str = sys.platform
+) -> dict[str, str]:
+    """Return what the ranks need beyond SM_*; whatever the user has set in `environ` is left alone."""
+    variables = {
+        # One thread per core over all ranks of the host: torch's default of all cores for each rank is far slower.
+        "OMP_NUM_THREADS": str(max(1, num_cpus // topology.processes_per_host)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    interface = topology.interface
+    if topology.single_host and platform == "linux":
+        interface = "lo"  # else gloo looks the host name up, which fails in containers and on many laptops
+    if interface:
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    if interface and not topology.single_host:
+        variables["NCCL_SOCKET_IFNAME"] = interface
+    return {name: value for name, value in variables.items() if name not in environ}
+
+
+def export(environ: Mapping[str, str], *layers: Mapping[str, str]) -> dict[str, str]:
+    """Lay variables over an environment; later layers win."""
+    merged = dict(environ)
+    for layer in layers:
+        merged |= layer
+    return merged
+
+
+def _mapping(environment: Environment, topology: Topology, arguments: Sequence[str]) -> dict[str, Any]:
+    folders, resources = environment.folders, environment.resources
+    groups = {group.get("instance_group_name", ""): group for group in resources.groups}
+    script = environment.script
+    return {
+        "channels": sorted(environment.channels),
+        "current_host": topology.host,
+        "current_host_rank": topology.node_rank,
+        "current_instance_group": resources.group_name,
+        "current_instance_group_hosts": groups.get(resources.group_name, {}).get("hosts", []),
+        "current_instance_type": resources.instance_type,
+        "distributed_config": {},
+        "distribution_instance_groups": environment.framework.get("sagemaker_distribution_instance_groups", []),
+        "entry_script": script,
+        "framework_module": "smpkit_container",
+        "framework_params": environment.framework,
+        "host_count": len(topology.hosts),
+        "hosts": list(topology.hosts),
+        "hps": environment.hyperparameters,
+        "input_config_dir": str(folders.config),
+        "input_data_config": environment.channels,
+        "input_data_dir": str(folders.data),
+        "input_dir": str(folders.input),
+        "instance_groups": list(groups),
+        "instance_groups_dict": groups,
+        "is_hetero": len(groups) > 1,
+        "log_level": environment.framework.get("sagemaker_container_log_level", _LEVEL_INFO),
+        "master_addr": topology.master,
+        "master_port": topology.port or DEFAULT_PORT,
+        "model_dir": str(folders.model),
+        "module_dir": environment.framework.get("sagemaker_submit_directory") or str(environment.code),
+        "module_name": script.removesuffix(".py"),
+        "network_interface_name": topology.interface,
+        "num_cpus": environment.num_cpus,
+        "num_gpus": environment.num_gpus,
+        "num_neurons": 0,
+        "output_data_dir": str(folders.output_data),
+        "output_dir": str(folders.output),
+        "output_failure": str(folders.failure),
+        "output_intermediate_dir": str(folders.intermediate),
+        "resource_config": resources.raw,
+        "source_dir": str(environment.code),
+        "user_args": list(arguments),
+        "user_entry_point": script,
+        **({"topology": resources.raw["topology"]} if "topology" in resources.raw else {}),
+    }
+
+
+def _training_env(environment: Environment, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the toolkit's own picture of the job: the same facts, some under older names."""
+    renamed = {
+        "additional_framework_parameters": named["framework_params"],
+        "channel_input_dirs": {channel: str(environment.folders.data / channel) for channel in environment.channels},
+        "hyperparameters": named["hps"],
+        "is_master": named["current_host_rank"] == 0,
+        "job_name": environment.job_name,
+        "master_hostname": named["hosts"][0],
+    }
+    return {key: value for key, value in named.items() if key not in ("hps", "framework_params")} | renamed
+
+
+def _legacy_variables(environment: Environment, topology: Topology) -> dict[str, str]:
+    """Return the variables outside SM_* that the toolkit sets too, and ours."""
+    return {
+        "CURRENT_HOST": topology.host,
+        "SAGEMAKER_JOB_NAME": environment.job_name,
+        "SAGEMAKER_REGION": str(environment.framework.get("sagemaker_region") or ""),
+        "SMPKIT_CHECKPOINT_DIR": str(environment.checkpoints),
+    }
+
+
+def _spellings(name: str) -> set[str]:
+    """Return how the toolkits write a name in a variable: one keeps `-`, the other makes it `_`."""
+    upper = name.upper()
+    return {upper, upper.replace("-", "_")}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else compact(value)

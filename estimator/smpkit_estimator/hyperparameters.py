@@ -1,0 +1,66 @@
+"""Write a job's hyperparameters as SageMaker's SDK v2 sends them: the wire format between laptop and launcher."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from smpkit.config.job import JobConfig
+
+__all__ = ["PROCESSES_PER_HOST", "hyperparameters"]
+
+PROCESSES_PER_HOST = {
+    "mpirun": "sagemaker_mpi_num_of_processes_per_host",
+    "torchrun": "sagemaker_smpkit_processes_per_host",
+}
+"""Ranks per host, by launcher. The second is ours: the SDK has no such hyperparameter for torchrun."""
+
+_LOG_LEVEL_INFO = 20
+
+
+def hyperparameters(job: JobConfig, *, submit_directory: str, job_name: str, region: str) -> dict[str, str]:
+    """Return every hyperparameter of the job, JSON-encoded, the user's own first.
+
+    Args:
+        submit_directory: where the launcher finds the sources: an S3 URI of an archive, or a folder of its machine.
+        job_name: the unique name of this run.
+        region: the cloud region; empty for a local run.
+    """
+    values: dict[str, Any] = {
+        **job.hyperparameters,
+        "sagemaker_submit_directory": submit_directory,
+        "sagemaker_program": job.entry_point,
+        "sagemaker_container_log_level": _LOG_LEVEL_INFO,
+        "sagemaker_job_name": job_name,
+        "sagemaker_region": region,
+        **_launcher(job),
+        **_model_parallel(job),
+    }
+    return {name: json.dumps(value) for name, value in values.items()}
+
+
+def _launcher(job: JobConfig) -> dict[str, Any]:
+    distribution, per_host = job.distribution, job.distribution.processes_per_host
+    if distribution.launcher == "mpirun":
+        return {
+            "sagemaker_mpi_enabled": True,
+            **({PROCESSES_PER_HOST["mpirun"]: per_host} if per_host else {}),
+            "sagemaker_mpi_custom_mpi_options": distribution.custom_mpi_options,
+        }
+    asked = distribution.torch_distributed is not None and distribution.torch_distributed.enabled
+    return {
+        **({"sagemaker_torch_distributed_enabled": True} if asked else {}),
+        **({PROCESSES_PER_HOST["torchrun"]: per_host} if per_host else {}),
+    }
+
+
+def _model_parallel(job: JobConfig) -> dict[str, Any]:
+    """Return the model-parallel block with the user's own keys: Hugging Face looks for the very key `partitions`."""
+    if job.distribution.smdistributed is None:
+        return {}
+    enabled = job.distribution.model_parallel is not None
+    return {
+        **({"mp_parameters": job.distribution.parameters_as_written} if enabled else {}),
+        "sagemaker_distributed_dataparallel_enabled": False,
+        "sagemaker_instance_type": job.compute.instance_type,
+    }

@@ -1,0 +1,298 @@
+"""Run a job on this machine: a temporary `/opt/ml`-like tree, and the launcher that the training image runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from smpkit.config.job import JobConfig
+from smpkit.errors import ConfigError, Problem
+from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST, hyperparameters
+
+__all__ = ["LocalPlan", "LocalRun", "plan_local_run", "run_local"]
+
+_HOST = "algo-1"
+_WRITABLE = ("model", "output/data", "output/intermediate", "checkpoints")
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """What a local run will do, decided and checked before anything is made or started."""
+
+    job: JobConfig
+    source: Path
+    inputs: Mapping[str, Path]
+    output: Path | None
+    """Folder for the results that the job file names; None = inside the temporary tree."""
+    checkpoints: Path | None
+    ranks: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """How a local run ended, and what it left."""
+
+    exit_code: int
+    seconds: float
+    failure: str | None
+    """The text of the failure file; None if the job succeeded."""
+    model: Path | None
+    """Where the script's `SM_MODEL_DIR` was, if anything was written there; so for the next three."""
+    output_data: Path | None
+    checkpoints: Path | None
+    tree: Path | None
+    """The temporary tree, if it was kept because something was written to it (or on request)."""
+
+    @property
+    def interrupted(self) -> bool:
+        return self.exit_code == _INTERRUPTED
+
+
+def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0) -> LocalPlan:
+    """Decide how `job` runs here; relative paths in it start at `folder`.
+
+    Several hosts become one with all their ranks. If the job does not say how many ranks a host has, there is one per
+    GPU, or without GPUs as many as the degrees need. Results meant for S3 stay in a local folder, which a note says.
+
+    Raises:
+        ConfigError: sources or inputs are not on this machine, or the degrees do not fit; lists all problems.
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    source = _local_source(job, folder, problems)
+    inputs = dict(_local_inputs(job, folder, problems))
+    ranks = _num_ranks(job, num_gpus)
+    problems += [Problem(("distribution", *p.path), p.message, p.hint) for p in job.distribution.world_problems(ranks)]
+    if problems:
+        raise ConfigError(problems, subject="job for a local run")
+    if job.compute.instance_count > 1:
+        notes.append(f"the job's {job.compute.instance_count} hosts run as one on this machine, with {ranks} ranks")
+    return LocalPlan(
+        job=job,
+        source=source,
+        inputs=inputs,
+        output=_local_place("output", job.output, folder, notes),
+        checkpoints=_local_place("checkpoints", job.checkpoints.uri if job.checkpoints else None, folder, notes),
+        ranks=ranks,
+        notes=tuple(notes),
+    )
+
+
+def run_local(
+    plan: LocalPlan, arguments: Sequence[str] = (), *, environ: Mapping[str, str] | None = None, keep: bool = False
+) -> LocalRun:
+    """Run the job and wait for it; its output goes to this process's stdout and stderr.
+
+    The launcher is in this process's group, so Ctrl-C reaches it directly; SIGTERM is passed on. Must be called in the
+    main thread.
+
+    Args:
+        arguments: more arguments for the script, after those made of hyperparameters.
+        environ: the environment of the launcher, on top of which the job's own goes; default: this process's.
+        keep: keep the temporary tree in any case.
+    """
+    tree = Path(tempfile.mkdtemp(prefix=f"smpkit-{plan.job.name}-"))
+    try:
+        _build(tree, plan)
+    except BaseException:
+        _remove(tree)
+        raise
+    command = [*_python(), "-m", "smpkit_container", "train", *(["--", *arguments] if arguments else [])]
+    began = time.monotonic()
+    exit_code = _wait_for(command, _environment(plan, tree, os.environ if environ is None else environ))
+    return _collect(tree, exit_code, time.monotonic() - began, keep)
+
+
+# ---- planning ------------------------------------------------------------------------------------------------------
+
+
+def _num_ranks(job: JobConfig, num_gpus: int) -> int:
+    parameters = job.distribution.model_parallel
+    needed = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
+    if job.distribution.processes_per_host is None:
+        return num_gpus or needed
+    return job.num_processes(job.distribution.processes_per_host)
+
+
+def _is_remote(location: str) -> bool:
+    return "://" in location
+
+
+def _local_source(job: JobConfig, folder: Path, problems: list[Problem]) -> Path:
+    path = folder / job.source_dir
+    if _is_remote(job.source_dir):
+        message = f"is not on this machine: `{job.source_dir}`"
+        problems.append(Problem(("source_dir",), message, "name a local folder with `--set source_dir=./src`"))
+    elif not path.is_dir():
+        problems.append(Problem(("source_dir",), f"there is no folder `{path}`"))
+    elif not (path / job.entry_point).is_file():
+        problems.append(Problem(("entry_point",), f"there is no file `{job.entry_point}` in `{path}`"))
+    return path.absolute()
+
+
+def _local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Iterator[tuple[str, Path]]:
+    for name, channel in job.inputs.items():
+        path = folder / channel.uri
+        hint = f"name a local one with `--set inputs.{name}=./data`"
+        if _is_remote(channel.uri):
+            problems.append(Problem(("inputs", name), f"is not on this machine: `{channel.uri}`", hint))
+        elif not path.exists():
+            problems.append(Problem(("inputs", name), f"there is no file or folder `{path}`", hint))
+        else:
+            yield name, path.absolute()
+
+
+def _local_place(what: str, location: str | None, folder: Path, notes: list[str]) -> Path | None:
+    if location is None:
+        return None
+    if _is_remote(location):
+        notes.append(f"`{what}` goes to a local folder, not to {location}")
+        return None
+    return (folder / location).absolute()
+
+
+# ---- the tree ------------------------------------------------------------------------------------------------------
+
+
+def _build(tree: Path, plan: LocalPlan) -> None:
+    """Lay out the tree; places that the job file names are links, so the script writes to them directly."""
+    config = tree / "input" / "config"
+    config.mkdir(parents=True)
+    (tree / "input" / "data").mkdir()
+    (tree / "output").mkdir()
+    (tree / "code").symlink_to(plan.source, target_is_directory=True)
+    for name, path in plan.inputs.items():
+        (tree / "input" / "data" / name).symlink_to(path)
+    _place(tree / "model", plan.output and plan.output / "model")
+    _place(tree / "output" / "data", plan.output and plan.output / "data")
+    _place(tree / "checkpoints", plan.checkpoints)
+    for name, value in _config_files(tree, plan).items():
+        (config / f"{name}.json").write_text(json.dumps(value, indent=2), encoding="utf-8")
+
+
+def _place(link: Path, target: Path | None) -> None:
+    if target is None:
+        link.mkdir(parents=True)
+    else:
+        target.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target, target_is_directory=True)
+
+
+def _config_files(tree: Path, plan: LocalPlan) -> dict[str, Any]:
+    job = plan.job
+    sent = hyperparameters(job, submit_directory=str(tree / "code"), job_name=tree.name, region="")
+    sent[PROCESSES_PER_HOST[job.distribution.launcher]] = json.dumps(plan.ranks)  # all hosts are this one
+    return {
+        "hyperparameters": sent,
+        "resourceconfig": {
+            "current_host": _HOST,
+            "current_instance_type": "local",
+            "current_group_name": "homogeneousCluster",
+            "hosts": [_HOST],
+            "instance_groups": [
+                {"instance_group_name": "homogeneousCluster", "instance_type": "local", "hosts": [_HOST]}
+            ],
+            "network_interface_name": "lo",
+        },
+        "inputdataconfig": {
+            name: {
+                "TrainingInputMode": channel.mode,
+                "S3DistributionType": "FullyReplicated",
+                "RecordWrapperType": "None",
+                **({"ContentType": channel.content_type} if channel.content_type else {}),
+            }
+            for name, channel in job.inputs.items()
+        },
+        "checkpointconfig": {"LocalPath": str(tree / "checkpoints")},
+    }
+
+
+# ---- the process ---------------------------------------------------------------------------------------------------
+
+
+def _python() -> list[str]:
+    """Run our module from where it is installed, not from the user's current folder."""
+    return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
+
+
+def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **environ,
+        **plan.job.environment,
+        "SMPKIT_BASE_DIR": str(tree),
+        "SMPKIT_DIE_WITH_PARENT": "1",
+        "TRAINING_JOB_NAME": tree.name,
+    }
+
+
+def _wait_for(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the launcher to its end, whatever signals come: it decides what they mean, and always comes to an end."""
+    with _relayed() as relay:
+        process = subprocess.Popen(command, env=environ)
+        relay.append(process)
+        status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+@contextmanager
+def _relayed() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Leave SIGINT to the launcher, which the terminal tells itself, and pass SIGTERM and SIGHUP on to it."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def relay(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        for process in processes:
+            if number != signal.SIGINT and process.poll() is None:
+                process.send_signal(number)
+
+    previous = {number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield processes
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+# ---- afterwards ----------------------------------------------------------------------------------------------------
+
+
+def _collect(tree: Path, exit_code: int, seconds: float, keep: bool) -> LocalRun:
+    """Sum up; the tree stays if it holds anything that would be lost otherwise."""
+    own = tree.resolve()
+    written = {name: (tree / name).resolve() if _has_files(tree / name) else None for name in _WRITABLE}
+    kept = keep or any(path is not None and path.is_relative_to(own) for path in written.values())
+    failure = tree / "output" / "failure"
+    text = failure.read_text(encoding="utf-8", errors="replace") if failure.is_file() else None
+    if not kept:
+        _remove(tree)
+    return LocalRun(
+        exit_code=exit_code,
+        seconds=seconds,
+        failure=text,
+        model=written["model"],
+        output_data=written["output/data"],
+        checkpoints=written["checkpoints"],
+        tree=own if kept else None,
+    )
+
+
+def _has_files(folder: Path) -> bool:
+    return any(not path.is_dir() for path in folder.resolve().rglob("*"))
+
+
+def _remove(tree: Path) -> None:
+    """Delete the tree; links in it are deleted as links, never what they point to."""
+    shutil.rmtree(tree, ignore_errors=True)

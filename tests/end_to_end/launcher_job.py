@@ -1,0 +1,142 @@
+"""Helpers of the launcher's tests: write a job below a folder, start the launcher on it, look for what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LAUNCHERS = ("torchrun", "mpirun")
+_RANKS = {
+    "torchrun": "sagemaker_smpkit_processes_per_host",
+    "mpirun": "sagemaker_mpi_num_of_processes_per_host",
+}
+
+
+@dataclass
+class Finished:
+    """What a launcher left: exit code, output, failure file, time."""
+
+    code: int
+    out: str
+    err: str
+    failure: str | None
+    seconds: float
+
+    def lines(self, rank: int) -> list[str]:
+        prefix = f"[rank {rank}] "
+        return [line.removeprefix(prefix) for line in self.out.splitlines() if line.startswith(prefix)]
+
+
+@dataclass
+class Job:
+    """A job below `base`, whose script is `source`; every process of it carries `mark` in its environment."""
+
+    base: Path
+    launcher: str
+    source: str | None
+    ranks: int = 2
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    script: str = "train.py"
+    python: str = sys.executable
+
+    def __post_init__(self) -> None:
+        config, code = self.base / "input" / "config", self.base / "code"
+        config.mkdir(parents=True)
+        code.mkdir(parents=True, exist_ok=True)
+        if self.source is not None:
+            (code / self.script).write_text(self.source, encoding="utf-8")
+        values = {
+            "sagemaker_program": self.script,
+            "sagemaker_mpi_enabled": self.launcher == "mpirun",
+            _RANKS[self.launcher]: self.ranks,
+            **self.hyperparameters,
+        }
+        encoded = {name: json.dumps(value) for name, value in values.items()}
+        (config / "hyperparameters.json").write_text(json.dumps(encoded), encoding="utf-8")
+
+    @property
+    def mark(self) -> str:
+        return f"SMPKIT_TEST_MARK={self.base}"
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start the launcher; its output is collected by `finish`."""
+        environ = {
+            **os.environ,
+            "SMPKIT_BASE_DIR": str(self.base),
+            "SMPKIT_TEST_MARK": str(self.base),
+            "SMPKIT_DIE_WITH_PARENT": "1",
+            "OMP_NUM_THREADS": "1",
+            "SMPKIT_SETTLE_SECONDS": "0.5",  # enough for two ranks, and the tests are many
+            **self.environ,
+        }
+        command = [self.python, "-m", "smpkit_container", "train"]
+        if self.arguments:
+            command += ["--", *self.arguments]
+        return subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+        )
+
+    def finish(self, process: subprocess.Popen[str], began: float, timeout: float = 60) -> Finished:
+        """Wait for the launcher and check that nothing of its job is left."""
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            raise AssertionError(f"the launcher hung\n{out}\n{err}") from None
+        seconds = time.monotonic() - began
+        self.assert_nothing_left()
+        failure = self.base / "output" / "failure"
+        text = failure.read_text(encoding="utf-8") if failure.exists() else None
+        return Finished(process.returncode, out, err, text, seconds)
+
+    def run(self, timeout: float = 60) -> Finished:
+        return self.finish(self.start(), time.monotonic(), timeout)
+
+    @contextmanager
+    def running(self, until: str = "ready") -> Iterator[subprocess.Popen[str]]:
+        """Start the launcher and wait until every rank has written the file `<until>-<rank>` beside the script."""
+        with self.start() as process:
+            try:
+                self.wait_for_files(until)
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.kill()
+
+    def wait_for_files(self, name: str, timeout: float = 30) -> None:
+        deadline = time.monotonic() + timeout
+        while not all((self.base / "code" / f"{name}-{rank}").exists() for rank in range(self.ranks)):
+            assert time.monotonic() < deadline, f"the ranks never wrote their `{name}` files"
+            time.sleep(0.02)
+
+    def assert_nothing_left(self, timeout: float = 3) -> None:
+        deadline = time.monotonic() + timeout
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"processes were left behind: {left}")
+            time.sleep(0.02)
+
+    def processes(self) -> dict[int, str]:
+        """Return pid -> command line of every living process of this job (Linux)."""
+        found = {}
+        for entry in Path("/proc").iterdir() if Path("/proc/self/environ").exists() else ():
+            try:
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # noqa: PERF203
+                continue
+        return found

