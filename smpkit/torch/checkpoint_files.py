@@ -1,0 +1,234 @@
+"""The files of a checkpoint: names, whole-or-nothing writing, which one is the newest.
+
+::
+
+    path/
+      {tag}_partial/               one rank's part per file; appears by one rename, with everything in it
+          model_{pp}_{tp}.pt  optimizer_{pp}_{tp}.pt  user_content.pt
+          index.json               degrees, sizes, and which save it was
+      {tag}                        full: the model's state dict in one file
+      user_content_{tag}           full: what the script added
+      newest                       name of the newest, `{tag}_partial` or `{tag}`
+      .{name}.{save id}.tmp        being written, or left behind by a job that died; never read
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from smpkit.errors import CheckpointError, UsageError
+
+__all__ = [
+    "INDEX",
+    "NEWEST",
+    "PARTIAL",
+    "Index",
+    "as_checkpoint_error",
+    "check_tag",
+    "complete_partials",
+    "damage",
+    "new_save_id",
+    "publish_folder",
+    "read_index",
+    "read_newest",
+    "staging_folder",
+    "sweep",
+    "synced_write",
+    "whole_write",
+    "write_index",
+]
+
+INDEX: Final = "index.json"
+NEWEST: Final = "newest"
+PARTIAL: Final = "_partial"
+_FORMAT: Final = 1
+_TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})(?P<old>\.old)?\.tmp")
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a partial checkpoint is.
+
+    Args:
+        tag: the script's name for it.
+        save_id: which save wrote it.
+        order: grows by one with each save into the same folder; clocks of restarted hosts are not to be trusted.
+        degrees: pipeline and tensor degree it was saved with.
+        smpkit: version that wrote it.
+        files: name -> size in bytes.
+        format: version of this layout.
+    """
+
+    tag: str
+    save_id: str
+    order: int
+    degrees: Mapping[str, int]
+    smpkit: str
+    files: Mapping[str, int] = field(default_factory=dict)
+    format: int = _FORMAT
+
+
+def check_tag(tag: object) -> None:
+    """Raise UsageError unless `tag` can be a file name that is none of ours."""
+    if not isinstance(tag, str) or not re.fullmatch(r"[^/\0.][^/\0]*", tag) or tag == NEWEST:
+        raise UsageError(
+            f"{tag!r} cannot be the tag of a checkpoint",
+            hint="use a plain name such as `step_100`, without `/`",
+        )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def synced_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
+    """Write a new file and push it to the disk; return its size in bytes."""
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+def whole_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
+    """Replace `path` by a new file, so that a reader, or a crash, sees the old one or the new one; return its size."""
+    temporary = path.with_name(f".{path.name}.{new_save_id()}.tmp")
+    try:
+        size = synced_write(temporary, write)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+    return size
+
+
+def sync_folder(folder: Path) -> None:
+    """Push renames in `folder` to the disk, where the file system can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def new_save_id() -> str:
+    """Return a fresh name for one save."""
+    return secrets.token_hex(8)
+
+
+def staging_folder(path: Path, name: str, save_id: str) -> Path:
+    """Return where `path / name` is written before it is published."""
+    return path / f".{name}.{save_id}.tmp"
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index of a checkpoint."""
+    text = json.dumps(asdict(index), indent=1)
+    synced_write(folder / INDEX, lambda file: file.write(text.encode()))
+    sync_folder(folder)
+
+
+def publish_folder(staged: Path, target: Path) -> None:
+    """Make a whole folder visible under its name by a rename, replacing an older one of that name.
+
+    Does nothing if `staged` is gone because another host has published it on the same file system.
+    """
+    if not staged.exists():
+        return
+    old = staged.with_suffix(".old.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        target.rename(old)
+    try:
+        staged.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sweep(path: Path, save_id: str) -> None:
+    """Remove what saves that died left in `path`, sparing the one with `save_id`.
+
+    A checkpoint that was being replaced when its job died (moved away, and the new one not yet in place) is put back.
+    """
+    for leftover in path.glob(".*.tmp"):
+        ours = _TEMPORARY.fullmatch(leftover.name)
+        if ours is None or ours["save_id"] == save_id:
+            continue
+        if ours["old"] and not (path / ours["name"]).exists():
+            leftover.rename(path / ours["name"])
+        elif leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a partial checkpoint; raise CheckpointError if it is missing or not readable."""
+    try:
+        index = Index(**json.loads((folder / INDEX).read_text()))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {INDEX}") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error}") from error
+    if index.format != _FORMAT:
+        raise CheckpointError(f"{folder} has format {index.format}, this version reads {_FORMAT}", hint="update smpkit")
+    return index
+
+
+def damage(folder: Path, index: Index, names: frozenset[str] | None = None) -> str | None:
+    """Say what is wrong with the files of a checkpoint (or only with `names` of them); None if they are whole."""
+    for name, size in index.files.items():
+        if names is not None and name not in names:
+            continue
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            return f"{folder / name} is missing"
+        if found != size:
+            return f"{folder / name} has {found} bytes instead of {size}"
+    return None
+
+
+def complete_partials(path: Path, names: frozenset[str] | None = None) -> list[tuple[str, Index]]:
+    """Return the folders of complete partial checkpoints in `path` and their indices, newest first."""
+    found = []
+    for folder in path.glob(f"*{PARTIAL}"):
+        with contextlib.suppress(CheckpointError):
+            index = read_index(folder)
+            if damage(folder, index, names) is None:
+                found.append((folder.name, index))
+    return sorted(found, key=lambda item: item[1].order, reverse=True)
+
+
+def read_newest(path: Path) -> str | None:
+    """Return what `newest` says, or None if there is no such file or it says nothing usable."""
+    try:
+        name = (path / NEWEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if name and "/" not in name and not name.startswith(".") else None
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(doing: str) -> Iterator[None]:
+    """Turn the errors of the operating system (a full disk, no permission) into CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{doing}: {error.strerror or error}") from error
