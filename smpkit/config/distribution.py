@@ -222,9 +222,9 @@ class Distribution(Section):
 
     def world_problems(self, world_size: int) -> list[Problem]:
         """Say which degrees do not fit into `world_size` ranks; the paths start at the distribution."""
-        if self.model_parallel is None:
-            return []
-        return [_below(self.parameters_path, problem) for problem in self.model_parallel.world_problems(world_size)]
+        parameters, raw = self.model_parallel, self.parameters_as_written
+        found = [] if parameters is None else parameters.world_problems(world_size)
+        return [_below(self.parameters_path, ModelParallelConfig.as_written(problem, raw)) for problem in found]
 
     @property
     def _mpi(self) -> MpiOptions | None:

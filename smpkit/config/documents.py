@@ -14,7 +14,7 @@ from smpkit.config.section import KeyPath
 from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError
 
-__all__ = ["Document", "Position", "parse_json", "parse_value", "parse_yaml", "read_document"]
+__all__ = ["Document", "Position", "literal", "parse_json", "parse_value", "parse_yaml", "read_document"]
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 64
@@ -95,6 +95,12 @@ def _refuse(
 def parse_value(text: str, name: str) -> Document:
     """Read a value given on the command line or in the environment, as YAML: `4`, `true`, `1e-3`, `[1, 2]`, `text`."""
     return replace(parse_yaml(text, name), positions={})
+
+
+def literal(text: str, name: str) -> Document:
+    """Take a text as it is, where a value is text by nature."""
+    _check_text(text, name)
+    return Document(name, text, text, {})
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -232,7 +238,7 @@ def _refuse_yaml(error: Any, text: str, name: str) -> NoReturn:
     message = printable(" ".join(part for part in (error.context, error.problem) if part))
     hint = None
     if "found character '\\t'" in str(error):
-        message, hint = "has a tab where only spaces may stand", "indent with spaces"
+        message, hint = "a tab where only spaces may stand", "indent with spaces"
     mark = error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark is not None else (None, None)
     _refuse(name, f"is not YAML: {message}", line=line, column=column, text=text, hint=hint)

@@ -225,7 +225,7 @@ class JobConfig(Section):
     """SageMaker's `distribution` dict: model parallelism and launcher."""
 
     compute: Compute = Field(default_factory=Compute)
-    """The machines."""
+    """How many machines of which kind, and for how long."""
 
     image: _Word | None = None
     """The container image; not used on this machine."""
@@ -241,6 +241,8 @@ class JobConfig(Section):
 
     checkpoints: Checkpoints | None = None
     """Where checkpoints are kept."""
+
+    stand_ins: ClassVar[Mapping[str, Any]] = {"entry_point": "stand_in.py"}
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "instance_type": ("belongs to `compute`", "write `compute: {instance_type: ...}`"),

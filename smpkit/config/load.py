@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from smpkit.config.distribution import Distribution
-from smpkit.config.documents import Document, parse_value, read_document
+from smpkit.config.documents import Document, literal, parse_value, read_document
 from smpkit.config.explain import explain
 from smpkit.config.job import JobConfig
 from smpkit.config.locate import LocatedProblem
@@ -250,10 +250,10 @@ class _Sources:
 
     def _set(self, path: KeyPath, text: str, source: str) -> None:
         # What goes into the environment is text by nature, so `1` needs no quotes in quotes here.
-        literal = path[:1] == ("environment",) and len(path) == 2
+        read = literal if path[:1] == ("environment",) and len(path) == 2 else parse_value
 
         def put() -> None:
-            self._put(path, Document(source, text, text, {}) if literal else parse_value(text, source))
+            self._put(path, read(text, source))
             self.resolve_parameters()
 
         self._attempt(put)

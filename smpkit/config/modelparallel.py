@@ -285,17 +285,19 @@ class ModelParallelConfig(Section):
         return in_order(notices, raw)
 
     @classmethod
-    def from_sources(cls, config: Mapping[str, Any] | None, environment_json: str | None) -> tuple[Self, list[Problem]]:
+    def from_sources(
+        cls, config: Mapping[str, Any] | ModelParallelConfig | None, environment_json: str | None
+    ) -> tuple[Self, list[Problem]]:
         """Combine what a script says with what the job says, and return the configuration and its notices.
 
         Args:
-            config: the argument of `smp.init`.
+            config: the argument of `smp.init`, a mapping or a configuration.
             environment_json: the content of SM_HP_MP_PARAMETERS; its keys overwrite those of `config` one by one.
 
         Raises:
             ConfigError: with all problems, each named by its key.
         """
-        raw = dict(config or {}) | _from_environment(environment_json)
+        raw = _from_script(config) | _from_environment(environment_json)
         made = validated(cls, raw, subject="modelparallel parameters")
         return made, made.notices(raw)
 
@@ -303,6 +305,17 @@ class ModelParallelConfig(Section):
 def _same(one: object, other: object) -> bool:
     # Types too, since `True == 1`; and only integers, since `==` of anything else may do anything.
     return type(one) is type(other) is int and one == other
+
+
+def _from_script(config: object) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, ModelParallelConfig):
+        return config.given()
+    if isinstance(config, Mapping):
+        return dict(config)
+    problem = Problem((), f"must be a mapping of parameters, got {typed(config)}")
+    raise ConfigError([problem], subject="modelparallel parameters")
 
 
 def _from_environment(text: str | None) -> dict[str, Any]:

@@ -29,6 +29,10 @@ KeyPath = tuple[str | int, ...]
 """The place of a value, from the root of what is validated."""
 
 
+# As deep as required fields are nested in sections.
+_TRIES = 5
+
+
 class Section(BaseModel):
     """A closed part of the configuration.
 
@@ -48,6 +52,9 @@ class Section(BaseModel):
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Names that people are known to write and that are not fields: name -> (reason, hint)."""
+
+    stand_ins: ClassVar[Mapping[str, Any]] = {}
+    """Legal values of required fields, taken in place of wrong or missing ones to find further problems."""
 
     hints: ClassVar[Mapping[str, str]] = {}
     """What to do about a required field that is missing: name -> hint."""
@@ -103,7 +110,7 @@ class Section(BaseModel):
         except ValidationError as error:
             found = [cls._with_hint(problem) for problem in explain(error)]
             problems += found
-            section = _second_try(handler, known, [problem.path for problem in found])
+            section = cls._second_try(handler, known, [problem.path for problem in found])
         if section is not None:
             broken = frozenset(problem.path for problem in problems)
             problems += section.cross_problems(prepared, broken)
@@ -111,6 +118,23 @@ class Section(BaseModel):
             ordered = in_order(problems, prepared)
             raise validation_error(cls.__name__, [cls.as_written(problem, data) for problem in ordered])
         return section
+
+    @classmethod
+    def _second_try(
+        cls, handler: ModelWrapValidatorHandler[Self], data: Mapping[str, Any], broken: Iterable[KeyPath]
+    ) -> Self | None:
+        """Validate without the broken values; None if that is not enough."""
+        rest: dict[Any, Any] = dict(data)
+        for _ in range(_TRIES):
+            for path in broken:
+                rest = _without(rest, path)
+            rest = {**cls.stand_ins, **rest}
+            try:
+                return handler(rest)
+            except ValidationError as error:
+                # What is required below and was taken away, or was never there, takes its section with it.
+                broken = [problem.path[:-1] for problem in explain(error)]
+        return None
 
     @classmethod
     def _with_hint(cls, problem: Problem) -> Problem:
@@ -135,21 +159,11 @@ class Section(BaseModel):
         return known, [problem for problem in problems if problem is not None]
 
 
-def _second_try(handler: ModelWrapValidatorHandler[Any], data: Mapping[str, Any], broken: Iterable[KeyPath]) -> Any:
-    """Validate without the broken values; None if that is not enough, as when a required field is missing."""
-    rest: dict[Any, Any] = dict(data)
-    for path in broken:
-        if path:
-            rest = _without(rest, path)
-    try:
-        return handler(rest)
-    except ValidationError:
-        return None
-
-
 def _without(data: Mapping[Any, Any], path: KeyPath) -> dict[Any, Any]:
     """Copy `data` without the value at `path`; whole lists go, since leaving out one item would shift the others."""
     copy: dict[Any, Any] = dict(data)
+    if not path:
+        return copy
     head, rest = path[0], path[1:]
     below = copy.get(head)
     if rest and isinstance(below, Mapping):

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from smpkit.config.explain import explain
+from smpkit.config.job import Checkpoints, JobConfig
+from tests.config.strategies import anything, patient
+from tests.config.test_distribution import MPI, block
+
+
+def job(**fields: Any) -> JobConfig:
+    return JobConfig.model_validate({"entry_point": "train.py", **fields})
+
+
+def problems(data: object) -> list[str]:
+    with pytest.raises(ValidationError) as caught:
+        JobConfig.model_validate(data)
+    return [str(problem).replace("\n    ", " ") for problem in explain(caught.value)]
+
+
+def test_only_the_entry_point_is_required() -> None:
+    made = job()
+    assert (made.name, made.source_dir, made.compute.instance_type) == ("train", ".", "local")
+    assert made.compute.max_run_seconds == 86_400
+    assert made.num_processes(4) == 4
+    assert problems({}) == ["entry_point: is required"]
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "name"),
+    [("train_gpt.py", "train-gpt"), ("src/_a__b_.py", "a-b"), ("ü.py", "job"), ("x" * 80 + ".py", "x" * 63)],
+)
+def test_the_default_name_is_made_of_the_entry_point(entry_point: str, name: str) -> None:
+    assert job(entry_point=entry_point).name == name
+
+
+@pytest.mark.parametrize("name", ["a", "A-1--b", "x" * 63])
+def test_names_that_sagemaker_takes_are_accepted(name: str) -> None:
+    assert job(name=name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a-", "a_b", "a b", "x" * 64, "a\n", "ü"], ids=ascii)
+def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
+    (problem,) = problems({"entry_point": "train.py", "name": name})
+    assert problem.startswith("name: must have 1 to 63 letters, digits and hyphens")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"entry_point": "/a/train.py"}, "entry_point: must be a path inside source_dir"),
+        ({"entry_point": "../train.py"}, "entry_point: must be a path inside source_dir"),
+        ({"entry_point": "train.sh"}, "entry_point: must be a Python script"),
+        ({"entry_point": "train"}, "entry_point: must be a Python script"),
+        ({"entry_point": 3}, "entry_point: must be text, got 3"),
+        ({"source_dir": ""}, "source_dir: must be a folder or an S3 URI, got ``"),
+        ({"source_dir": "https://x/y"}, "source_dir: must be a folder or an S3 URI"),
+        ({"source_dir": "s3://B"}, "source_dir: must be a folder or an S3 URI"),
+        ({"hyperparameters": {"sagemaker_x": 1}}, "hyperparameters.sagemaker_x: is a name that SageMaker keeps"),
+        ({"hyperparameters": {"mp_parameters": 1}}, "hyperparameters.mp_parameters: is a name that SageMaker keeps"),
+        ({"hyperparameters": {"x" * 257: 1}}, "a name must have 1 to 256 characters, got 257"),
+        ({"hyperparameters": {"": 1}}, "a name must have 1 to 256 characters, got 0"),
+        ({"hyperparameters": {1: 1}}, "hyperparameters.1: a name must be text, got 1"),
+        ({"hyperparameters": {"a": [1, {"b": float("inf")}]}}, "hyperparameters.a[1].b: must be a finite number"),
+        ({"hyperparameters": {"a": {1: 2}}}, "hyperparameters.a: a name must be text, got 1"),
+        ({"hyperparameters": {"a": object()}}, "hyperparameters.a: must be something that JSON can hold"),
+        ({"hyperparameters": []}, "hyperparameters: must be a mapping, got a list"),
+        ({"environment": {"A": 1}}, "environment.A: must be text, got 1 hint: put it in quotes"),
+        ({"environment": {"A": True}}, "environment.A: must be text, got true (a bool) hint: put it in quotes"),
+        ({"environment": {"1A": "x"}}, "environment.1A: a variable's name must have"),
+        ({"environment": {"A-B": "x"}}, "environment.A-B: a variable's name must have"),
+        ({"inputs": {"a b": "x"}}, "inputs.a b: a channel's name must have"),
+        ({"inputs": {"train": "ftp://x"}}, "inputs.train: must be a folder or an S3 URI"),
+        ({"inputs": {"train": {"uri": 1}}}, "inputs.train.uri: must be text, got 1"),
+        ({"inputs": {"train": {}}}, "inputs.train.uri: is required"),
+        ({"inputs": {"train": {"uri": "x", "mode": "file"}}}, "inputs.train.mode: must be one of `File`"),
+        ({"checkpoints": {"uri": "x", "local_path": "y"}}, "checkpoints.local_path: must be an absolute path"),
+        ({"checkpoints": 3}, "checkpoints: must be a mapping, got 3"),
+        ({"image": "a b"}, "image: must have 1 to 255 characters and no blanks"),
+        ({"role": ""}, "role: must have 1 to 255 characters and no blanks"),
+        ({"compute": {"instance_count": 0}}, "compute.instance_count: must be at least 1, got 0"),
+        (
+            {"compute": {"instance_cuont": 2}},
+            "compute.instance_cuont: unknown field hint: did you mean `instance_count`",
+        ),
+        ({"compute": {"max_wait_seconds": 90_000}}, "compute.max_wait_seconds: requires spot"),
+        ({"compute": {"spot": True, "max_wait_seconds": 9}}, "compute.max_wait_seconds: must be at least max_run_seco"),
+        ({"compute": {"keep_alive_seconds": 30_000}}, "compute.keep_alive_seconds: must be at most 21600, got 30000"),
+        ({"instance_count": 2}, "instance_count: belongs to `compute`"),
+        ({"image_uri": "x"}, "image_uri: is called `image` here"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], message: str) -> None:
+    (problem,) = problems({"entry_point": "train.py", **fields})
+    assert message in problem
+
+
+def test_values_that_contain_themselves_are_refused() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    assert problems({"entry_point": "a.py", "hyperparameters": {"a": cycle}}) == [
+        "hyperparameters.a: is nested more than 64 levels deep"
+    ]
+
+
+def test_hyperparameters_hold_whatever_json_holds() -> None:
+    values = {"lr": 1e-3, "on": "yes", "none": None, "deep": {"a": [1, True, {"b": "c"}]}, "a.b-c d": 1}
+    assert job(hyperparameters=values).hyperparameters == values
+
+
+def test_a_text_is_short_for_its_uri() -> None:
+    made = job(checkpoints="s3://bucket/here", inputs={"train": "data", "test": {"uri": "s3://bucket"}})
+    assert made.checkpoints == Checkpoints(uri="s3://bucket/here", local_path="/opt/ml/checkpoints")
+    assert {name: channel.uri for name, channel in made.inputs.items()} == {"train": "data", "test": "s3://bucket"}
+
+
+def test_degrees_must_fit_the_ranks_where_their_number_is_known() -> None:
+    distribution = {**block(), "mpi": MPI}
+    assert job(distribution=distribution, compute={"instance_count": 2}).num_processes(1) == 16
+    odd = {**distribution, "mpi": {"enabled": True, "processes_per_host": 6}}
+    (problem,) = problems({"entry_point": "a.py", "distribution": odd})
+    assert problem.startswith(
+        "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree: "
+        "pipeline_parallel_degree × tensor_parallel_degree = 2 × 2 = 4 must divide the number of ranks (6)"
+    )
+    job(distribution={**block(), "mpi": {"enabled": True}})
+
+
+def test_degrees_are_checked_although_something_else_is_wrong() -> None:
+    distribution = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
+    found = problems({"distribution": distribution, "compute": {"volume_gb": -1}, "entry_point": "a"})
+    assert [problem.split(":")[0] for problem in found] == [
+        "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree",
+        "compute.volume_gb",
+        "entry_point",
+    ]
+
+
+def test_degrees_are_checked_although_a_required_field_is_missing() -> None:
+    distribution = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
+    found = problems({"distribution": distribution, "inputs": {"train": {}}})
+    assert [problem.split(":")[0].split(".")[-1] for problem in found] == [
+        "pipeline_parallel_degree",
+        "uri",
+        "entry_point",
+    ]
+
+
+def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:
+    distribution = {**block(), "mpi": {"enabled": True, "processes_per_host": 6}}
+    found = problems({"distribution": distribution, "compute": {"instance_count": "2"}, "entry_point": "a.py"})
+    assert [problem.split(":")[0] for problem in found] == ["compute.instance_count"]
+
+
+def test_notices_start_at_the_job() -> None:
+    distribution = {"enabled": True, "parameters": {"activation_loading_horizon": 2}}
+    assert [notice.where for notice in job(distribution=distribution).notices()] == [
+        "distribution.parameters.activation_loading_horizon"
+    ]
+
+
+NAMES = (*JobConfig.keys(), "uri", "mode", "instance_count", "spot", "enabled", "parameters", "microbatches")
+
+
+@patient
+@given(st.one_of(anything(*NAMES), st.dictionaries(st.sampled_from(NAMES), anything(*NAMES))))
+def test_no_input_makes_anything_but_a_validation_error(data: object) -> None:
+    try:
+        JobConfig.model_validate(data)
+    except ValidationError as error:
+        explain(error)

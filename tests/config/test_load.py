@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smpkit.config.distribution import Distribution
+from smpkit.config.job import JobConfig
+from smpkit.config.load import Loaded, LoadedJob, load, load_job
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.errors import ConfigError
+from tests.config.strategies import anything, patient
+from tests.config.test_distribution import MPI, block
+from tests.config.test_modelparallel import SEED
+
+JOB = """\
+entry_point: train.py
+hyperparameters: {lr: 1e-3, on: yes}
+compute:
+  instance_count: 2
+distribution:
+  smdistributed:
+    modelparallel:
+      enabled: true
+      parameters:
+        partitions: 2
+        microbatches: 4
+  mpi: {enabled: true, processes_per_host: 8}
+"""
+PARAMETERS = "distribution.smdistributed.modelparallel.parameters"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def problems(path: Path, *overrides: str, environ: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, environ or {})
+    return [str(problem).replace(f"{path.parent}/", "") for problem in caught.value.problems]
+
+
+def test_a_job_file_becomes_a_job(folder: Path) -> None:
+    job = load_job(folder / "job.yaml", environ={})
+    assert isinstance(job, LoadedJob)
+    assert job.config.hyperparameters == {"lr": 1e-3, "on": "yes"}
+    assert job.config.num_processes(1) == 16
+    assert job.notices == ()
+    assert job.folder == folder
+    assert job.locate("data") == folder / "data"
+    assert job.locate("s3://bucket") == "s3://bucket"
+
+
+def test_the_seed_job_is_the_same_in_json(folder: Path) -> None:
+    data = {"entry_point": "train.py", "distribution": {**block(), "mpi": MPI}}
+    path = write(folder, json.dumps(data, indent=2), "job.json")
+    assert load_job(path, environ={}).config == JobConfig.model_validate(data)
+
+
+def test_later_sources_win(folder: Path) -> None:
+    environ = {
+        "SMPKIT_JOB__COMPUTE__INSTANCE_COUNT": "4",
+        "SMPKIT_JOB__COMPUTE__VOLUME_GB": "50",
+        "SMPKIT_JOB__HYPERPARAMETERS__LR": "2e-3",
+        "SMPKIT_JOB__ENVIRONMENT__Level__x": "1",
+        "SMPKIT_JOB__INPUTS__Train__URI": "data",
+        f"SMPKIT_JOB__{PARAMETERS.upper().replace('.', '__')}___MATCH_WEIGHTS": "true",
+        "OTHER": "x",
+    }
+    job = load_job(folder / "job.yaml", ["compute.instance_count=8", "hyperparameters.a.b=[1, x]"], environ)
+    assert job.config.compute.instance_count == 8
+    assert job.config.compute.volume_gb == 50
+    assert job.config.hyperparameters == {"lr": 1e-3, "on": "yes", "LR": 2e-3, "a.b": [1, "x"]}
+    assert job.config.environment == {"Level__x": "1"}
+    assert job.config.inputs["Train"].uri == "data"
+    parameters = job.config.distribution.model_parallel
+    assert parameters is not None
+    assert parameters.match_weights is True
+
+
+def test_the_environment_of_the_process_is_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMPKIT_JOB__NAME", "other")
+    assert load_job(folder / "job.yaml").config.name == "other"
+
+
+def test_origins_say_where_each_value_came_from(folder: Path) -> None:
+    write(folder, JOB + "checkpoints: s3://bucket\n")
+    environ = {"SMPKIT_JOB__COMPUTE__VOLUME_GB": "50"}
+    job = load_job(folder / "job.yaml", ["compute.spot=true"], environ)
+    origins = {".".join(map(str, key)): value.replace(f"{folder}/", "") for key, value in job.origins.items()}
+    assert origins["entry_point"] == "job.yaml:1"
+    assert origins["hyperparameters.lr"] == "job.yaml:2"
+    assert origins["compute.instance_count"] == "job.yaml:4"
+    assert origins["compute.volume_gb"] == "SMPKIT_JOB__COMPUTE__VOLUME_GB"
+    assert origins["compute.spot"] == "--set compute.spot"
+    assert origins["compute.max_run_seconds"] == "default"
+    assert origins[f"{PARAMETERS}.pipeline_parallel_degree"] == "job.yaml:10"
+    assert origins[f"{PARAMETERS}.optimize"] == "default"
+    assert origins["checkpoints.uri"] == "job.yaml:13"
+    assert origins["checkpoints.local_path"] == "default"
+
+
+def test_origins_of_a_bare_block_are_found(folder: Path) -> None:
+    path = write(folder, "entry_point: train.py\ndistribution:\n  enabled: true\n  parameters: {microbatches: 2}\n")
+    job = load_job(path, environ={})
+    key = ("distribution", "smdistributed", "modelparallel", "parameters", "microbatches")
+    assert job.origins[key] == f"{path}:4"
+
+
+def test_every_problem_is_told_with_its_line_and_excerpt(folder: Path) -> None:
+    path = write(
+        folder,
+        "name: my_job\n"
+        "compute:\n"
+        "  instance_cuont: 2\n"
+        "distribution:\n"
+        "  enabled: true\n"
+        "  parameters: {tensor_parallel_degree: 0}\n",
+    )
+    found = problems(path, "compute.spot=1", "foo", environ={"SMPKIT_JOB__NMAE": "x"})
+    assert "\n\n".join(found) == EVERY_PROBLEM
+
+
+EVERY_PROBLEM = """\
+job.yaml:1: name: must have 1 to 63 letters, digits and hyphens, the first and last no hyphen, got `my_job`
+    1 | name: my_job
+
+    hint: for example `my-job`
+
+job.yaml:1: entry_point: is required
+
+job.yaml:3: compute.instance_cuont: unknown field
+    3 |   instance_cuont: 2
+
+    hint: did you mean `instance_count`?
+
+job.yaml:6: distribution.parameters.tensor_parallel_degree: must be at least 1, got 0
+    6 |   parameters: {tensor_parallel_degree: 0}
+
+SMPKIT_JOB__NMAE: nmae: unknown field
+    hint: did you mean `name`?
+
+--set compute.spot: compute.spot: must be true or false, got 1
+
+--set foo: must have the form `key=value`
+    hint: for example `compute.spot=true`"""
+
+
+def test_keys_written_twice_are_told_beside_other_problems(folder: Path) -> None:
+    path = write(folder, "entry_point: train.py\ncompute: {spot: 1}\nentry_point: train.py\n")
+    first, second = problems(path)
+    assert first.startswith("job.yaml:2: compute.spot: must be true or false, got 1")
+    assert second.startswith("job.yaml:3: entry_point: is written twice, first on line 1")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("name", "--set name: must have the form `key=value`"),
+        ("=3", "--set : must have the form `key=value`"),
+        ("a..b=3", "--set a..b: must have the form `key=value`"),
+        ("entry_point.x=3", "--set entry_point.x: entry_point.x: cannot be set inside `train.py`, which is no mapping"),
+        ("name=[", "--set name:1:2: is not YAML"),
+        ("name=\ud800", "--set name"),
+        ("environment.A=\ud800", "--set environment.A: has text with half a character"),
+    ],
+    ids=ascii,
+)
+def test_overrides_that_cannot_be_meant_are_refused(override: str, message: str, folder: Path) -> None:
+    (problem,) = problems(folder / "job.yaml", override)
+    assert message in problem
+
+
+def test_an_empty_section_can_be_set_into(folder: Path) -> None:
+    path = write(folder, "entry_point: train.py\ncompute:\n")
+    assert load_job(path, ["compute.spot=true"], {}).config.compute.spot is True
+
+
+def test_what_is_set_in_the_environment_of_the_script_is_text(folder: Path) -> None:
+    assert load_job(folder / "job.yaml", ["environment.A=1"], {}).config.environment == {"A": "1"}
+
+
+# --- Parameters in a file of their own -------------------------------------------------------------------------------
+
+
+def job_with_parameters(folder: Path, name: str) -> Path:
+    text = """\
+entry_point: train.py
+distribution:
+  smdistributed:
+    modelparallel: {enabled: true, parameters: NAME}
+"""
+    return write(folder, text.replace("NAME", name))
+
+
+def test_parameters_may_be_the_path_of_a_json_file(folder: Path) -> None:
+    write(folder, json.dumps(SEED), "smp.json")
+    job = load_job(job_with_parameters(folder, "smp.json"), [f"{PARAMETERS}.microbatches=8"], {})
+    assert job.config.distribution.parameters_as_written == {**SEED, "microbatches": 8}
+
+
+def test_problems_of_that_file_name_it_and_its_line(folder: Path) -> None:
+    write(folder, '{\n  "microbatches": 0\n}', "smp.json")
+    (problem,) = problems(job_with_parameters(folder, "smp.json"))
+    assert problem.startswith(f"smp.json:2: {PARAMETERS}.microbatches: must be at least 1, got 0")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read: no such file"),
+        ("[]", "must be a mapping of parameters"),
+        ("{", "smp.json:1:2: is not JSON"),
+    ],
+)
+def test_a_parameters_file_that_cannot_be_read_is_a_problem(text: str | None, message: str, folder: Path) -> None:
+    if text is not None:
+        write(folder, text, "smp.json")
+    assert any(message in problem for problem in problems(job_with_parameters(folder, "smp.json")))
+
+
+def test_a_path_set_from_outside_is_read_too(folder: Path) -> None:
+    write(folder, '{"microbatches": 2}', "smp.json")
+    job = load_job(folder / "job.yaml", [f"{PARAMETERS}=smp.json"], {})
+    assert job.config.distribution.parameters_as_written == {"microbatches": 2}
+
+
+# --- Files that are no job -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "model"),
+    [
+        (SEED, "modelparallel", ModelParallelConfig),
+        ({"partitions": 2}, "modelparallel", ModelParallelConfig),
+        ({**block(), "mpi": MPI}, "distribution", Distribution),
+        ({"enabled": True, "parameters": SEED}, "distribution", Distribution),
+    ],
+    ids=["parameters", "alias", "distribution", "bare block"],
+)
+def test_parts_of_a_job_are_recognised(data: dict[str, Any], kind: str, model: type, folder: Path) -> None:
+    path = write(folder, json.dumps(data), "part.json")
+    loaded = load(path, environ={"SMPKIT_JOB__NAME": "ignored"})
+    assert isinstance(loaded, Loaded)
+    assert (loaded.kind, type(loaded.config)) == (kind, model)
+    with pytest.raises(ConfigError, match="not a job file"):
+        load_job(path)
+
+
+def test_parts_can_be_changed_with_set_and_have_notices(folder: Path) -> None:
+    path = write(folder, "partitions: 2\nuse_times: 3\n", "smp.yaml")
+    loaded = load(path, ["microbatches=4"], {})
+    assert [notice.place.replace(f"{folder}/", "") for notice in loaded.notices] == ["smp.yaml:2"]
+    assert loaded.origins[("pipeline_parallel_degree",)] == f"{path}:1"
+    assert loaded.origins[("microbatches",)] == "--set microbatches"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("- a", "must be a mapping of settings, got a list"),
+        ("x", "got `x`"),
+    ],
+)
+def test_documents_that_are_no_mapping_are_refused(text: str, message: str, folder: Path) -> None:
+    (problem,) = problems(write(folder, text))
+    assert message in problem
+
+
+def test_sources_must_be_there(folder: Path) -> None:
+    (problem,) = problems(write(folder, "entry_point: other.py"))
+    assert problem.startswith("job.yaml:1: entry_point: no such file: `")
+    (problem,) = problems(write(folder, "entry_point: train.py\nsource_dir: src"))
+    assert "job.yaml:2: source_dir: no such folder" in problem
+    load_job(write(folder, "entry_point: other.py\nsource_dir: s3://bucket/src"), environ={})
+
+
+# --- Properties ------------------------------------------------------------------------------------------------------
+
+NAMES = (
+    *JobConfig.keys(),
+    *ModelParallelConfig.keys(),
+    "smdistributed",
+    "modelparallel",
+    "mpi",
+    "enabled",
+    "parameters",
+)
+
+
+def survives(path: Path) -> None:
+    with suppress(ConfigError):
+        load(path, environ={})
+
+
+@patient
+@given(st.text())
+def test_no_text_makes_anything_but_a_config_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    for name in ("x.yaml", "x.json"):
+        (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+        survives(folder / name)
+
+
+@patient
+@given(st.one_of(st.binary(), st.text("{}[]:,-*&!#|>'\"%@`<\n\t x1")))
+def test_no_bytes_make_anything_but_a_config_error(tmp_path_factory: pytest.TempPathFactory, data: bytes | str) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    for name in ("x.yaml", "x.json"):
+        (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+        survives(folder / name)
+
+
+@patient
+@given(st.dictionaries(st.sampled_from(NAMES), anything(*NAMES)))
+def test_no_document_makes_anything_but_a_config_error(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "x.yaml"
+    path.write_bytes(yaml.dump(data, allow_unicode=True).encode("utf-8", "surrogatepass"))
+    survives(path)
+
+
+@patient
+@given(st.lists(st.one_of(st.text(), st.builds("{}={}".format, st.sampled_from(NAMES), st.text())), max_size=3))
+def test_no_override_makes_anything_but_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, overrides: list[str]
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "train.py").touch()
+    path = write(folder, JOB)
+    with suppress(ConfigError):
+        load(path, overrides, {"SMPKIT_JOB__" + overrides[0][:3]: overrides[0]} if overrides else {})

@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smpkit.config.migrate import HISTORIC, V2_KEYS
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.errors import ConfigError
+from tests.config.strategies import anything, patient, texts
+
+SEED: dict[str, Any] = {
+    "microbatches": 4,
+    "pipeline_parallel_degree": 2,
+    "placement_strategy": "cluster",
+    "tensor_parallel_degree": 2,
+    "ddp": True,
+    "offload_activations": True,
+    "activation_loading_horizon": 4,
+}
+
+# Section 1.2 of the specification: every key of the PyTorch library with its (documented) default.
+DEFAULTS: dict[str, object] = {
+    "pipeline_parallel_degree": 1,
+    "tensor_parallel_degree": 1,
+    "microbatches": 1,
+    "active_microbatches": 1,
+    "pipeline": "interleaved",
+    "optimize": "memory",
+    "memory_weight": 0.8,
+    "auto_partition": True,
+    "default_partition": 0,
+    "placement_strategy": "cluster",
+    "ddp": False,
+    "ddp_port": None,
+    "ddp_dist_backend": "auto",
+    "offload_activations": False,
+    "activation_loading_horizon": 4,
+    "_shard_offloaded_activations": True,
+    "fp16": False,
+    "fp16_params": False,
+    "bf16": False,
+    "_fp32_grad_accumulation": False,
+    "shard_optimizer_state": False,
+    "prescaled_batch": False,
+    "skip_tracing": False,
+    "tensor_parallel_seed": 0,
+    "delayed_parameter_initialization": False,
+    "sharded_data_parallel_degree": 1,
+    "sdp_reduce_bucket_size": 500_000_000,
+    "sdp_param_persistence_threshold": 1_000_000,
+    "sdp_max_live_parameters": 1_000_000_000,
+    "sdp_hierarchical_allgather": True,
+    "sdp_gradient_clipping": 1.0,
+    "load_partition": False,
+    "partition_file": None,
+    "checkpoint_attentions": False,
+    "_match_weights": False,
+    "static_mode": False,
+    "fast_mode": False,
+    "herring": False,
+    "timeout_seconds": 600,
+}
+
+
+def config(
+    parameters: Mapping[str, Any] | ModelParallelConfig | None = None, environment: str | None = None
+) -> ModelParallelConfig:
+    return ModelParallelConfig.from_sources(parameters, environment)[0]
+
+
+def notices(parameters: Mapping[str, Any], environment: str | None = None) -> list[str]:
+    return [problem.where for problem in ModelParallelConfig.from_sources(parameters, environment)[1]]
+
+
+def problems(parameters: Mapping[Any, Any], environment: str | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        ModelParallelConfig.from_sources(parameters, environment)
+    return [str(problem).split("\n")[0] for problem in caught.value.problems]
+
+
+def test_the_seed_configuration_is_accepted_unchanged_and_without_a_warning() -> None:
+    made, said = ModelParallelConfig.from_sources(SEED, None)
+    assert made.given() == SEED
+    assert said == []
+
+
+def test_every_v1_key_has_its_documented_default() -> None:
+    assert config().values() == DEFAULTS
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_every_default_may_be_spelled_out(key: str) -> None:
+    # Rule 1.1.7: `requires` and `conflicts` are for values that differ from the default.
+    assert config({key: DEFAULTS[key]}).values() == DEFAULTS
+
+
+def test_the_log_of_the_effective_configuration_leaves_out_internal_keys() -> None:
+    effective = config(SEED).effective()
+    assert effective["microbatches"] == 4
+    assert effective["active_microbatches"] == 4
+    internal = {"load_partition", "partition_file", "checkpoint_attentions", "static_mode", "fast_mode", "herring"}
+    assert set(DEFAULTS) - set(effective) == internal | {key for key in DEFAULTS if key.startswith("_")}
+
+
+# --- The compatibility traps of the specification's section 7 that concern the configuration -------------------------
+
+
+def test_trap_1_environment_overrides_init_dict_key_by_key() -> None:
+    made = config({"microbatches": 2, "ddp": True}, '{"microbatches": 8, "pipeline_parallel_degree": 2}')
+    assert (made.microbatches, made.ddp, made.pipeline_parallel_degree) == (8, True, 2)
+
+
+def test_trap_1_alias_conflict_raises_even_across_sources() -> None:
+    (problem,) = problems({"pipeline_parallel_degree": 1}, '{"partitions": 2}')
+    assert problem == "partitions: is 2, but pipeline_parallel_degree, which it is the older name of, is 1"
+    assert config({"pipeline_parallel_degree": 2}, '{"partitions": 2}').pipeline_parallel_degree == 2
+    assert config({"partitions": 4}, '{"partitions": 2}').pipeline_parallel_degree == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("microbatches", True),
+        ("microbatches", "4"),
+        ("microbatches", 4.0),
+        ("microbatches", None),
+        ("ddp", 1),
+        ("ddp", "True"),
+        ("fp16", 0),
+        ("memory_weight", "0.5"),
+        ("memory_weight", True),
+        ("pipeline", 1),
+        ("activation_loading_horizon", True),
+        ("activation_loading_horizon", "4"),
+        ("sdp_reduce_bucket_size", 5e8),
+        ("partitions", True),
+    ],
+)
+def test_trap_2_types_are_exact(key: str, value: object) -> None:
+    (problem,) = problems({key: value})
+    assert problem.startswith(f"{key}: must be ")
+
+
+def test_trap_2_an_integer_is_fine_where_a_number_is_asked() -> None:
+    assert config({"memory_weight": 1}).memory_weight == 1.0
+
+
+def test_trap_3_active_microbatches_below_total_force_interleaved() -> None:
+    parameters = {"pipeline": "simple", "pipeline_parallel_degree": 2, "microbatches": 8}
+    made, said = ModelParallelConfig.from_sources(parameters, None)
+    assert made.active_microbatches == 4
+    assert made.pipeline == "interleaved"
+    assert [(problem.where, "becomes `interleaved`" in problem.message) for problem in said] == [("pipeline", True)]
+    assert config({**parameters, "active_microbatches": 8}).pipeline == "simple"
+    assert config({**parameters, "microbatches": 4}).pipeline == "simple"
+
+
+@pytest.mark.parametrize("strategy", ["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"])
+def test_trap_22_placement_letters_are_accepted(strategy: str) -> None:
+    assert config({"placement_strategy": strategy}).placement_strategy == strategy
+
+
+# --- Defaults that depend on other values ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pipeline_parallel_degree", "microbatches", "active"), [(1, 1, 1), (1, 8, 3), (2, 8, 4), (4, 4, 4), (8, 2, 2)]
+)
+def test_active_microbatches_default_is_two_above_the_degree_and_clamped(
+    pipeline_parallel_degree: int, microbatches: int, active: int
+) -> None:
+    made = config({"pipeline_parallel_degree": pipeline_parallel_degree, "microbatches": microbatches})
+    assert made.active_microbatches == active
+
+
+@pytest.mark.parametrize(
+    ("parameters", "optimize", "memory_weight"),
+    [
+        ({}, "memory", 0.8),
+        ({"optimize": "speed"}, "speed", 0.2),
+        ({"optimize": "speed", "memory_weight": 0.5}, "speed", 0.5),
+        ({"prescaled_batch": True}, "speed", 0.2),
+    ],
+)
+def test_optimize_and_memory_weight_follow_the_documentation(
+    parameters: dict[str, Any], optimize: str, memory_weight: float
+) -> None:
+    made = config(parameters)
+    assert (made.optimize, made.memory_weight) == (optimize, memory_weight)
+
+
+def test_checkpoint_attentions_is_switched_off_in_a_pipeline() -> None:
+    parameters = {"pipeline_parallel_degree": 2, "microbatches": 2, "checkpoint_attentions": True}
+    assert config(parameters).checkpoint_attentions is False
+    assert notices(parameters) == ["checkpoint_attentions"]
+    assert config({"checkpoint_attentions": True}).checkpoint_attentions is True
+
+
+def test_extensions_are_accepted() -> None:
+    made = config({"activation_loading_horizon": "auto", "ddp": True, "ddp_dist_backend": "gloo", "timeout_seconds": 5})
+    assert (made.activation_loading_horizon, made.ddp_dist_backend, made.timeout_seconds) == ("auto", "gloo", 5)
+
+
+# --- Names that are no parameters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", HISTORIC)
+def test_historic_keys_are_accepted_with_a_warning(key: str) -> None:
+    assert config({key: object()}) == config()
+    assert notices({key: True}) == [key]
+
+
+def test_tensorflow_keys_are_refused_by_name() -> None:
+    assert problems({"horovod": True, "contiguous": False}) == [
+        "horovod: belongs to the TensorFlow library; smpkit is for PyTorch",
+        "contiguous: belongs to the TensorFlow library; smpkit is for PyTorch",
+    ]
+
+
+def test_a_spelled_out_tensorflow_default_is_accepted_with_a_warning() -> None:
+    assert notices({"horovod": False, "contiguous": True}) == ["horovod", "contiguous"]
+    assert problems({"horovod": 0})
+
+
+@pytest.mark.parametrize("key", V2_KEYS)
+def test_v2_keys_are_refused_with_their_v1_counterpart(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config({key: 1})
+    (problem,) = caught.value.problems
+    assert problem.where == key
+    assert problem.hint is not None
+    assert (V2_KEYS[key].key or "remove it") in problem.hint
+
+
+def test_unknown_keys_get_the_closest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean `microbatches`"):
+        config({"microbatchs": 4})
+
+
+def test_the_alias_is_named_as_it_was_written() -> None:
+    assert problems({"partitions": 0}) == ["partitions: must be at least 1, got 0"]
+    assert notices({"partitions": 2}) == ["partitions"]
+
+
+def test_all_problems_are_told_at_once() -> None:
+    assert [line.split(":")[0] for line in problems(
+        {"microbatches": 0, "tensor_parallel_degree": 2, "foo": 1, "ddp_port": -1, "bf16": True, "fp16": True}
+    )] == ["microbatches", "tensor_parallel_degree", "foo", "ddp_port", "bf16", "bf16"]  # fmt: skip
+
+
+# --- The environment -------------------------------------------------------------------------------------------------
+
+
+def test_json_that_cannot_be_read_says_where() -> None:
+    assert problems({}, '{"microbatches": four}') == ["SM_HP_MP_PARAMETERS:1:18: is not JSON: expecting value"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "null", '{"a": NaN}', '{"ddp": true, "ddp": false}', '{"a": "\\ud800"}']
+)
+def test_an_environment_that_is_no_plain_object_is_refused(text: str) -> None:
+    assert problems({}, text)
+
+
+def test_a_configuration_object_is_taken_as_a_script_would_give_it() -> None:
+    made = config(ModelParallelConfig(microbatches=4), '{"pipeline_parallel_degree": 2}')
+    assert made.given() == {"microbatches": 4, "pipeline_parallel_degree": 2}
+
+
+@pytest.mark.parametrize("argument", [[], "x", 3], ids=repr)
+def test_an_argument_that_is_no_mapping_is_refused(argument: Any) -> None:
+    assert problems(argument)[0].startswith("must be a mapping of parameters, got")
+
+
+def test_world_problems_name_the_degree() -> None:
+    (problem,) = config(SEED).world_problems(6)
+    assert problem.where == "pipeline_parallel_degree"
+    assert "2 × 2 = 4 must divide the number of ranks (6)" in problem.message
+    assert config(SEED).world_problems(8) == []
+
+
+# --- Properties ------------------------------------------------------------------------------------------------------
+
+
+def optional(**strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=strategies)
+
+
+FREE = optional(
+    memory_weight=st.one_of(st.floats(0, 1), st.sampled_from([0, 1])),
+    placement_strategy=st.sampled_from(["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]),
+    pipeline=st.sampled_from(["simple", "interleaved", "_only_forward"]),
+    offload_activations=st.booleans(),
+    activation_loading_horizon=st.one_of(st.integers(1, 100), st.just("auto")),
+    skip_tracing=st.booleans(),
+    tensor_parallel_seed=st.integers(0, 2**31),
+    delayed_parameter_initialization=st.booleans(),
+    fp16_params=st.booleans(),
+    sdp_reduce_bucket_size=st.integers(1, 10**10),
+    sdp_param_persistence_threshold=st.integers(0, 10**10),
+    sdp_max_live_parameters=st.integers(1, 10**10),
+    sdp_hierarchical_allgather=st.booleans(),
+    sdp_gradient_clipping=st.floats(0, 1e6),
+    checkpoint_attentions=st.booleans(),
+    static_mode=st.booleans(),
+    fast_mode=st.booleans(),
+    _match_weights=st.booleans(),
+    load_partition=st.booleans(),
+    partition_file=st.sampled_from([None, "partition.pickle"]),
+    timeout_seconds=st.integers(1, 10**6),
+    horovod=st.just(False),
+    contiguous=st.just(True),
+    use_times=st.booleans(),
+)
+WITH_DDP = optional(ddp_port=st.integers(0, 65535), ddp_dist_backend=st.sampled_from(["auto", "nccl", "gloo"]))
+
+
+@st.composite
+def legal(draw: st.DrawFn) -> dict[str, Any]:
+    """Any documented legal combination: the free settings, and the others in one of the ways that go together."""
+    parameters = draw(FREE)
+    ddp = parameters["ddp"] = draw(st.booleans())
+    if ddp:
+        parameters |= draw(WITH_DDP)
+    sharded = ddp and draw(st.booleans())
+    if sharded:
+        parameters["sharded_data_parallel_degree"] = draw(st.sampled_from([2, 4, 8]))
+        parameters |= draw(st.sampled_from([{}, {"bf16": True}, {"fp16": True}]))
+    else:
+        parameters |= draw(optional(fp16=st.booleans(), shard_optimizer_state=st.booleans()))
+    degree = 1 if sharded else draw(st.integers(1, 8))
+    parameters[draw(st.sampled_from(["pipeline_parallel_degree", "partitions"]))] = degree
+    parameters["microbatches"] = draw(st.integers(1, 64))
+    if draw(st.booleans()):
+        parameters["active_microbatches"] = draw(st.integers(1, parameters["microbatches"]))
+    if draw(st.booleans()):
+        parameters["default_partition"] = draw(st.integers(0, degree - 1))
+        parameters["auto_partition"] = draw(st.booleans())
+    if ddp and draw(st.booleans()):
+        parameters["tensor_parallel_degree"] = draw(st.sampled_from([1, 2, 4]))
+    if parameters.get("tensor_parallel_degree", 1) > 1 and sharded:
+        parameters["prescaled_batch"] = True
+    parameters |= draw(
+        optional(optimize=st.just("speed") if "prescaled_batch" in parameters else st.sampled_from(["speed", "memory"]))
+    )
+    if parameters.get("offload_activations"):
+        parameters |= draw(optional(_shard_offloaded_activations=st.booleans()))
+    return parameters
+
+
+@patient
+@given(legal())
+def test_every_legal_combination_passes(parameters: dict[str, Any]) -> None:
+    made, _ = ModelParallelConfig.from_sources(parameters, None)
+    kept = {key: value for key, value in parameters.items() if key in DEFAULTS}
+    changed = {key for key, value in kept.items() if made.values()[key] != value}
+    assert changed <= {"pipeline", "checkpoint_attentions"}
+    assert 1 <= made.active_microbatches <= made.microbatches
+    assert made.world_problems(made.pipeline_parallel_degree * made.tensor_parallel_degree * 8) == []
+
+
+# For each key, values that are wrong whatever the others are.
+WRONG: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(
+        (
+            *("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "active_microbatches"),
+            *("sharded_data_parallel_degree", "activation_loading_horizon", "timeout_seconds"),
+            *("sdp_reduce_bucket_size", "sdp_max_live_parameters"),
+        ),
+        st.one_of(st.integers(max_value=0), st.booleans(), st.floats(), st.just("4"), st.none(), st.just([])),
+    ),
+    **dict.fromkeys(
+        ("default_partition", "tensor_parallel_seed", "sdp_param_persistence_threshold"),
+        st.one_of(st.integers(max_value=-1), st.booleans(), st.floats(), st.just(""), st.none()),
+    ),
+    "ddp_port": st.one_of(st.integers(max_value=-1), st.integers(min_value=65536), st.booleans(), st.floats()),
+    "memory_weight": st.one_of(
+        st.floats(min_value=1, exclude_min=True), st.floats(max_value=0, exclude_max=True), st.just("0.5")
+    ),
+    "sdp_gradient_clipping": st.one_of(st.just(float("inf")), st.just(float("nan")), st.just(-1.0), st.none()),
+    **dict.fromkeys(
+        (key for key, default in DEFAULTS.items() if isinstance(default, bool)),
+        st.one_of(st.integers(0, 1), st.sampled_from(["true", "yes", ""]), st.none(), st.just({})),
+    ),
+    **dict.fromkeys(
+        ("pipeline", "optimize", "placement_strategy", "ddp_dist_backend"),
+        st.one_of(st.sampled_from(["Simple", "fast", "PTDP", "mpi", ""]), st.integers(), st.booleans(), st.none()),
+    ),
+    "partition_file": st.one_of(st.integers(), st.booleans()),
+}  # fmt: skip
+
+
+def test_every_key_has_wrong_values_in_the_property_below() -> None:
+    assert set(WRONG) == set(DEFAULTS)
+
+
+@patient
+@given(legal(), st.sampled_from(sorted(WRONG)), st.data())
+def test_every_illegal_value_is_named(parameters: dict[str, Any], key: str, data: st.DataObject) -> None:
+    parameters.pop("partitions" if key == "pipeline_parallel_degree" else key, None)
+    broken = {**parameters, key: data.draw(WRONG[key])}
+    with pytest.raises(ConfigError) as caught:
+        ModelParallelConfig.from_sources(broken, None)
+    assert key in {problem.where for problem in caught.value.problems}
+
+
+NAMES = (*DEFAULTS, *V2_KEYS, *HISTORIC, "partitions", "horovod", "contiguous")
+
+
+@patient
+@given(st.dictionaries(st.one_of(st.sampled_from(NAMES), texts), anything(*NAMES)))
+def test_no_input_makes_anything_but_a_config_error(parameters: dict[str, Any]) -> None:
+    with suppress(ConfigError):
+        ModelParallelConfig.from_sources(parameters, None)
+
+
+@patient
+@given(st.text())
+def test_no_environment_makes_anything_but_a_config_error(text: str) -> None:
+    with suppress(ConfigError):
+        ModelParallelConfig.from_sources(None, text)
