@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "smpkit.torch"])
@@ -38,7 +40,7 @@ def run_ranks(
     torchrun's (`RANK`, `LOCAL_RANK`, ...), plus `env`; `hosts` makes the local ranks look like several machines.
     Raises RankFailed with the tracebacks of all ranks that failed, and within `timeout` seconds whatever happens.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     local_size = size // hosts
     ranks = []
     for rank in range(size):
@@ -81,9 +83,10 @@ def _rank_main(
     try:
         result = function(*args)
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
         os._exit(1)
-    connection.send((True, result))
+    # Plain pickle, not `connection.send`: torch teaches that to pass tensors as files of a process that ends now.
+    connection.send_bytes(pickle.dumps((True, result)))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -102,7 +105,7 @@ def _collect(ranks: list[tuple[Any, Connection]], deadline: float, timeout: floa
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
-                good, value = connection.recv()
+                good, value = pickle.loads(connection.recv_bytes())
             except EOFError:
                 ranks[rank][0].join(5)
                 good, value = False, f"died without a word (exit code {ranks[rank][0].exitcode})"
@@ -110,7 +113,9 @@ def _collect(ranks: list[tuple[Any, Connection]], deadline: float, timeout: floa
         if failures and settle is None:
             settle = time.monotonic() + 5  # the others usually fail because of the first: hear them, but not forever
     for rank in waiting.values():
-        failures[rank] = f"still running after {timeout:.0f} s" if settle is None else "still running when another failed"
+        failures[rank] = (
+            f"still running after {timeout:.0f} s" if settle is None else "still running when another failed"
+        )
     if failures:
         raise RankFailed("\n".join(f"--- rank {rank}: {story}" for rank, story in sorted(failures.items())))
     return [results[rank] for rank in range(len(ranks))]

@@ -1,0 +1,135 @@
+"""The SMP v1 API: `import smpkit.torch as smp`.
+
+::
+
+    smp.init()
+    model = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+    @smp.step
+    def train_step(model, tokens, targets):
+        loss = F.cross_entropy(model(tokens), targets)
+        model.backward(loss)
+        return loss
+"""
+
+from __future__ import annotations
+
+from smpkit.torch import model as model
+from smpkit.torch.comm import (
+    CommGroup,
+    RankType,
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    mp_barrier,
+    recv_from,
+    send,
+)
+from smpkit.torch.initialize import init, shutdown
+from smpkit.torch.model import DistributedModel
+from smpkit.torch.optimizer import DistributedOptimizer
+from smpkit.torch.state import (
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_dp_process_group,
+    get_mp_group,
+    get_mp_process_group,
+    get_pp_group,
+    get_pp_process_group,
+    get_rdp_group,
+    get_rdp_process_group,
+    get_tp_group,
+    get_tp_process_group,
+    get_world_process_group,
+    is_initialized,
+    is_tracing,
+    local_rank,
+    local_size,
+    mp_rank,
+    mp_size,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_rank,
+    rdp_size,
+    size,
+    state,
+    tp_rank,
+    tp_size,
+)
+from smpkit.torch.step import StepOutput, step
+
+WORLD = CommGroup.WORLD
+MP_GROUP = CommGroup.MP_GROUP
+DP_GROUP = CommGroup.DP_GROUP
+TP_GROUP = CommGroup.TP_GROUP
+PP_GROUP = CommGroup.PP_GROUP
+RDP_GROUP = CommGroup.RDP_GROUP
+
+WORLD_RANK = RankType.WORLD_RANK
+MP_RANK = RankType.MP_RANK
+DP_RANK = RankType.DP_RANK
+TP_RANK = RankType.TP_RANK
+PP_RANK = RankType.PP_RANK
+RDP_RANK = RankType.RDP_RANK
+
+__all__ = [
+    "DP_GROUP",
+    "DP_RANK",
+    "MP_GROUP",
+    "MP_RANK",
+    "PP_GROUP",
+    "PP_RANK",
+    "RDP_GROUP",
+    "RDP_RANK",
+    "TP_GROUP",
+    "TP_RANK",
+    "WORLD",
+    "WORLD_RANK",
+    "CommGroup",
+    "DistributedModel",
+    "DistributedOptimizer",
+    "RankType",
+    "StepOutput",
+    "allgather",
+    "barrier",
+    "broadcast",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_process_group",
+    "init",
+    "is_initialized",
+    "is_tracing",
+    "local_rank",
+    "local_size",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "recv_from",
+    "send",
+    "shutdown",
+    "size",
+    "state",
+    "step",
+    "tp_rank",
+    "tp_size",
+]

@@ -1,0 +1,66 @@
+"""Walk nested containers the way users nest their tensors: lists, tuples, mappings, sets and dataclasses.
+
+`children` takes a container apart, `rebuild` makes one of the same type again, so a `ModelOutput`, a `BatchEncoding`, a
+named tuple or an `OrderedDict` that goes in also comes out.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+__all__ = ["children", "map_leaves", "rebuild"]
+
+
+def children(value: Any) -> dict[Any, Any] | None:
+    """Return the children of a container by key, position or field name; None for a leaf."""
+    if isinstance(value, torch.Size | str | bytes | torch.nn.Module):
+        return None
+    # Mappings first: a Hugging Face ModelOutput is both a dict and a dataclass, and callers index it as a dict.
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def rebuild(container: Any, values: dict[Any, Any]) -> Any:
+    """Make a container of the same type as `container` that holds `values` under the keys that `children` gave."""
+    if isinstance(container, Mapping):
+        return _rebuild_mapping(container, values)
+    if isinstance(container, tuple) and hasattr(container, "_fields"):
+        return type(container)(*values.values())
+    if isinstance(container, list | tuple | set | frozenset):
+        return type(container)(values.values())
+    made = copy.copy(container)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)  # a frozen dataclass refuses the ordinary way
+    return made
+
+
+def _rebuild_mapping(container: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    if type(container) is dict:
+        return values
+    if not isinstance(container, MutableMapping):
+        return type(container)(values)  # type: ignore[call-arg]
+    made = copy.copy(container)  # keeps what a subclass carries besides its items (a default factory, an encoding)
+    for key, value in values.items():
+        made[key] = value
+    return made
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `function` to every leaf of a nested container; containers keep their types."""
+    parts = children(value)
+    if parts is None:
+        return function(value)
+    mapped = {key: map_leaves(function, part) for key, part in parts.items()}
+    if all(mapped[key] is part for key, part in parts.items()):
+        return value
+    return rebuild(value, mapped)

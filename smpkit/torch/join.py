@@ -1,0 +1,86 @@
+"""`model.join()`: replicas with more steps go on while those without inputs take part with zeros.
+
+Built on torch's generic join: before each training step every rank that has inputs says so in one small all-reduce;
+ranks that have none answer in a loop, shadowing the collectives of the step, until nobody has inputs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from smpkit.torch.state import state
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from smpkit.torch.data_parallel import DataParallel
+
+__all__ = ["JoinContext"]
+
+
+class JoinContext:
+    """What `with model.join():` enters."""
+
+    def __init__(self, replica: DataParallel) -> None:
+        self._replica = replica
+        self._joinable = _Replica(replica)
+        self._join = Join([self._joinable])
+
+    def __enter__(self) -> Self:
+        self._join.__enter__()  # type: ignore[no-untyped-call]
+        self._replica.joining = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._replica.joining = None
+        self._join.__exit__(kind, error, trace)
+
+    def notify(self) -> None:
+        """Tell the ranks that are out of inputs that one more step begins."""
+        work = Join.notify_join_context(self._joinable)
+        if work is not None:
+            work.wait()
+
+
+class _Replica(Joinable):
+    """The model as torch's join sees it."""
+
+    def __init__(self, replica: DataParallel) -> None:
+        super().__init__()
+        self._replica = replica
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return _Shadow(self._replica)
+
+    @property
+    def join_device(self) -> torch.device:
+        return state.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self._replica.group
+
+
+class _Shadow(JoinHook):
+    """What a rank without inputs does while others train."""
+
+    def __init__(self, replica: DataParallel) -> None:
+        self._replica = replica
+
+    def main_hook(self) -> None:
+        self._replica.shadow_pass()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the model of a rank that took every step to those that stopped earlier."""
+        group = self._replica.group
+        candidate = torch.tensor([dist.get_rank(group) if is_last_joiner else -1], device=state.device)
+        dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=group)
+        self._replica.broadcast_state(source=int(candidate.item()))

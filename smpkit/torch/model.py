@@ -1,0 +1,370 @@
+"""`smp.DistributedModel`: the user's model, placed, replicated and with a backward that knows about microbatches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.data_parallel import DataParallel
+from smpkit.torch.join import JoinContext
+from smpkit.torch.reducer import CommHook
+from smpkit.torch.state import state
+
+if TYPE_CHECKING:
+    from smpkit.torch.optimizer import DistributedOptimizer
+    from smpkit.torch.step import StepRun
+
+__all__ = ["PARTIAL_KEY", "DistributedModel", "ModelHook"]
+
+PARTIAL_KEY = "_smp_is_partial"
+"""Marks a state dict that holds only this rank's part; SMP v1 scripts read and write it."""
+
+ModelHook = Callable[["DistributedModel", "DistributedOptimizer | None"], object]
+
+
+class DistributedModel(nn.Module):
+    """Wrap a model for training under an SMP v1 configuration (the class of the same name in SMP v1).
+
+    The module is moved to this rank's device and made equal on all data-parallel ranks. Names in `state_dict()`,
+    `named_parameters()` and their like are the user's own, without a prefix.
+
+    Args:
+        module: the model; the same on every rank.
+        trace_device: "gpu" or "cpu", where a tracing pass runs; nothing is traced at pipeline degree 1.
+        trace_execution_times: partition by measured times; needs `trace_device="gpu"`.
+        overlapping_allreduce: with `ddp`, reduce gradients while backward runs; else when the step is over.
+        backward_passes_per_step: with `ddp`, steps between reductions (gradient accumulation). The loss is the user's
+            to divide.
+        average_grads_across_microbatches: False adds the gradients of microbatches instead (for summed losses).
+        bucket_cap_mb: MiB of gradients that are reduced at once.
+        trace_memory_usage: partition by measured memory.
+        broadcast_buffers: with `ddp`, copy buffers from the first replica at the start of every training step.
+        gradient_as_bucket_view: keep gradients inside the reduction buffers, saving one copy of all gradients.
+        find_unused_parameters: accepted for compatibility; unused parameters are always found, at no cost.
+
+    Raises:
+        UsageError: before `smp.init()`, a second model, a wrapped model, or an argument that cannot be meant.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
+        _check_degrees()
+        self.module = module.to(state.device)
+        self.partitioned = True
+        self.trace_memory_usage = trace_memory_usage
+        self.find_unused_parameters = find_unused_parameters
+        self.average_grads_across_microbatches = average_grads_across_microbatches
+        self.data_parallel: DataParallel | None = None
+        if state.cfg.ddp and state.dp_size > 1:
+            self.data_parallel = DataParallel(
+                self.module,
+                overlapping=overlapping_allreduce,
+                passes_per_reduction=backward_passes_per_step,
+                bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
+                broadcast_buffers=broadcast_buffers,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+            )
+        self._in_backward = False
+        self._post_partition_hooks: OrderedDict[int, ModelHook] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, ModelHook] = OrderedDict()
+        _answer_to_module(module)
+        self._guard_bare_backward()
+        state.model = self
+
+    # --- the model ---------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's model; outside a step this works at pipeline degree 1 only."""
+        if state.step is None:
+            self._run_hooks(self._post_partition_hooks)
+            if self.data_parallel is not None:
+                self.data_parallel.begin_plain_pass(self.training)
+        return self.module(*args, **kwargs)
+
+    def backward(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Run backward from `tensors`, as `torch.autograd.backward` does, for the current microbatch.
+
+        Inside a step, gradients are scaled so that the step's result is the average over microbatches (or the sum, with
+        `average_grads_across_microbatches=False`).
+        """
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        grads = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        run = state.step
+        if run is not None:
+            grads = _scaled(roots, grads, self._microbatch_scale(run))
+            if self.data_parallel is not None:
+                self.data_parallel.before_backward(run)
+            run.backwards += 1
+        self._in_backward = True
+        try:
+            torch.autograd.backward(roots, grads)
+        finally:
+            self._in_backward = False
+
+    def get_module(self) -> nn.Module:
+        """Return the user's model, under all wrappers."""
+        return self.module
+
+    # --- the life of a step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Get ready for the microbatches of a step (called by `@smp.step`)."""
+        self._run_hooks(self._post_partition_hooks)
+        if self.data_parallel is not None:
+            self.data_parallel.begin_step(self.training)
+
+    def end_step(self, run: StepRun) -> None:
+        """Make gradients final when the microbatches are done (called by `@smp.step`)."""
+        if self.data_parallel is not None:
+            self.data_parallel.end_step(run)
+        self.run_post_step_hooks()
+
+    def abandon_step(self) -> None:
+        """Forget a step that an exception ended."""
+        if self.data_parallel is not None:
+            self.data_parallel.abandon()
+
+    def run_post_step_hooks(self) -> None:
+        """Run hooks that wait for the end of a step; without `@smp.step` the optimizer calls this before its step."""
+        self._run_hooks(self._post_step_hooks)
+
+    def register_post_partition_hook(self, hook: ModelHook) -> RemovableHandle:
+        """Call `hook(model, optimizer)` once, after partitioning and before the next forward."""
+        return _register(self._post_partition_hooks, hook)
+
+    def register_post_step_hook(self, hook: ModelHook) -> RemovableHandle:
+        """Call `hook(model, optimizer)` once, at the end of the next step, when gradients are final."""
+        return _register(self._post_step_hooks, hook)
+
+    def register_comm_hook(self, state: object, callable: CommHook) -> None:  # noqa: A002 - SMP v1's and torch's name
+        """Replace the all-reduce of gradients by `callable(state, bucket)`, which returns a future.
+
+        As in SMP v1 the hook itself averages, over replicas and over microbatches: it gets plain sums.
+
+        Raises:
+            UsageError: without data parallelism or overlapping all-reduce, or a second hook.
+        """
+        if self.data_parallel is None or not self.data_parallel.overlapping:
+            raise UsageError(
+                "a communication hook needs data parallelism with overlapping all-reduce",
+                hint="set ddp: True, run on several ranks, and keep overlapping_allreduce=True",
+            )
+        self.data_parallel.reducer.set_comm_hook(state, callable)
+
+    def join(self) -> contextlib.AbstractContextManager[object]:
+        """Let ranks run out of inputs at different steps: those that are done take part with zeros.
+
+        As `DistributedDataParallel.join()`: gradients are divided by the number of all replicas, and at the end every
+        rank has the parameters of the last to finish.
+        """
+        return contextlib.nullcontext() if self.data_parallel is None else JoinContext(self.data_parallel)
+
+    # --- parameters and state ----------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters that this rank holds."""
+        return self.module.parameters()
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters()
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        return self.module.buffers()
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers()
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        return self.module.modules()
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        named: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
+        return named
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the whole model's state under the user's names.
+
+        Args:
+            gather_to_rank0: give every rank of the model but the first an empty dict, to save memory.
+        """
+        if gather_to_rank0 and state.mp_rank != 0:
+            return {}
+        result: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return result
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state, plus `_smp_is_partial` = True."""
+        result: dict[str, Any] = self.module.state_dict()
+        result[PARTIAL_KEY] = True
+        return result
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load a full or partial state dict, whatever `_smp_is_partial` it carries.
+
+        Args:
+            strict: raise if names do not match, as `nn.Module.load_state_dict` does.
+            same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
+        """
+        values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
+        return self.module.load_state_dict(values, strict=strict, **kwargs)
+
+    # --- tensor parallelism: at degree 1 nothing is distributed ---------------------------------------------------
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Iterate over the tensor-parallel modules."""
+        return iter(())
+
+    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+        return False
+
+    def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
+        return False
+
+    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
+        return False
+
+    def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
+        return False
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters whose gradients are reduced over DP_GROUP."""
+        return self.module.named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters whose gradients are reduced over RDP_GROUP."""
+        return iter(())
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _microbatch_scale(self, run: StepRun) -> float:
+        # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.
+        hooked = self.data_parallel is not None and self.data_parallel.reducer.has_comm_hook
+        return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not hooked else 1.0
+
+    def _guard_bare_backward(self) -> None:
+        """Refuse `loss.backward()` inside a step: its gradients would miss the scale of the microbatch."""
+        first = next((param for param in self.module.parameters() if param.requires_grad), None)
+        if first is not None:
+            first.register_post_accumulate_grad_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]
+
+    def _refuse_bare_backward(self, _: torch.Tensor) -> None:
+        if state.step is not None and state.model is self and not self._in_backward:
+            raise UsageError(
+                "backward was called on a tensor inside @smp.step", hint="call `model.backward(loss)` instead"
+            )
+
+    def _run_hooks(self, hooks: OrderedDict[int, ModelHook]) -> None:
+        while hooks:
+            hook = hooks.pop(next(iter(hooks)))
+            hook(self, state.optimizer)
+
+
+def _check_arguments(
+    module: nn.Module, trace_device: str, trace_execution_times: bool, backward_passes: int, bucket_cap_mb: float
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"DistributedModel wraps a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, DistributedModel):
+        raise UsageError("this model is a DistributedModel already", hint="wrap a model once")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "this model is wrapped in DistributedDataParallel", hint="pass the plain model and set `ddp: True`"
+        )
+    if state.model is not None:
+        raise UsageError(
+            "there is a DistributedModel already, and a script has one",
+            hint="put all models that are trained together into one torch.nn.Module",
+        )
+    if trace_device not in ("gpu", "cpu"):
+        raise UsageError(f"trace_device must be one of `gpu`, `cpu`, got `{trace_device}`")
+    if trace_device == "cpu" and trace_execution_times:
+        raise UsageError(
+            "trace_execution_times measures on the GPU, but trace_device is `cpu`",
+            hint="pass trace_device='gpu' or trace_execution_times=False",
+        )
+    if backward_passes < 1:
+        raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes}")
+    if bucket_cap_mb <= 0:
+        raise UsageError(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
+
+
+def _check_degrees() -> None:
+    for name, degree in (
+        ("pipeline_parallel_degree", state.cfg.pipeline_parallel_degree),
+        ("tensor_parallel_degree", state.cfg.tensor_parallel_degree),
+    ):
+        if degree > 1:
+            raise UnsupportedError(
+                f"this version trains models at {name} 1, the configuration says {degree}",
+                hint=f"set {name} to 1 and `ddp: True` to train replicas",
+            )
+
+
+def _answer_to_module(module: nn.Module) -> None:
+    """Let `model.module.module.module` reach the user's model.
+
+    SMP v1 had a wrapper more or less from version to version, and public scripts count the hops of theirs. A plain
+    attribute, past nn.Module's registration, keeps the extra hops out of the module tree and of `state_dict()`.
+    """
+    if not hasattr(module, "module"):
+        object.__setattr__(module, "module", module)
+
+
+def _scaled(
+    roots: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None] | None, scale: float
+) -> list[torch.Tensor | None] | None:
+    """Return the gradients to start backward from, times `scale`; None for roots start at 1."""
+    given: list[torch.Tensor | None] = [None] * len(roots) if grads is None else list(grads)
+    if scale == 1.0:
+        return given
+    return [
+        torch.full_like(root, scale) if grad is None and root.numel() == 1 else grad if grad is None else grad * scale
+        for root, grad in zip(roots, given, strict=True)
+    ]
+
+
+def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

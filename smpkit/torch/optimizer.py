@@ -1,0 +1,129 @@
+"""`smp.DistributedOptimizer`: a real `torch.optim.Optimizer` around the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from smpkit.errors import UsageError
+from smpkit.torch.model import PARTIAL_KEY
+from smpkit.torch.state import state
+
+__all__ = ["DistributedOptimizer"]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wrap an optimizer for training under an SMP v1 configuration (the class of the same name in SMP v1).
+
+    It shares `param_groups` and `state` with the optimizer inside, so learning-rate schedulers, gradient scalers and
+    hooks may be given either. It may be made before or after the model is wrapped, and may wrap any object that has
+    `param_groups`, `state`, `step` and `zero_grad`.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: act with `fp16` only; scripts pass them always.
+
+    Raises:
+        UsageError: before `smp.init()`, or for something that is no optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        **dynamic_loss_args: Any,
+    ) -> None:
+        # torch.optim.Optimizer.__init__ is left out: it would make param_groups and state of its own, and a scheduler
+        # that holds this object would change the learning rate of a copy.
+        _check(optimizer)
+        self.optimizer = optimizer
+        state.optimizer = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # copy and pickle look before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        defaults: dict[str, Any] = getattr(self.optimizer, "defaults", {})
+        return defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update this rank's parameters."""
+        if state.model is not None:
+            state.model.run_post_step_hooks()
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of this rank's parameters."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole optimizer state, in torch's layout."""
+        result: dict[str, Any] = self.optimizer.state_dict()
+        return result
+
+    def orig_state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's layout, as it is on this rank."""
+        return self.state_dict()
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """Return this rank's state, plus `_smp_is_partial` = True.
+
+        Args:
+            gather_if_shard: with `shard_optimizer_state`, collect the shards of all replicas.
+        """
+        return {**self.state_dict(), PARTIAL_KEY: True}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a full or partial state dict, whatever `_smp_is_partial` it carries."""
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != PARTIAL_KEY})
+
+
+def _check(optimizer: Any) -> None:
+    if not state.initialized:
+        raise UsageError("DistributedOptimizer was made before smp.init()", hint="call `smp.init()` first")
+    if isinstance(optimizer, DistributedOptimizer):
+        raise UsageError("this optimizer is a DistributedOptimizer already", hint="wrap an optimizer once")
+    missing = [name for name in ("param_groups", "state", "step", "zero_grad") if not hasattr(optimizer, name)]
+    if missing:
+        raise UsageError(
+            f"{type(optimizer).__name__} is no optimizer: it has no {', '.join(f'`{n}`' for n in missing)}"
+        )

@@ -1,0 +1,228 @@
+"""Average gradients over ranks, during backward or after it.
+
+::
+
+    backward   ... grad 9  grad 8 | grad 7 ... grad 4 | grad 3 ... grad 0 |
+    reduction                      [ bucket 0 ]        [ bucket 1 ]        [ bucket 2 ]   wait, unpack
+
+A hook on each parameter tells when its gradient is final; a bucket whose gradients are all final is reduced while
+backward goes on. Buckets start in one fixed order on every rank, whatever order the hooks fire in, because collectives
+that start in different orders deadlock. What backward did not reach is sent when it is over, so an unused parameter
+neither hangs nor stays unreduced.
+
+[Note: why the result is right however often it is reduced] Averaging is linear, and a reduced gradient is equal on all
+ranks, so averaging `reduced + new` gives `reduced + average(new)`. Several backwards in one step, accumulation over
+steps and a second reduction all follow from this; no other bookkeeping is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.buckets import Bucket, plan_buckets
+from smpkit.torch.deadline import waiting
+
+__all__ = ["CommHook", "GradientReducer"]
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduction under way: the all-reduce of a buffer (or of its flags), and what a hook made of the gradients."""
+
+    work: dist.Work
+    hooked: torch.futures.Future[Any] | None = None
+
+    def wait(self) -> torch.Tensor | None:
+        """Wait for both; return what the hook's future holds."""
+        self.work.wait()
+        if self.hooked is None:
+            return None
+        value = self.hooked.wait()
+        result = value[0] if isinstance(value, list | tuple) else value
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+class GradientReducer:
+    """Reduces the gradients of `parameters` over `group`.
+
+    Args:
+        parameters: name and parameter pairs; those that do not require gradients are left out until they do.
+        group: the ranks that hold the same parameters.
+        bucket_cap_bytes: most bytes reduced at once.
+        as_view: let gradients be views of the buckets, which saves one copy of all gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+        *,
+        bucket_cap_bytes: int,
+        as_view: bool = False,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._names = {id(param): name for name, param in parameters}
+        self._group = group
+        self._divisor = dist.get_world_size(group)
+        self._bucket_cap_bytes = bucket_cap_bytes
+        self._as_view = as_view
+        self._comm_hook: tuple[Any, CommHook] | None = None
+        self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
+        self._signature: list[Any] = []
+        self._buckets: list[Bucket] = []
+        self._slots: dict[int, tuple[Bucket, int]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._armed = False
+        self._started: list[_Reduction] = []
+        self.on_backward_end: Callable[[], None] | None = None
+        self._end_queued = False
+        self.refresh()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self._buckets
+
+    @property
+    def has_comm_hook(self) -> bool:
+        return self._comm_hook is not None
+
+    def set_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Replace the all-reduce by `hook(state, bucket)`, which must return a future of the reduced flat gradients."""
+        if self._comm_hook is not None:
+            raise UsageError("a communication hook is registered already", hint="register one hook, once")
+        self._comm_hook = (state, hook)
+
+    def refresh(self) -> None:
+        """Plan buckets anew if parameters were frozen, unfrozen, cast or moved since the last time."""
+        live = [param for _, param in self._parameters if param.requires_grad]
+        signature = [(id(param), param.dtype, param.device) for param in live]
+        if signature == self._signature:
+            return
+        self._signature = signature
+        for handle in self._handles:
+            handle.remove()
+        # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
+        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes)
+        self._slots = {
+            id(param): (bucket, slot) for bucket in self._buckets for slot, param in enumerate(bucket.params)
+        }
+        self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in live]  # type: ignore[no-untyped-call]
+
+    def arm(self) -> None:
+        """Let the backward that comes next start reductions as its gradients become final."""
+        for bucket in self._buckets:
+            bucket.fresh.clear()
+        self._armed = True
+
+    def disarm(self) -> None:
+        """Take `arm` back: the backward that comes next is not the last."""
+        self._armed = False
+
+    @property
+    def active(self) -> bool:
+        """Whether reductions have started that are not finished."""
+        return bool(self._started)
+
+    def finish(self) -> None:
+        """Start what has not started, wait for everything, and give every parameter its averaged gradient.
+
+        Raises:
+            DeadlineError, RemoteError: a rank of the group did not come or failed.
+        """
+        self._armed = False
+        while len(self._started) < len(self._buckets):
+            self._start(self._buckets[len(self._started)])
+        for bucket, reduction in zip(self._buckets, self._started, strict=True):
+            with waiting(f"the reduction of gradients (bucket {bucket.index()})", self._group):
+                hooked = reduction.wait()
+            if hooked is not None:
+                bucket.set_buffer(hooked)
+            bucket.unpack(self._as_view)
+        self._started = []
+
+    def abandon(self) -> None:
+        """Forget what an exception interrupted, so that the next step starts clean."""
+        self._armed = False
+        self._end_queued = False
+        self._started = []
+        for bucket in self._buckets:
+            bucket.touched.clear()
+            bucket.fresh.clear()
+
+    def shadow(self) -> None:
+        """Take part in one reduction with zeros, for the others of the group that still have inputs."""
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            self._start_packed(bucket)
+            with waiting(f"the reduction of gradients (bucket {bucket.index()}, out of inputs)", self._group):
+                self._started[-1].wait()
+        self._started = []
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        """Note that a backward has accumulated `param.grad` (runs inside backward, after each accumulation)."""
+        with self._lock:
+            bucket, slot = self._slots[id(param)]
+            self._check(param, bucket)
+            if self._as_view:
+                bucket.adopt(slot)
+            bucket.touched.add(slot)
+            bucket.fresh.add(slot)
+            if self.on_backward_end is not None and not self._end_queued:
+                self._end_queued = True
+                Variable._execution_engine.queue_callback(self._end_of_backward)
+            while self._armed and len(self._started) < len(self._buckets):
+                candidate = self._buckets[len(self._started)]
+                if not candidate.complete():
+                    return
+                self._start(candidate)
+
+    def _end_of_backward(self) -> None:
+        self._end_queued = False
+        if self.on_backward_end is not None:
+            self.on_backward_end()
+
+    def _check(self, param: torch.Tensor, bucket: Bucket) -> None:
+        name = self._names[id(param)]
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter `{name}` has a sparse gradient, which data parallelism does not reduce",
+                hint="make its embedding with sparse=False",
+            )
+        if bucket.index() < len(self._started):
+            raise UsageError(
+                f"parameter `{name}` received another gradient in the same backward, after its reduction had started",
+                hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
+            )
+
+    def _start(self, bucket: Bucket) -> None:
+        with torch.no_grad():
+            # A hook divides by what it wants (SMP v1: by replicas and microbatches), so it gets plain sums.
+            bucket.pack(1 if self._comm_hook is not None else self._divisor)
+            self._start_packed(bucket)
+
+    def _start_packed(self, bucket: Bucket) -> None:
+        if self._comm_hook is None:
+            self._started.append(_Reduction(_all_reduce(bucket.flat, self._group)))
+            return
+        state, hook = self._comm_hook
+        # The hook may compress or reshape the gradients, so the flags travel by themselves.
+        future = hook(state, bucket)
+        self._started.append(_Reduction(_all_reduce(bucket.flags, self._group), future))
+
+
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work

@@ -1,0 +1,154 @@
+"""Cut the arguments of a step into microbatches.
+
+Every tensor found in an argument, however deeply nested, is cut along the argument's batch axis into equal parts;
+objects with `smp_slice(num_mb, mb, axis)` cut themselves; everything else is handed to each microbatch as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from smpkit.errors import UsageError
+from smpkit.torch.containers import children, rebuild
+
+__all__ = ["Call", "Splitter"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one microbatch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How one argument is cut: into `count` parts along `axis`; `name` is for messages."""
+
+    name: str
+    count: int
+    axis: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """What `@smp.step(...)` was told about its arguments.
+
+    Args:
+        function: the step function; its signature gives positional arguments their names.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: batch axis by argument name; 0 where not named.
+
+    Raises:
+        UsageError: a name that the function has no argument for.
+    """
+
+    function: Callable[..., Any]
+    non_split_inputs: tuple[str, ...] = ()
+    input_split_axes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.function).parameters
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        for option, names in (("non_split_inputs", self.non_split_inputs), ("input_split_axes", self.input_split_axes)):
+            for name in names:
+                if name not in parameters:
+                    close = difflib.get_close_matches(name, parameters, n=1)
+                    raise UsageError(
+                        f"{option} names `{name}`, but `{self.function.__name__}` has no such argument",
+                        hint=f"did you mean `{close[0]}`?" if close else f"its arguments are {_listed(parameters)}",
+                    )
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device) -> list[Call]:
+        """Return the arguments of each of `count` microbatches, with cut tensors on `device`.
+
+        Raises:
+            UsageError: a batch that `count` does not divide, or an argument that cannot work inside a step.
+        """
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        parts = {
+            name: self._split_argument(name, value, count, device) for name, value in _named_arguments(bound).items()
+        }
+        calls = []
+        for index in range(count):
+            positional = tuple(parts[name][index] for name in _positional_names(bound))
+            keywords = {name: parts[name][index] for name in bound.kwargs}
+            calls.append(Call(positional, keywords))
+        return calls
+
+    def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> list[Any]:
+        plain = name.split("[", maxsplit=1)[0]
+        if isinstance(value, DataLoader):
+            raise UsageError(
+                f"argument `{name}` of `{self.function.__name__}` is a DataLoader; a step gets one batch of it",
+                hint="loop over the loader outside the step and pass each batch in",
+            )
+        if plain in self.non_split_inputs:
+            return [value] * count
+        return _cut(value, _Cut(name, count, self.input_split_axes.get(plain, 0), device))
+
+
+def _named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    named = dict(zip(_positional_names(bound), bound.args, strict=True))
+    return {**named, **bound.kwargs}
+
+
+def _positional_names(bound: inspect.BoundArguments) -> list[str]:
+    """Name each positional argument: by its parameter, or `rest[2]` for what a `*rest` collects."""
+    names: list[str] = []
+    for name, parameter in bound.signature.parameters.items():
+        if len(names) == len(bound.args):
+            break
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}[{index}]" for index in range(len(bound.arguments.get(name, ())))]
+        else:
+            names.append(name)
+    return names
+
+
+def _cut(value: Any, cut: _Cut) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return _cut_tensor(value, cut)
+    if callable(getattr(value, "smp_slice", None)):
+        return [value.smp_slice(cut.count, index, cut.axis) for index in range(cut.count)]
+    parts = children(value)
+    if parts is None:
+        return [value] * cut.count
+    pieces = {key: _cut(part, cut) for key, part in parts.items()}
+    return [rebuild(value, {key: piece[index] for key, piece in pieces.items()}) for index in range(cut.count)]
+
+
+def _cut_tensor(value: torch.Tensor, cut: _Cut) -> list[torch.Tensor]:
+    value = value.to(cut.device, non_blocking=True)
+    if value.dim() == 0:
+        return [value] * cut.count  # a scalar has no batch axis, so it can only be meant for every microbatch
+    if not -value.dim() <= cut.axis < value.dim():
+        raise UsageError(
+            f"argument `{cut.name}` has shape {tuple(value.shape)} and no axis {cut.axis} to split",
+            hint="name its batch axis in input_split_axes, or the argument in non_split_inputs",
+        )
+    size = value.shape[cut.axis]
+    if size % cut.count:
+        raise UsageError(
+            f"argument `{cut.name}` has a batch of {size} on axis {cut.axis}, "
+            f"which {cut.count} microbatches do not divide",
+            hint="use DataLoader(drop_last=True) and a batch size that `microbatches` divides,"
+            " or name the argument in non_split_inputs",
+        )
+    part = size // cut.count
+    # `narrow`, not `chunk`: autograd refuses in-place changes of a tensor that came from a many-output view.
+    return [value.narrow(cut.axis, index * part, part) for index in range(cut.count)]
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

@@ -1,0 +1,156 @@
+"""`@smp.step`: run a function once per microbatch and collect what it returned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from smpkit.errors import UsageError
+from smpkit.torch.containers import map_leaves
+from smpkit.torch.splitting import Splitter
+from smpkit.torch.state import state
+from smpkit.torch.step_output import StepOutput, collate
+
+__all__ = ["StepFunction", "StepOutput", "StepRun", "step"]
+
+
+@dataclass
+class StepRun:
+    """One call of a step function, while it runs.
+
+    `backwards` counts the calls of `model.backward` in the current microbatch. `expected_backwards` is how many a
+    microbatch of this function makes (learnt from the one before), so that the last one is known when it comes and
+    gradients can be reduced while it runs.
+    """
+
+    num_microbatches: int
+    microbatch: int = 0
+    backwards: int = 0
+    total_backwards: int = 0
+    expected_backwards: int | None = None
+
+    @property
+    def is_last_backward(self) -> bool:
+        last_microbatch = self.microbatch == self.num_microbatches - 1
+        return last_microbatch and self.backwards + 1 == self.expected_backwards
+
+    def end_microbatch(self) -> None:
+        self.expected_backwards = self.backwards
+        self.total_backwards += self.backwards
+        self.backwards = 0
+
+
+class StepFunction:
+    """A step function: called with a batch, it runs its body once per microbatch.
+
+    Not a descriptor: looked up on an object it does not bind `self`. SMP v1 behaved so, and public scripts decorate a
+    method without `self` and call it through `self.train_step(model, ...)`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split_inputs: Sequence[str] | None = None,
+        input_split_axes: Mapping[str, int] | None = None,
+        detach_outputs: bool = True,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._splitter = Splitter(function, tuple(non_split_inputs or ()), dict(input_split_axes or {}))
+        self._detach_outputs = detach_outputs
+        self._backwards_per_microbatch: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<smp.step {self._function.__qualname__}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body once per microbatch; gradients are final when this returns.
+
+        Returns:
+            What the body returned, in the same containers: each tensor as a StepOutput, anything else as a list over
+            microbatches.
+
+        Raises:
+            UsageError: inside another step, or with a batch that `microbatches` does not divide.
+        """
+        count = state.cfg.microbatches
+        if state.step is not None:
+            raise UsageError(
+                f"`{self.__name__}` was called inside another step",  # type: ignore[attr-defined]
+                hint="a step function calls plain functions",
+            )
+        calls = self._splitter.split(args, kwargs, count, state.device)
+        run = StepRun(count, expected_backwards=self._backwards_per_microbatch)
+        model = state.model
+        if model is not None:
+            model.begin_step()
+        state.step = run
+        try:
+            outputs = []
+            for index, call in enumerate(calls):
+                run.microbatch = index
+                outputs.append(self._finished(self._function(*call.args, **call.kwargs)))
+                run.end_microbatch()
+        except BaseException:
+            if model is not None:
+                model.abandon_step()
+            raise
+        finally:
+            state.step = None
+        self._backwards_per_microbatch = run.expected_backwards
+        if model is not None:
+            model.end_step(run)
+        return collate(outputs)
+
+    def _finished(self, output: Any) -> Any:
+        """Let go of the graph of a microbatch that is done, or its activations would stay until the step ends."""
+        return map_leaves(_detached, output) if self._detach_outputs else output
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@overload
+def step(function: Callable[..., Any], /) -> StepFunction: ...
+@overload
+def step(
+    *,
+    non_split_inputs: Sequence[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable[[Callable[..., Any]], StepFunction]: ...
+def step(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    non_split_inputs: Sequence[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> StepFunction | Callable[[Callable[..., Any]], StepFunction]:
+    """Make a function a training or evaluation step (the decorator of the same name in SMP v1).
+
+    ::
+
+        @smp.step
+        def train_step(model, tokens, targets):
+            loss = F.cross_entropy(model(tokens), targets)
+            model.backward(loss)
+            return loss
+
+        loss = train_step(model, tokens, targets).reduce_mean()
+
+    Args:
+        non_split_inputs: names of arguments that each microbatch gets whole.
+        input_split_axes: batch axis by argument name; 0 where not named.
+        detach_outputs: cut returned tensors off their graph.
+    """
+
+    def decorate(body: Callable[..., Any]) -> StepFunction:
+        return StepFunction(body, non_split_inputs, input_split_axes, detach_outputs)
+
+    return decorate if function is None else decorate(function)

@@ -1,0 +1,224 @@
+"""DistributedModel behaves as the user's model under the user's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.model import DistributedModel
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+
+def wrap(module: nn.Module | None = None, **options: Any) -> DistributedModel:
+    smp.init()
+    return smp.DistributedModel(module or Net(), **options)
+
+
+def test_names_are_the_users_own() -> None:
+    plain, model = Net(), wrap()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in plain.named_buffers()]
+    assert len(list(model.parameters())) == len(list(model.local_parameters())) == 4
+    assert [name for name, _ in model.local_named_modules()] == ["", "layer", "norm"]
+
+
+def test_trap_15_the_module_is_reached_at_any_depth() -> None:
+    module = Net()
+    model = wrap(module)
+    assert model.get_module() is model.module is module
+    assert model.module.module.module.layer is module.layer  # type: ignore[union-attr]
+    assert "module" not in dict(module.named_modules())
+    assert list(module.state_dict()) == list(Net().state_dict())
+    assert isinstance(model.module.layer, nn.Linear)
+
+
+def test_trap_15_a_module_with_a_module_of_its_own_keeps_it() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Net()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.module(x)
+
+    inner = Wrapper()
+    assert wrap(inner).module.module is inner.module
+
+
+def test_trap_15_train_and_eval_return_the_model() -> None:
+    model = wrap()
+    assert model.eval() is model
+    assert not model.get_module().training
+    assert model.train() is model
+    assert model.get_module().training
+
+
+def test_trap_14_local_state_dict_is_marked_partial_and_loads_again() -> None:
+    model = wrap()
+    local = model.local_state_dict()
+    assert local.pop("_smp_is_partial") is True
+    for mark in (True, False):
+        model.load_state_dict({**local, "_smp_is_partial": mark})
+    model.load_state_dict(Net().state_dict(), same_partition_load=True)
+
+
+def test_load_state_dict_leaves_its_argument_alone_and_is_strict() -> None:
+    model = wrap()
+    state = {**model.state_dict(), "_smp_is_partial": False}
+    keys = list(state)
+    model.load_state_dict(state)
+    assert list(state) == keys
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**state, "surplus": torch.zeros(1)})
+    model.load_state_dict({**state, "surplus": torch.zeros(1)}, strict=False)
+
+
+def gather_to_rank0() -> int:
+    smp.init({"ddp": True})
+    return len(smp.DistributedModel(Net()).state_dict(gather_to_rank0=True))
+
+
+def test_every_replica_has_a_first_rank_of_its_own_to_gather_to() -> None:
+    assert run_ranks(gather_to_rank0, 2) == [7, 7]
+
+
+def test_trap_10_hooks_get_model_and_optimizer_once_each_at_their_time() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> None:
+        calls.append(("forward",))
+        model.backward(model(x).sum())
+
+    smp.init({"microbatches": 2})
+    module = nn.Linear(2, 1)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    model.register_post_partition_hook(lambda m, o: calls.append(("partition", m is model, o is optimizer)))
+    model.register_post_step_hook(lambda m, o: calls.append(("step", m is model, module.weight.grad is not None)))
+    removed = model.register_post_step_hook(lambda m, o: calls.append(("removed",)))
+    removed.remove()
+    train(model, torch.ones(4, 2))
+    train(model, torch.ones(4, 2))
+    assert calls == [
+        ("partition", True, True),
+        ("forward",),
+        ("forward",),
+        ("step", True, True),
+        ("forward",),
+        ("forward",),
+    ]
+
+
+def test_trap_10_without_a_step_function_hooks_run_around_forward_and_optimizer() -> None:
+    calls: list[str] = []
+    module = nn.Linear(2, 1)
+    model = wrap(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    model.register_post_partition_hook(lambda m, o: calls.append("partition"))
+    model.register_post_step_hook(lambda m, o: calls.append("step"))
+    model(torch.ones(1, 2)).sum().backward()
+    assert calls == ["partition"]
+    optimizer.step()
+    assert calls == ["partition", "step"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trace_device": "tpu"}, "trace_device must be one of `gpu`, `cpu`, got `tpu`"),
+        ({"trace_device": "cpu", "trace_execution_times": True}, "trace_execution_times measures on the GPU"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1, got 0"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be more than 0, got 0"),
+    ],
+    ids=["trace_device", "trace_execution_times", "backward_passes", "bucket_cap"],
+)
+def test_arguments_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        wrap(**options)
+
+
+def test_wrapping_twice_is_refused() -> None:
+    model = wrap()
+    with pytest.raises(UsageError, match="DistributedModel already"):
+        smp.DistributedModel(model)
+    with pytest.raises(UsageError, match="a script has one"):
+        smp.DistributedModel(Net())
+
+
+def test_wrapping_what_is_no_module_or_before_init_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"smp\.init\(\)"):
+        smp.DistributedModel(Net())
+    with pytest.raises(UsageError, match="got function"):
+        wrap(lambda x: x)  # type: ignore[arg-type]
+
+
+def wrap_with_degrees() -> list[str]:
+    messages = []
+    for degree in ("pipeline_parallel_degree", "tensor_parallel_degree"):
+        smp.init({degree: 2, "ddp": True, "microbatches": 2})
+        with pytest.raises(UnsupportedError) as caught:
+            smp.DistributedModel(Net())
+        messages.append(caught.value.message)
+        smp.shutdown()
+    return messages
+
+
+def test_degrees_that_this_version_cannot_train_are_refused_by_name() -> None:
+    for pipeline, tensor in run_ranks(wrap_with_degrees, 2):
+        assert "pipeline_parallel_degree 1, the configuration says 2" in pipeline
+        assert "tensor_parallel_degree 1, the configuration says 2" in tensor
+
+
+def test_a_communication_hook_needs_data_parallelism() -> None:
+    with pytest.raises(UsageError, match="needs data parallelism"):
+        wrap().register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+
+
+def test_join_without_replicas_does_nothing() -> None:
+    with wrap().join():
+        pass
+
+
+def test_at_tensor_degree_1_nothing_is_distributed() -> None:
+    model = wrap()
+    parameter = next(model.parameters())
+    assert not list(model.distributed_modules())
+    assert not list(model.scaled_batch_reducer_named_parameters())
+    assert not model.is_distributed_parameter(parameter)
+    assert not model.is_scaled_batch_parameter(parameter)
+    assert len(list(model.default_reducer_named_parameters())) == 4
+
+
+def parameters_after_wrapping() -> tuple[float, float]:
+    smp.init({"ddp": True})
+    torch.manual_seed(smp.rank())
+    module = Net()
+    assert module.norm.running_mean is not None
+    module.norm.running_mean.add_(smp.rank())
+    smp.DistributedModel(module)
+    return module.layer.weight.sum().item(), module.norm.running_mean.sum().item()
+
+
+def test_replicas_start_with_the_parameters_and_buffers_of_the_first() -> None:
+    first, second = run_ranks(parameters_after_wrapping, 2)
+    assert first == second
+    assert first[1] == 0

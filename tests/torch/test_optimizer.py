@@ -1,0 +1,153 @@
+"""DistributedOptimizer is the user's optimizer to everything that takes one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def make(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> tuple[nn.Linear, Any]:
+    smp.init()
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    return module, smp.DistributedOptimizer(optimizer(module.parameters(), **{"lr": 1.0, **options}))
+
+
+def test_trap_8_schedulers_and_scalers_take_it_for_an_optimizer() -> None:
+    module, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(module(torch.ones(1, 1)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+    assert module.weight.item() == 0.0
+    assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.5
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("wrap_first", [True, False], ids=["model first", "optimizer first"])
+def test_trap_9_it_may_be_made_before_or_after_the_model_is_wrapped(wrap_first: bool) -> None:
+    smp.init()
+    module = nn.Linear(1, 1, bias=False)
+    if wrap_first:
+        model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    else:
+        inner = torch.optim.SGD(module.parameters(), lr=1.0)
+        model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(inner)
+    before = module.weight.item()
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert module.weight.item() == before - 1
+
+
+def test_trap_9_a_plain_object_with_the_right_members_may_be_wrapped() -> None:
+    class FP16Optimizer:
+        """As scripts before 1.10 had: not a torch optimizer."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.loss_scale = 128.0
+            self.stepped = 0
+
+        @property
+        def param_groups(self) -> list[dict[str, Any]]:
+            return self.optimizer.param_groups
+
+        @property
+        def state(self) -> Any:
+            return self.optimizer.state
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.optimizer.zero_grad(set_to_none)
+
+        def step(self) -> None:
+            self.stepped += 1
+
+    smp.init()
+    plain = FP16Optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    optimizer = smp.DistributedOptimizer(plain)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert (plain.stepped, optimizer.loss_scale, optimizer.optimizer) == (1, 128.0, plain)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def test_trap_14_its_local_state_is_marked_partial_and_loads_again() -> None:
+    module, optimizer = make(torch.optim.AdamW)
+    module(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    local = optimizer.local_state_dict(gather_if_shard=False)
+    assert local["_smp_is_partial"] is True
+    assert "_smp_is_partial" not in optimizer.state_dict()
+    keys = list(local)
+    optimizer.load_state_dict(local)
+    assert list(local) == keys
+    optimizer.load_state_dict({**optimizer.orig_state_dict(), "_smp_is_partial": False})
+
+
+def test_param_groups_state_and_hooks_are_shared_with_the_optimizer_inside() -> None:
+    module, optimizer = make(momentum=0.9)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 7.0})
+    assert optimizer.optimizer.param_groups[1]["lr"] == 7.0
+    assert optimizer.defaults["momentum"] == 0.9
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    module(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert calls == ["pre"]
+    assert optimizer.state is optimizer.optimizer.state
+    assert len(optimizer.state) == 1
+    optimizer.zero_grad(set_to_none=False)
+    assert module.weight.grad is not None
+    optimizer.zero_grad()
+    assert module.weight.grad is None
+
+
+def test_step_passes_a_closure_on() -> None:
+    _, optimizer = make()
+    assert optimizer.step(lambda: 3.0) == 3.0
+
+
+def test_loss_scale_arguments_are_accepted_as_scripts_pass_them() -> None:
+    smp.init()
+    inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    smp.DistributedOptimizer(
+        inner,
+        static_loss_scale=None,
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 2**32, "scale_window": 1000},
+    )
+
+
+def test_it_copies_and_prints() -> None:
+    _, optimizer = make()
+    assert copy.deepcopy(optimizer).param_groups[0]["lr"] == 1.0
+    assert repr(optimizer).startswith("DistributedOptimizer(SGD (")
+
+
+def test_what_is_no_optimizer_is_refused_by_what_it_lacks() -> None:
+    smp.init()
+    with pytest.raises(
+        UsageError, match="object is no optimizer: it has no `param_groups`, `state`, `step`, `zero_grad`"
+    ):
+        smp.DistributedOptimizer(object())
+    _, optimizer = make()
+    with pytest.raises(UsageError, match="a DistributedOptimizer already"):
+        smp.DistributedOptimizer(optimizer)
+
+
+def test_before_init_it_says_what_to_call() -> None:
+    with pytest.raises(UsageError, match=r"smp\.init\(\)"):
+        smp.DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))

@@ -1,0 +1,429 @@
+"""Gradients are averaged over ranks, whatever backward reached and in whatever order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError, UsageError
+from tests.ranks import RankFailed, run_ranks
+
+
+class Branches(nn.Module):
+    """Layers that a forward may leave out."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        for index in used:
+            x = self.layers[index](x)
+        return x.square().mean()
+
+
+@smp.step
+def branch_step(model: Any, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+    loss = model(x, used)
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def two_backwards_step(model: Any, x: torch.Tensor) -> None:
+    model.backward(model(x, (0, 1)))
+    model.backward(model(x, (1, 2)))
+
+
+def inputs(rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def averages(size: int, backward: Callable[[nn.Module, int], None]) -> list[torch.Tensor | None]:
+    """What one process gets that plays all ranks in turn and averages."""
+    model = Branches()
+    for rank in range(size):
+        backward(model, rank)
+    return [None if p.grad is None else p.grad / size for p in model.parameters()]
+
+
+def assert_equal(ours: list[torch.Tensor | None], plain: list[torch.Tensor | None]) -> None:
+    for index, (mine, expected) in enumerate(zip(ours, plain, strict=True)):
+        if mine is None or expected is None:
+            assert mine is expected, f"layer {index}: {mine} against {expected}"
+        else:
+            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+
+
+def start(**options: Any) -> smp.DistributedModel:
+    smp.init({"ddp": True, "microbatches": options.pop("microbatches", 1)})
+    return smp.DistributedModel(Branches(), bucket_cap_mb=0.00005, **options)
+
+
+def rank_uses(rank: int) -> tuple[int, ...]:
+    """Layer 1 on no rank, layer 2 on rank 1 only, layer 3 on all but rank 0, layer 0 on all."""
+    return {0: (0,), 1: (0, 2, 3)}.get(rank, (0, 3))
+
+
+def use_different_layers(overlap: bool, view: bool) -> list[list[torch.Tensor | None]]:
+    model = start(overlapping_allreduce=overlap, gradient_as_bucket_view=view)
+    results = []
+    for _ in range(2):  # the second step overlaps: it knows how many backwards come
+        model.zero_grad()
+        branch_step(model, inputs(smp.rank()), rank_uses(smp.rank()))
+        results.append(gradients(model))
+    return results
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "at the end"])
+def test_parameters_unused_on_some_ranks_or_all_end_as_in_one_process(overlap: bool, view: bool) -> None:
+    def backward(model: nn.Module, rank: int) -> None:
+        model(inputs(rank), rank_uses(rank)).backward()
+
+    plain = averages(3, backward)
+    assert plain[1] is None
+    for steps in run_ranks(use_different_layers, 3, overlap, view):
+        for ours in steps:
+            assert_equal(ours, plain)
+
+
+def two_backwards() -> list[list[torch.Tensor | None]]:
+    model = start(microbatches=2)
+    results = []
+    for _ in range(3):
+        model.zero_grad()
+        two_backwards_step(model, inputs(smp.rank()))
+        results.append(gradients(model))
+    return results
+
+
+def test_several_backwards_in_a_step_are_all_reduced() -> None:
+    def backward(model: nn.Module, rank: int) -> None:
+        for half in inputs(rank).chunk(2):
+            for used in ((0, 1), (1, 2)):
+                (model(half, used) / 2).backward()
+
+    plain = averages(2, backward)
+    for steps in run_ranks(two_backwards, 2):
+        for ours in steps:
+            assert_equal(ours, plain)
+
+
+@smp.step
+def growing_step(model: Any, x: torch.Tensor, backwards: int) -> None:
+    for _ in range(backwards):
+        model.backward(model(x, (0, 1)))
+
+
+def one_backward_more_than_last_time() -> list[torch.Tensor | None]:
+    model = start()
+    growing_step(model, inputs(smp.rank()), 1)
+    growing_step(model, inputs(smp.rank()), 1)
+    model.zero_grad()
+    growing_step(model, inputs(smp.rank()), 3)
+    return gradients(model)
+
+
+def test_more_backwards_than_the_step_before_made_stay_right() -> None:
+    def backward(model: nn.Module, rank: int) -> None:
+        for _ in range(3):
+            model(inputs(rank), (0, 1)).backward()
+
+    plain = averages(2, backward)
+    for ours in run_ranks(one_backward_more_than_last_time, 2):
+        assert_equal(ours, plain)
+
+
+def count_messages(overlap: bool) -> tuple[list[int], int, int]:
+    """Count the all-reduces of a step, and how many had started when the last backward ended."""
+    model = start(microbatches=4, overlapping_allreduce=overlap)
+    data_parallel = model.data_parallel
+    assert data_parallel is not None
+    early = []
+    finish = data_parallel.reducer.finish
+
+    def counted_finish() -> None:
+        early.append(len(data_parallel.reducer._started))
+        finish()
+
+    data_parallel.reducer.finish = counted_finish  # type: ignore[method-assign]
+    x = torch.ones(4, 3)
+    branch_step(model, x, (0, 1, 2, 3))
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        branch_step(model, x, (0, 1, 2, 3))
+    return early, all_reduce.call_count, len(data_parallel.reducer.buckets)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "at the end"])
+def test_a_step_sends_each_bucket_once_and_overlap_starts_them_inside_backward(overlap: bool) -> None:
+    for early, messages, buckets in run_ranks(count_messages, 2, overlap):
+        assert buckets == 4
+        assert messages == 4
+        assert early == ([4, 4] if overlap else [0, 0])
+
+
+def freeze_and_cast() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    model = start()
+    layer = model.module.get_submodule("layers.1")
+    layer.requires_grad_(False)
+    branch_step(model, inputs(smp.rank()), (0, 1))
+    frozen = gradients(model)
+    model.zero_grad()
+    layer.requires_grad_(True)
+    branch_step(model, inputs(smp.rank()), (0, 1))
+    first = gradients(model)
+    model.zero_grad()
+    model.double()
+    branch_step(model, inputs(smp.rank()).double(), (0, 1))
+    assert all(g is None or g.dtype is torch.float64 for g in gradients(model))
+    return frozen, first
+
+
+def test_freezing_unfreezing_and_casting_after_wrapping_are_noticed() -> None:
+    def backward(model: nn.Module, rank: int) -> None:
+        model(inputs(rank), (0, 1)).backward()
+
+    plain = averages(2, backward)
+    for frozen, first in run_ranks(freeze_and_cast, 2):
+        assert frozen[1] is None
+        assert_equal(first, plain)
+
+
+class Embedder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x).sum()
+
+
+def train_sparse() -> str:
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Embedder())
+    with pytest.raises(UnsupportedError) as caught:
+        model(torch.tensor([1])).backward()
+    return caught.value.message
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    assert "`table.weight` has a sparse gradient" in run_ranks(train_sparse, 2)[0]
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x.sum()
+
+
+@smp.step
+def reentrant_step(model: Any, x: torch.Tensor) -> None:
+    model.backward(model(x))
+
+
+def train_reentrant(overlap: bool) -> list[torch.Tensor | None]:
+    smp.init({"ddp": True})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Reentrant(), overlapping_allreduce=overlap)
+    for _ in range(2):
+        model.zero_grad()
+        reentrant_step(model, torch.full((1, 2), smp.rank() + 1.0, requires_grad=True))
+    return gradients(model)
+
+
+def test_a_gradient_that_comes_after_its_reduction_started_is_an_error_not_a_wrong_result() -> None:
+    with pytest.raises(RankFailed, match=r"`layer\.(weight|bias)` received another gradient in the same backward"):
+        run_ranks(train_reentrant, 2, True)
+
+
+def test_reentrant_checkpointing_works_without_overlap() -> None:
+    first, second = run_ranks(train_reentrant, 2, False)
+    assert_equal(first, second)
+    torch.manual_seed(0)
+    model = Reentrant()
+    for rank in range(2):
+        model(torch.full((1, 2), rank + 1.0, requires_grad=True)).backward()
+    assert_equal(first, [p.grad / 2 for p in model.parameters() if p.grad is not None])
+
+
+def halving_hook(state: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    state.append(bucket.index())
+    assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+    buffer = bucket.buffer().to(torch.float64).div_(2 * dist.get_world_size())  # two microbatches, all replicas
+    work = dist.all_reduce(buffer, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0].to(torch.float32))
+
+
+def train_with_hook() -> tuple[list[torch.Tensor | None], list[int]]:
+    model = start(microbatches=2)
+    seen: list[int] = []
+    model.register_comm_hook(seen, halving_hook)
+    with pytest.raises(UsageError, match="registered already"):
+        model.register_comm_hook(seen, halving_hook)
+    branch_step(model, inputs(smp.rank()), rank_uses(smp.rank()))
+    return gradients(model), seen
+
+
+def test_a_communication_hook_replaces_the_reduction_and_averages_itself() -> None:
+    def backward(model: nn.Module, rank: int) -> None:
+        for half in inputs(rank).chunk(2):
+            (model(half, rank_uses(rank)) / 2).backward()
+
+    plain = averages(2, backward)
+    for ours, seen in run_ranks(train_with_hook, 2):
+        assert seen == [0, 1, 2, 3]
+        assert_equal(ours, plain)
+
+
+def fail_in_a_step() -> list[torch.Tensor | None]:
+    model = start()
+    branch_step(model, inputs(smp.rank()), (0, 1))
+    with pytest.raises(IndexError):
+        branch_step(model, inputs(smp.rank()), (0, 9))
+    model.zero_grad()
+    branch_step(model, inputs(smp.rank()), (0, 1))
+    return gradients(model)
+
+
+def test_an_exception_in_a_step_leaves_the_next_one_clean() -> None:
+    plain = averages(2, lambda model, rank: model(inputs(rank), (0, 1)).backward())
+    for ours in run_ranks(fail_in_a_step, 2):
+        assert_equal(ours, plain)
+
+
+def build_different_models() -> None:
+    smp.init({"ddp": True})
+    smp.DistributedModel(Branches(4 - smp.rank()))
+
+
+def test_replicas_of_different_models_are_named_not_hung_on() -> None:
+    with pytest.raises(RankFailed, match=r"ranks 0 and 1: 4 against 3 parameters"):
+        run_ranks(build_different_models, 2)
+
+
+def leave_out_a_step() -> None:
+    smp.init({"ddp": True, "timeout_seconds": 2})
+    model = smp.DistributedModel(Branches())
+    branch_step(model, inputs(0), (0,))
+    if smp.rank() == 0:
+        branch_step(model, inputs(0), (0,))
+    else:
+        import time
+
+        time.sleep(6)
+
+
+def test_a_replica_that_does_not_come_is_named_within_the_deadline() -> None:
+    with pytest.raises(RankFailed, match=r"rank 0 waited .* for rank 1"):
+        run_ranks(leave_out_a_step, 2)
+
+
+def views_share_memory() -> tuple[bool, bool]:
+    model = start(gradient_as_bucket_view=True)
+    branch_step(model, inputs(smp.rank()), (0, 1, 2, 3))
+    assert model.data_parallel is not None
+    buckets = model.data_parallel.reducer.buckets
+    inside = all(
+        param.grad is not None and param.grad.data_ptr() == view.data_ptr()
+        for bucket in buckets
+        for param, view in zip(bucket.params, bucket.views, strict=True)
+    )
+    first = gradients(model)
+    model.zero_grad(set_to_none=False)
+    branch_step(model, inputs(smp.rank()), (0, 1, 2, 3))
+    again = gradients(model)
+    same = all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    return inside, same
+
+
+def test_gradients_as_views_live_in_the_buckets_also_when_zeroed_in_place() -> None:
+    assert run_ranks(views_share_memory, 2) == [(True, True)] * 2
+
+
+def accumulate_and_join(batches: int) -> list[torch.Tensor]:
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Branches())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with model.join():
+        for index in range(batches + 2 * smp.rank()):
+            optimizer.zero_grad()
+            branch_step(model, inputs(smp.rank() + 10 * index), (0, 1, 2, 3))
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_join_lets_ranks_end_at_different_steps_and_leaves_them_equal() -> None:
+    first, second, third = run_ranks(accumulate_and_join, 3, 1)
+    for left, middle, right in zip(first, second, third, strict=True):
+        assert torch.equal(left, right)
+        assert torch.equal(middle, right)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(5):
+        optimizer.zero_grad()
+        for rank in (rank for rank in range(3) if index < 1 + 2 * rank):
+            (model(inputs(rank + 10 * index), (0, 1, 2, 3)) / 3).backward()
+        optimizer.step()
+    for ours, plain in zip(first, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, plain.detach(), rtol=1e-5, atol=1e-6)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).sum()
+
+
+@smp.step
+def norm_step(model: Any, x: torch.Tensor) -> None:
+    model.backward(model(x))
+
+
+def train_batch_norm(broadcast: bool) -> torch.Tensor:
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(Normalised(), broadcast_buffers=broadcast)
+    for _ in range(2):
+        norm_step(model, inputs(smp.rank()))
+    norm = model.module.norm
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    return norm.running_mean.clone()
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_follow_the_first_replica_at_the_start_of_each_step(broadcast: bool) -> None:
+    first, second = run_ranks(functools.partial(train_batch_norm, broadcast), 2)
+    own = Normalised()
+    for _ in range(2):
+        own(inputs(1))
+    other = Normalised()
+    for rank in (0, 1):
+        other(inputs(rank))  # the statistics of rank 0's first step, then rank 1's own second step
+    assert own.norm.running_mean is not None
+    assert other.norm.running_mean is not None
+    torch.testing.assert_close(second, other.norm.running_mean if broadcast else own.norm.running_mean)
+    assert not torch.equal(first, second)

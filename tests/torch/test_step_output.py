@@ -1,0 +1,79 @@
+"""What microbatches returned is put together in the containers they returned it in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from smpkit.torch.step_output import StepOutput, collate
+
+
+def test_reductions_over_microbatches() -> None:
+    output = StepOutput([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
+    assert output.reduce_mean().tolist() == [2.0, 3.0]
+    assert output.reduce_sum().tolist() == [4.0, 6.0]
+    assert output.concat().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert output.stack().tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_scalars_concatenate_to_a_vector_and_integers_have_a_mean() -> None:
+    output = StepOutput([torch.tensor(1), torch.tensor(2)])
+    assert output.concat().tolist() == [1, 2]
+    assert output.reduce_mean().item() == 1.5
+
+
+def test_concat_joins_batches_of_different_size() -> None:
+    assert StepOutput([torch.zeros(2, 3), torch.zeros(1, 3)]).concat().shape == (3, 3)
+
+
+def test_trap_6_tensors_become_step_outputs_and_everything_else_lists() -> None:
+    loss = torch.tensor(1.0)
+    made = collate([(loss, 1, None, {"a": loss, "b": "x"}), (loss, 2, None, {"a": loss, "b": "y"})])
+    assert isinstance(made, tuple)
+    assert isinstance(made[0], StepOutput)
+    assert made[1:3] == ([1, 2], [None, None])
+    assert isinstance(made[3]["a"], StepOutput)
+    assert made[3]["b"] == ["x", "y"]
+
+
+def test_trap_6_nothing_returned_is_a_list_of_none() -> None:
+    assert collate([None, None]) == [None, None]
+
+
+def test_trap_6_a_dict_subclass_stays_one() -> None:
+    made = collate([OrderedDict(loss=torch.tensor(1.0))] * 2)
+    assert type(made) is OrderedDict
+    assert made["loss"].outputs == [1.0, 1.0]
+
+
+def test_a_dataclass_of_tensors_stays_one() -> None:
+    @dataclass
+    class Result:
+        loss: object
+        count: object
+
+    made = collate([Result(torch.tensor(1.0), 3), Result(torch.tensor(2.0), 4)])
+    assert isinstance(made, Result)
+    assert isinstance(made.loss, StepOutput)
+    assert made.count == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [torch.zeros(1), None],
+        [{"a": 1}, {"b": 1}],
+        [[1], [1, 2]],
+        [{1, 2}, {3, 4}],
+    ],
+    ids=["types", "keys", "lengths", "sets"],
+)
+def test_what_differs_between_microbatches_stays_a_list(values: list[object]) -> None:
+    assert collate(values) == values
+
+
+def test_repr_says_what_is_inside() -> None:
+    assert repr(StepOutput([torch.zeros(2, 3)] * 4)) == "StepOutput(4 microbatches, shape (2, 3))"
