@@ -76,16 +76,18 @@ def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float) -> 
     """Describe a run that was asked to stop, and in which ranks did not end with exit code 0."""
     name = signal.Signals(outcome.stop_signal).name
     unclean = [end for end in outcome.ends if end.status != 0]
-    who = _ranks([end.rank for end in unclean]) if unclean else "the ranks that were starting"
-    if outcome.overdue:
+    who = _ranks([end.rank for end in unclean])
+    hint: str | None = None
+    if not unclean:
+        what = "the ranks had not all started"
+    elif outcome.overdue:
         what = f"{who} did not end within {grace_seconds:g} s and had to be killed"
         hint = "save less, save faster, or raise SMPKIT_GRACE_SECONDS where the platform allows it"
-    elif unclean and all(end.status in (-signal.SIGTERM, -signal.SIGKILL) for end in unclean):
+    elif all(end.status in (-signal.SIGTERM, -signal.SIGKILL) for end in unclean):
         what = f"ended {who}; the script does not handle SIGTERM"
         hint = "handle SIGTERM in the script to save its state, for example with `smp.on_stop(callback)`"
     else:
         what = f"{who} did not end with exit code 0"
-        hint = None
     headline = f"stopped by {name}: {what}"
     exit_code = 130 if outcome.stop_signal == signal.SIGINT else unclean[0].exit_code if unclean else 143
     lines = [headline, f"on {topology.host}", *([f"hint: {hint}"] if hint else [])]

@@ -50,7 +50,7 @@ class Option:
         if self.name in _TWO_VALUES:
             return ("mca", *self.words[1:2])
         if self.name == "x":
-            return ("x", self.words[1].partition("=")[0])
+            return ("x", *(word.partition("=")[0] for word in self.words[1:2]))
         return (self.name,)
 
     def __str__(self) -> str:

@@ -190,7 +190,9 @@ def _woken() -> Iterator[_Awake]:
         """Do nothing: that there is a handler makes Python write the number to the socket."""
 
     previous_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    previous = {number: signal.signal(number, note) for number in (*_STOP_SIGNALS, signal.SIGCHLD)}
+    # What is ignored stays so: SIGHUP under nohup, SIGINT of a background job.
+    noted = [n for n in (*_STOP_SIGNALS, signal.SIGCHLD) if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in noted}
     try:
         yield _Awake(reader)
     finally:
@@ -323,7 +325,7 @@ class _Host:
             self._enter("asking", self._patience.ask)
         elif self._phase == "asking":
             self._terminate()
-        else:
+        elif self._phase != "killing":
             self._overdue = self._phase == "stopping"
             self._kill()
 

@@ -78,7 +78,6 @@ def _prepare_rank(watcher: int, pipes: Sequence[int]) -> None:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != watcher:
         os._exit(1)  # the watcher died before it could be watched
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(pipes[0], 1)

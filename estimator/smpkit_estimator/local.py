@@ -258,7 +258,9 @@ def _relayed() -> Iterator[list[subprocess.Popen[bytes]]]:
             if number != signal.SIGINT and process.poll() is None:
                 process.send_signal(number)
 
-    previous = {number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # What is ignored stays so: SIGHUP under nohup, SIGINT of a background job.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, relay) for number in numbers}
     try:
         yield processes
     finally:

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SMPKIT = [sys.executable, "-c", "from smpkit.cli.main import main; main()"]
+
+JOB = """
+entry_point: train.py
+distribution:
+  mpi: {enabled: true, processes_per_host: 2}
+"""
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [*SMPKIT, "run", "job.yaml", *arguments]
+    environ = {**os.environ, "SMPKIT_SETTLE_SECONDS": "0.5", "NO_COLOR": "1"}
+    return subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    with start(folder, *arguments) as process:
+        out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def write(folder: Path, source: str, job: str = JOB) -> None:
+    (folder / "job.yaml").write_text(job)
+    (folder / "train.py").write_text(source)
+
+
+def test_success_says_what_ran_and_how_long(tmp_path: Path) -> None:
+    write(tmp_path, "import sys; print(sys.argv[1:])")
+    code, out, err = run(tmp_path, "--set", "hyperparameters.lr=0.1", "--", "--more", "x y")
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"[rank {rank}] ['--lr', '0.1', '--more', 'x y']" for rank in range(2)]
+    first, last = err.splitlines()
+    assert first == "Running `train` on this machine: 2 ranks with mpirun, no model parallelism"
+    assert last.startswith("Finished after ")
+
+
+def test_results_are_told_with_their_place(tmp_path: Path) -> None:
+    write(tmp_path, "import os; open(os.environ['SM_MODEL_DIR'] + '/model', 'w')", JOB + "output: ./out\n")
+    code, _, err = run(tmp_path)
+    assert code == 0
+    assert f"model: {tmp_path / 'out' / 'model'}" in err
+
+
+def test_failed_job_is_exit_code_1_with_the_first_failing_ranks_story(tmp_path: Path) -> None:
+    write(tmp_path, "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boo')\ntime.sleep(100)\n")
+    code, out, err = run(tmp_path)
+    assert (code, out) == (1, "")
+    assert "(rank 1 on algo-1, exit 1)\n\n    Traceback (most recent call last):\n" in err
+    assert err.count("ValueError: boo") == 1
+    assert err.endswith("rank 0 stopped because of it\n")
+
+
+def test_exit_code_of_a_script_is_not_mistaken_for_bad_configuration(tmp_path: Path) -> None:
+    write(tmp_path, "import sys; sys.exit(2)")
+    assert run(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("compute.instance_count=0", "instance_count"),
+        ("inputs.train=s3://bucket-name/data", "is not on this machine"),
+        ("distribution.mpi.custom_mpi_options=-np 4", "`-np 4` is set by smpkit"),
+        ("source_dir=./none", "none"),
+    ],
+    ids=["field", "s3", "mpi", "source"],
+)
+def test_bad_configuration_is_exit_code_2_before_anything_starts(tmp_path: Path, override: str, message: str) -> None:
+    write(tmp_path, "raise SystemError('must not run')")
+    code, out, err = run(tmp_path, "--set", override)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert "Running" not in err
+
+
+def test_ctrl_c_stops_the_ranks_and_is_130(tmp_path: Path) -> None:
+    source = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (open("saved-" + os.environ["RANK"], "w").close(), sys.exit(0)))
+open("ready-" + os.environ["RANK"], "w").close()
+time.sleep(100)
+"""
+    write(tmp_path, source)
+    command = [*SMPKIT, "run", "job.yaml"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (tmp_path / "saved-0").exists()
+    assert (tmp_path / "saved-1").exists()
+    assert "SIGINT: asked 2 ranks to end" in err
+    assert "Interrupted after" in err
+    assert "Traceback" not in err
+
+
+def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:
+    write(
+        tmp_path, "import os, time\nopen('pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(100)\n"
+    )
+    with start(tmp_path) as process:
+        deadline = time.monotonic() + 30
+        files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+        process.communicate(timeout=30)
+    pids = [int(file.read_text()) for file in files]
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a rank outlived the command"
+        time.sleep(0.05)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smpkit.errors import ConfigError
+from smpkit_container.environment import DEFAULT_BASE, Environment, base_folder, count_cpus, count_gpus
+
+
+def write(base: Path, name: str, value: Any) -> None:
+    folder = base / "input" / "config"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = value if isinstance(value, str) else json.dumps(value)
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def read(base: Path, environ: dict[str, str] | None = None) -> Environment:
+    return Environment.read(base, environ or {}, num_gpus=0, num_cpus=4)
+
+
+def test_missing_files_mean_defaults(tmp_path: Path) -> None:
+    environment = read(tmp_path, {"TRAINING_JOB_NAME": "job-1"})
+    assert environment.hyperparameters == {}
+    assert environment.resources.hosts == ("algo-1",)
+    assert environment.job_name == "job-1"
+    assert environment.checkpoints == tmp_path / "checkpoints"
+    assert environment.script == ""
+
+
+def test_hyperparameters_are_decoded_and_split(tmp_path: Path) -> None:
+    sent = {
+        "epochs": "3",
+        "lr": "0.001",
+        "flag": "true",
+        "name": '"a b"',
+        "unquoted": "plain text of SDK v3",
+        "mp_parameters": '{"partitions": 2}',
+        "sagemaker_program": '"train.py"',
+        "sagemaker_mpi_enabled": "true",
+        "smpkit_own": "1",
+    }
+    write(tmp_path, "hyperparameters", sent)
+    environment = read(tmp_path)
+    assert environment.hyperparameters == {
+        "epochs": 3,
+        "lr": 0.001,
+        "flag": True,
+        "name": "a b",
+        "unquoted": "plain text of SDK v3",
+        "mp_parameters": {"partitions": 2},
+        "smpkit_own": 1,
+    }
+    assert environment.framework == {"sagemaker_program": "train.py", "sagemaker_mpi_enabled": True}
+    assert environment.mp_parameters == {"partitions": 2}
+    assert environment.script == "train.py"
+
+
+def test_sources_are_in_the_submit_folder_if_there_is_one(tmp_path: Path) -> None:
+    write(tmp_path, "hyperparameters", {"sagemaker_submit_directory": json.dumps(str(tmp_path))})
+    assert read(tmp_path).code == tmp_path
+    write(tmp_path, "hyperparameters", {"sagemaker_submit_directory": '"s3://bucket/sourcedir.tar.gz"'})
+    assert read(tmp_path).code == tmp_path / "code"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("hyperparameters", "{", "cannot be read as JSON"),
+        ("hyperparameters", "[1]", "must hold a JSON object, not a list"),
+        ("hyperparameters", {"mp_parameters": '"x.json"'}, "mp_parameters: must be a JSON object"),
+        ("hyperparameters", {"a": '"x\\u0000y"'}, "hyperparameters.a: holds a NUL character"),
+        ("resourceconfig", {"hosts": []}, "resourceconfig.hosts: must be a list of host names"),
+        ("resourceconfig", {"hosts": "algo-1"}, "must be a list of host names"),
+        ("resourceconfig", {"hosts": ["a"], "current_host": "b"}, "`b` is not one of the hosts: a"),
+        ("resourceconfig", {"hosts": ["a"], "instance_groups": [1]}, "must be a list of objects"),
+    ],
+    ids=["not json", "not an object", "mp_parameters", "nul", "no hosts", "hosts text", "unknown host", "groups"],
+)
+def test_malformed_files_are_clean_errors(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    write(tmp_path, name, content)
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    write(tmp_path, "hyperparameters", "{")
+    write(tmp_path, "inputdataconfig", "no")
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path)
+    assert len(caught.value.problems) == 2
+
+
+def test_base_folder_can_be_moved() -> None:
+    assert base_folder({}) == DEFAULT_BASE
+    assert base_folder({"SAGEMAKER_BASE_DIR": "/a"}) == Path("/a")
+    assert base_folder({"SAGEMAKER_BASE_DIR": "/a", "SMPKIT_BASE_DIR": "/b"}) == Path("/b")
+
+
+def test_gpus_are_counted_by_the_drivers_tool() -> None:
+    assert count_gpus(("printf", "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n")) == 2
+    assert count_gpus(("no-such-tool-anywhere",)) == 0
+    assert count_gpus(("false",)) == 0
+    assert count_cpus() >= 1

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from smpkit_container.failure import duration, launcher_failure, rank_failure, stop_failure
+from smpkit_container.process import Outcome
+from smpkit_container.topology import Topology
+from smpkit_container.verdict import RankEnd, RankError, Verdict
+
+CODE = Path("/job/code")
+TOPOLOGY = Topology(("algo-1",), 0, 8, "torchrun")
+TRACEBACK = """Traceback (most recent call last):
+  File "/job/code/train.py", line 41, in build_model
+    raise ValueError("hidden size 2050 is not divisible by tensor degree 4")
+ValueError: hidden size 2050 is not divisible by tensor degree 4
+"""
+ERROR = RankError(
+    name="ValueError",
+    message="ValueError: hidden size 2050 is not divisible by tensor degree 4",
+    traceback=TRACEBACK,
+    frames=(
+        ("/job/code/train.py", 90, "<module>"),
+        ("/job/code/train.py", 41, "build_model"),
+        ("/usr/lib/python3/site-packages/torch/nn.py", 7, "check"),
+    ),
+)
+
+
+def outcome(
+    *ends: RankEnd,
+    missing: tuple[int, ...] = (),
+    status: int = 0,
+    said: str = "",
+    stop_signal: int = 0,
+    overdue: bool = False,
+) -> Outcome:
+    return Outcome(ends, missing, status, said, stop_signal, overdue, seconds=252.0)
+
+
+def test_screen_has_the_form_of_the_ux_rules() -> None:
+    verdict = Verdict(RankEnd(5, 1, 1.0, ERROR), (0, 1, 2, 7))
+    assert rank_failure(verdict, outcome(), TOPOLOGY, CODE).screen == (
+        "Failed after 4 m 12 s (rank 5 on algo-1, exit 1)\n"
+        "\n"
+        "    Traceback (most recent call last):\n"
+        '      File "/job/code/train.py", line 41, in build_model\n'
+        '        raise ValueError("hidden size 2050 is not divisible by tensor degree 4")\n'
+        "    ValueError: hidden size 2050 is not divisible by tensor degree 4\n"
+        "\n"
+        "ranks 0–2, 7 stopped because of it"
+    )
+
+
+def test_failure_file_has_the_exception_first_and_the_users_frames_before_libraries() -> None:
+    assert rank_failure(Verdict(RankEnd(5, 1, 1.0, ERROR)), outcome(), TOPOLOGY, CODE).reason == (
+        "ValueError: hidden size 2050 is not divisible by tensor degree 4\n"
+        "rank 5 on algo-1, exit 1\n"
+        '  File "train.py", line 41, in build_model\n'
+        '  File "train.py", line 90, in <module>\n'
+        '  File "/usr/lib/python3/site-packages/torch/nn.py", line 7, in check'
+    )
+
+
+@pytest.mark.parametrize("character", ["x", "ß", "名", "😀"])
+def test_failure_file_has_at_most_1024_characters_and_still_the_rank(character: str) -> None:
+    long = RankError("ValueError", f"ValueError: {character * 3000}", "", frames=ERROR.frames * 30)
+    reason = rank_failure(Verdict(RankEnd(5, 1, 1.0, long)), outcome(), TOPOLOGY, CODE).reason
+    assert len(reason) == 1024
+    assert "\nrank 5 on algo-1, exit 1\n" in reason
+    assert "line 41" in reason
+    reason.encode("utf-8")
+
+
+def test_hint_is_shown_once_in_both_forms() -> None:
+    hinted = RankError("smpkit.errors.UsageError", "x: y\nhint: z", "smpkit.errors.UsageError: y\nhint: z\n", hint="z")
+    failure = rank_failure(Verdict(RankEnd(0, 1, 1.0, hinted)), outcome(), TOPOLOGY, CODE)
+    assert failure.screen.count("hint: z") == 1
+    assert "hint: z" in failure.reason
+
+
+def test_last_lines_stand_in_for_a_missing_exception() -> None:
+    failure = rank_failure(Verdict(RankEnd(2, 7, 1.0, last_lines=("a", "b"))), outcome(), TOPOLOGY, CODE)
+    assert failure.reason == "the script exited with code 7\nrank 2 on algo-1, exit 7\n  | b\n  | a"
+    assert "its last lines:\n      a\n      b" in failure.screen
+
+
+def test_killed_rank_may_be_out_of_memory() -> None:
+    failure = rank_failure(Verdict(RankEnd(2, -9, 1.0)), outcome(), TOPOLOGY, CODE)
+    assert failure.exit_code == 137
+    assert failure.reason.startswith("the process was killed by SIGKILL (the machine may be out of memory)")
+
+
+def test_waited_for_ranks_are_named_with_their_place() -> None:
+    stack = (
+        "Current thread 0x1 (most recent call first):\n"
+        '  File "/job/code/train.py", line 7 in forgotten\n'
+        '  File "<frozen runpy>", line 88 in _run_code\n'
+    )
+    verdict = Verdict(
+        RankEnd(0, 1, 1.0, ERROR),
+        left_early=(RankEnd(1, 0, 0.5),),
+        still_running=(RankEnd(2, -15, 9.0, stopped=True, stack=stack), RankEnd(3, -15, 9.0, stopped=True)),
+    )
+    failure = rank_failure(verdict, outcome(), TOPOLOGY, CODE)
+    notes = (
+        "rank 1 ended with exit code 0 while others still waited for it\n"
+        'rank 2 was still running, here:\n  File "train.py", line 7, in forgotten\n'
+        "rank 3 was still running"
+    )
+    assert notes in failure.screen
+    assert notes in failure.reason
+
+
+def test_launchers_own_words_are_shown_if_no_rank_tells() -> None:
+    failure = launcher_failure("mpirun", outcome(missing=(0, 1), status=213, said="----\nno such option\n----"))
+    assert failure.exit_code == 213
+    assert failure.reason == "mpirun could not start the ranks; it ended with exit code 213\nno such option"
+    assert "mpirun said:\n    ----\n    no such option" in failure.screen
+
+
+def test_ranks_that_never_started_are_named() -> None:
+    failure = launcher_failure("torchrun", outcome(RankEnd(0, -15, 1.0, stopped=True), missing=(1, 2), status=-15))
+    assert failure.reason == "ranks 1, 2 did not start; torchrun was killed by SIGTERM"
+    assert failure.exit_code == 143
+
+
+@pytest.mark.parametrize(
+    ("finished", "text", "code"),
+    [
+        (outcome(RankEnd(0, -15, 1.0), stop_signal=signal.SIGTERM), "the script does not handle SIGTERM", 143),
+        (outcome(RankEnd(0, -9, 1.0), stop_signal=signal.SIGTERM, overdue=True), "within 110 s and had to be", 137),
+        (outcome(RankEnd(0, 4, 1.0), stop_signal=signal.SIGTERM), "rank 0 did not end with exit code 0", 4),
+        (outcome(missing=(0,), stop_signal=signal.SIGTERM), "the ranks had not all started", 143),
+        (outcome(RankEnd(0, 4, 1.0), stop_signal=signal.SIGINT), "stopped by SIGINT", 130),
+    ],
+    ids=["no handler", "overdue", "exit code", "starting", "ctrl-c"],
+)
+def test_stops_that_were_not_clean(finished: Outcome, text: str, code: int) -> None:
+    failure = stop_failure(finished, TOPOLOGY, 110)
+    assert text in failure.reason
+    assert failure.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.84, "0.8 s"), (42.4, "42 s"), (59.9, "1 m 0 s"), (252, "4 m 12 s"), (11_100, "3 h 5 m")]
+)
+def test_durations_read_as_people_say_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

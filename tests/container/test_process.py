@@ -1,0 +1,111 @@
+"""The launcher's loop against watchers that misbehave; the well-behaved ones are in tests/end_to_end."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from smpkit_container.console import Console
+from smpkit_container.process import Outcome, Patience, run_host
+
+SHORT = Patience(start=1.0, settle=0.3, ask=0.1, end=0.3, grace=0.5, leave=0.3)
+
+WATCHER = """
+import os, socket, sys, time, json, signal
+def say(kind, **values):
+    connection.sendall(json.dumps({"type": kind, **values}).encode() + b"\\n")
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(os.environ["SMPKIT_LAUNCHER"])
+ends = [os.pipe() for _ in range(4)]
+socket.send_fds(connection, [json.dumps({"type": "hello", "rank": 0, "local_rank": 0}).encode() + b"\\n"],
+                [reading for reading, _ in ends])
+for reading, _ in ends:
+    os.close(reading)
+welcome = connection.recv(65536)
+say("start", pid=os.getpid())
+"""
+
+
+def run(tmp_path: Path, source: str, ranks: int = 1) -> tuple[Outcome, str]:
+    err = io.BytesIO()
+    outcome = run_host(
+        [sys.executable, "-c", source],
+        ranks=range(ranks),
+        folder=tmp_path,
+        environ=os.environ,
+        variables={"GREETING": "hello"},
+        console=Console(io.BytesIO(), err, terminal=False, colour=False),
+        patience=SHORT,
+    )
+    return outcome, err.getvalue().decode()
+
+
+def test_ranks_that_never_start_are_given_up_on(tmp_path: Path) -> None:
+    began = time.monotonic()
+    outcome, _ = run(tmp_path, "import time; time.sleep(60)", ranks=2)
+    assert outcome.missing == (0, 1)
+    assert outcome.launcher_status == -signal.SIGTERM
+    assert time.monotonic() - began < 4
+
+
+def test_launcher_that_ignores_everything_is_killed(tmp_path: Path) -> None:
+    source = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('words'); time.sleep(60)"
+    outcome, _ = run(tmp_path, source)
+    assert outcome.launcher_status in (-signal.SIGKILL, -signal.SIGTERM)
+    assert outcome.missing == (0,)
+
+
+def test_words_of_a_launcher_that_fails_are_kept(tmp_path: Path) -> None:
+    outcome, shown = run(tmp_path, "import sys; print('to stdout', flush=True); sys.exit('no such option')")
+    assert outcome.launcher_status == 1
+    assert outcome.launcher_output.splitlines() == ["to stdout", "no such option"]
+    assert shown == ""
+
+
+def test_rank_that_survives_sigkill_is_given_up_on(tmp_path: Path) -> None:
+    """A process in an uninterruptible wait (a dead network disk) cannot be killed; the run ends all the same."""
+    began = time.monotonic()
+    outcome, _ = run(tmp_path, WATCHER + "os.write(ends[2][1], b'{'); time.sleep(60)")
+    assert time.monotonic() - began < 5
+    assert [end.status for end in outcome.ends] == [None]
+    assert not outcome.clean
+
+
+def test_watcher_that_dies_took_its_rank_along(tmp_path: Path) -> None:
+    outcome, _ = run(tmp_path, WATCHER + "os.kill(os.getpid(), 9)")
+    assert [end.status for end in outcome.ends] == [-signal.SIGKILL]
+
+
+def test_host_variables_are_handed_to_the_rank(tmp_path: Path) -> None:
+    """mpirun would give every host those of the first."""
+    source = WATCHER + "print(welcome.decode()); say('exit', status=0, seconds=0.0); connection.recv(100)"
+    outcome, _ = run(tmp_path, source)
+    assert outcome.clean
+    assert '"variables": {"GREETING": "hello"}' in outcome.launcher_output
+
+
+def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)]
+    run(tmp_path, "pass")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)] == before
+
+
+def test_command_that_cannot_be_started_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    with pytest.raises(FileNotFoundError):
+        run_host(
+            ["no-such-program-anywhere"],
+            ranks=range(1),
+            folder=tmp_path,
+            environ={},
+            variables={},
+            console=console,
+            patience=SHORT,
+        )
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL

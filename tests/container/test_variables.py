@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smpkit_container.environment import Environment, Folders, Resources
+from smpkit_container.topology import Topology
+from smpkit_container.variables import export, platform_variables, process_variables
+
+GROUP = {"instance_group_name": "main", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-1", "algo-2"]}
+
+ENVIRONMENT = Environment(
+    folders=Folders(Path("/opt/ml")),
+    hyperparameters={"mp_parameters": {"partitions": 2, "ddp": True}, "batch-size": 4, "name": "a b"},
+    framework={"sagemaker_program": "train.py", "sagemaker_mpi_enabled": True, "sagemaker_region": "eu-west-1"},
+    resources=Resources(
+        hosts=("algo-1", "algo-2"),
+        current_host="algo-2",
+        instance_type="ml.p4d.24xlarge",
+        group_name="main",
+        groups=(GROUP,),
+        interface="eth0",
+        raw={"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]},
+    ),
+    channels={"train": {"TrainingInputMode": "File"}, "my-test": {"TrainingInputMode": "File"}},
+    job_name="job-1",
+    num_gpus=8,
+    num_cpus=96,
+)
+TOPOLOGY = Topology(("algo-1", "algo-2"), 1, 8, "mpirun", interface="eth0")
+
+TOOLKIT = [
+    "SM_HOSTS",
+    "SM_NETWORK_INTERFACE_NAME",
+    "SM_HPS",
+    "SM_USER_ENTRY_POINT",
+    "SM_FRAMEWORK_PARAMS",
+    "SM_RESOURCE_CONFIG",
+    "SM_INPUT_DATA_CONFIG",
+    "SM_OUTPUT_DATA_DIR",
+    "SM_CHANNELS",
+    "SM_CURRENT_HOST",
+    "SM_CURRENT_INSTANCE_TYPE",
+    "SM_CURRENT_INSTANCE_GROUP",
+    "SM_CURRENT_INSTANCE_GROUP_HOSTS",
+    "SM_INSTANCE_GROUPS",
+    "SM_INSTANCE_GROUPS_DICT",
+    "SM_DISTRIBUTION_INSTANCE_GROUPS",
+    "SM_IS_HETERO",
+    "SM_MODULE_NAME",
+    "SM_LOG_LEVEL",
+    "SM_FRAMEWORK_MODULE",
+    "SM_INPUT_DIR",
+    "SM_INPUT_CONFIG_DIR",
+    "SM_OUTPUT_DIR",
+    "SM_NUM_CPUS",
+    "SM_NUM_GPUS",
+    "SM_NUM_NEURONS",
+    "SM_MODEL_DIR",
+    "SM_MODULE_DIR",
+    "SM_TRAINING_ENV",
+    "SM_USER_ARGS",
+    "SM_OUTPUT_INTERMEDIATE_DIR",
+]
+SDK_V3 = [
+    "SM_MASTER_ADDR",
+    "SM_MASTER_PORT",
+    "SM_HOST_COUNT",
+    "SM_CURRENT_HOST_RANK",
+    "SM_SOURCE_DIR",
+    "SM_ENTRY_SCRIPT",
+    "SM_INPUT_DATA_DIR",
+    "SM_OUTPUT_FAILURE",
+    "SM_DISTRIBUTED_CONFIG",
+]
+
+
+@pytest.fixture
+def variables() -> dict[str, str]:
+    return platform_variables(ENVIRONMENT, TOPOLOGY, ["--batch-size", "4"])
+
+
+@pytest.mark.parametrize("name", [*TOOLKIT, *SDK_V3])
+def test_variables_of_both_toolkits_are_there(variables: dict[str, str], name: str) -> None:
+    assert name in variables
+
+
+def test_values_have_the_toolkits_form(variables: dict[str, str]) -> None:
+    expected = {
+        "SM_HOSTS": '["algo-1","algo-2"]',
+        "SM_CURRENT_HOST": "algo-2",
+        "SM_CURRENT_HOST_RANK": "1",
+        "SM_MASTER_ADDR": "algo-1",
+        "SM_MASTER_PORT": "7777",
+        "SM_HP_MP_PARAMETERS": '{"ddp":true,"partitions":2}',
+        "SM_HP_NAME": "a b",
+        "SM_HP_BATCH-SIZE": "4",
+        "SM_HP_BATCH_SIZE": "4",
+        "SM_CHANNELS": '["my-test","train"]',
+        "SM_CHANNEL_TRAIN": "/opt/ml/input/data/train",
+        "SM_CHANNEL_MY-TEST": "/opt/ml/input/data/my-test",
+        "SM_CHANNEL_MY_TEST": "/opt/ml/input/data/my-test",
+        "SM_USER_ARGS": '["--batch-size","4"]',
+        "SM_MODULE_NAME": "train",
+        "SM_USER_ENTRY_POINT": "train.py",
+        "SM_MODEL_DIR": "/opt/ml/model",
+        "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data",
+        "SM_NUM_GPUS": "8",
+        "SM_NUM_CPUS": "96",
+        "SM_LOG_LEVEL": "20",
+        "SM_IS_HETERO": "false",
+        "SM_INSTANCE_GROUPS": '["main"]',
+        "SM_CURRENT_INSTANCE_GROUP_HOSTS": '["algo-1","algo-2"]',
+        "SAGEMAKER_JOB_NAME": "job-1",
+        "SAGEMAKER_REGION": "eu-west-1",
+        "CURRENT_HOST": "algo-2",
+    }
+    assert {name: variables[name] for name in expected} == expected
+
+
+def test_hugging_face_finds_what_it_asks_for(variables: dict[str, str]) -> None:
+    """`is_sagemaker_mp_enabled()` looks for exactly these two."""
+    assert "partitions" in json.loads(variables["SM_HP_MP_PARAMETERS"])
+    assert json.loads(variables["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"] is True
+
+
+def test_training_env_holds_the_job_in_one_value(variables: dict[str, str]) -> None:
+    whole = json.loads(variables["SM_TRAINING_ENV"])
+    assert whole["hyperparameters"] == ENVIRONMENT.hyperparameters
+    assert whole["job_name"] == "job-1"
+    assert whole["is_master"] is False
+    assert whole["channel_input_dirs"]["train"] == "/opt/ml/input/data/train"
+
+
+def test_names_that_no_environment_can_hold_are_left_out() -> None:
+    odd = Environment(folders=Folders(Path("/opt/ml")), hyperparameters={"a=b": 1})
+    names = platform_variables(odd, Topology(("algo-1",), 0, 1, "torchrun"), [])
+    assert not [name for name in names if "=" in name]
+
+
+def test_threads_are_shared_among_the_ranks_of_a_host() -> None:
+    one_host = Topology(("algo-1",), 0, 4, "torchrun", interface="eth0")
+    assert process_variables({}, one_host, 16, "linux") == {
+        "OMP_NUM_THREADS": "4",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    assert process_variables({}, one_host, 2, "linux")["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    user = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "wlan0"}
+    assert process_variables(user, TOPOLOGY, 16, "linux") == {"PYTHONUNBUFFERED": "1", "NCCL_SOCKET_IFNAME": "eth0"}
+
+
+def test_several_hosts_talk_over_the_platforms_interface() -> None:
+    found = process_variables({}, TOPOLOGY, 96, "linux")
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0")
+
+
+def test_later_layers_win() -> None:
+    assert export({"a": "1", "b": "1"}, {"b": "2"}, {"c": "3"}) == {"a": "1", "b": "2", "c": "3"}

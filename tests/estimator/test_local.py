@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smpkit.config.job import JobConfig
+from smpkit.errors import ConfigError
+from smpkit_estimator.local import LocalPlan, LocalRun, plan_local_run, run_local
+
+MPI = {"mpi": {"enabled": True, "processes_per_host": 1}}
+
+
+def plan(folder: Path, source: str = "", num_gpus: int = 0, **settings: Any) -> LocalPlan:
+    (folder / "train.py").write_text(source)
+    job = JobConfig.model_validate({"entry_point": "train.py", "distribution": MPI, **settings})
+    return plan_local_run(job, folder, num_gpus)
+
+
+def run(folder: Path, source: str, keep: bool = False, **settings: Any) -> LocalRun:
+    return run_local(plan(folder, source, **settings), ("--more",), keep=keep)
+
+
+def test_what_is_not_on_this_machine_is_named_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(tmp_path, inputs={"train": "s3://bucket-name/data", "test": "./missing"})
+    text = str(caught.value)
+    assert "inputs.train: is not on this machine: `s3://bucket-name/data`" in text
+    assert "`--set inputs.train=./data`" in text
+    assert "inputs.test: there is no file or folder" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [({"source_dir": "s3://bucket-name/src.tar.gz"}, "source_dir"), ({"source_dir": "none"}, "source_dir")],
+    ids=["remote", "missing"],
+)
+def test_sources_must_be_here(tmp_path: Path, settings: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(tmp_path, **settings)
+    assert caught.value.problems[0].where == where
+
+
+@pytest.mark.parametrize(
+    ("distribution", "hosts", "num_gpus", "ranks"),
+    [
+        ({"mpi": {"enabled": True, "processes_per_host": 2}}, 3, 0, 6),
+        ({"torch_distributed": {"enabled": True, "processes_per_host": 2}}, 1, 8, 2),
+        ({"enabled": True, "parameters": {"partitions": 2, "tensor_parallel_degree": 2, "ddp": True}}, 1, 0, 4),
+        ({"enabled": True, "parameters": {"partitions": 2}, "mpi": {"enabled": True}}, 2, 4, 4),
+        ({}, 1, 0, 1),
+    ],
+    ids=["all hosts", "as asked", "degrees", "gpus", "one"],
+)
+def test_number_of_ranks(tmp_path: Path, distribution: Any, hosts: int, num_gpus: int, ranks: int) -> None:
+    made = plan(tmp_path, num_gpus=num_gpus, distribution=distribution, compute={"instance_count": hosts})
+    assert made.ranks == ranks
+    assert len(made.notes) == (hosts > 1)
+
+
+def test_degrees_that_do_not_fit_this_machine_are_named(tmp_path: Path) -> None:
+    distribution = {"enabled": True, "parameters": {"partitions": 2}}
+    with pytest.raises(ConfigError, match="partitions"):
+        plan(tmp_path, num_gpus=3, distribution=distribution)
+
+
+def test_results_for_s3_stay_here_with_a_note(tmp_path: Path) -> None:
+    made = plan(tmp_path, output="s3://bucket-name/out", checkpoints="s3://bucket-name/ckpt")
+    assert (made.output, made.checkpoints) == (None, None)
+    assert made.notes == (
+        "`output` goes to a local folder, not to s3://bucket-name/out",
+        "`checkpoints` goes to a local folder, not to s3://bucket-name/ckpt",
+    )
+
+
+WRITES = """
+import os, sys
+for name in ("SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR", "SMPKIT_CHECKPOINT_DIR"):
+    open(os.path.join(os.environ[name], "file"), "w").write(name)
+"""
+
+
+def test_folders_of_the_job_file_are_used_directly(tmp_path: Path) -> None:
+    done = run(tmp_path, WRITES, output="./out", checkpoints="./ckpt")
+    assert (done.exit_code, done.failure, done.tree) == (0, None, None)
+    assert done.model == tmp_path / "out" / "model"
+    assert done.output_data == tmp_path / "out" / "data"
+    assert done.checkpoints == tmp_path / "ckpt"
+    assert (tmp_path / "ckpt" / "file").read_text() == "SMPKIT_CHECKPOINT_DIR"
+
+
+def test_nothing_that_was_written_is_lost(tmp_path: Path) -> None:
+    done = run(tmp_path, WRITES)
+    assert done.tree is not None
+    assert done.model == done.tree / "model"
+    assert (done.tree / "checkpoints" / "file").is_file()
+
+
+def test_tree_without_results_is_removed(tmp_path: Path) -> None:
+    source = "import os; open('base', 'w').write(os.environ['SM_MODEL_DIR'])"
+    done = run(tmp_path, source)
+    assert (done.tree, done.model) == (None, None)
+    assert not Path((tmp_path / "base").read_text()).parent.exists()
+    assert run(tmp_path, source, keep=True).tree is not None
+
+
+def test_the_script_sees_the_platform(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text").write_text("hello")
+    source = """
+import json, os, sys
+seen = {name: os.environ.get(name) for name in ("FOO", "SM_CHANNELS", "SM_CURRENT_HOST", "SMPKIT_DIE_WITH_PARENT")}
+seen["argv"] = sys.argv
+seen["cwd"] = os.getcwd()
+seen["data"] = open(os.path.join(os.environ["SM_CHANNEL_TRAIN"], "text")).read()
+json.dump(seen, open("seen.json", "w"))
+"""
+    done = run(tmp_path, source, hyperparameters={"lr": 0.1}, environment={"FOO": "a b"}, inputs={"train": "./data"})
+    assert done.exit_code == 0
+    assert json.loads((tmp_path / "seen.json").read_text()) == {
+        "FOO": "a b",
+        "SM_CHANNELS": '["train"]',
+        "SM_CURRENT_HOST": "algo-1",
+        "SMPKIT_DIE_WITH_PARENT": None,
+        "argv": ["train.py", "--lr", "0.1", "--more"],
+        "cwd": str(tmp_path),
+        "data": "hello",
+    }
+
+
+def test_failure_comes_back_with_the_exit_code(tmp_path: Path) -> None:
+    done = run(tmp_path, "import sys; sys.exit(3)")
+    assert done.exit_code == 3
+    assert done.failure is not None
+    assert done.failure.startswith("the script exited with code 3\nrank 0 on algo-1, exit 3")
+    assert done.tree is None
