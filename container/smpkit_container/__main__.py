@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smpkit.errors import SmpkitError
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, Folders, base_folder, count_cpus, count_gpus
+from smpkit_container.failure import MAX_FAILURE_CHARACTERS
 from smpkit_container.launch import launch, write_failure
 from smpkit_container.rank import die_with_parent
 
@@ -45,6 +47,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         _leave_reason(base, str(error))
         return 1
+    except Exception as error:
+        reason = f"a bug in smpkit: {type(error).__name__}: {error}"
+        sys.stderr.write(f"error: {reason}; details: {Folders(base).failure}\n")
+        _leave_reason(base, f"{reason}\n{traceback.format_exc()[-800:]}")
+        return 3
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -55,7 +62,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _leave_reason(base: Path, reason: str) -> None:
     try:
-        write_failure(Folders(base).failure, reason[:1024])
+        write_failure(Folders(base).failure, reason[:MAX_FAILURE_CHARACTERS])
     except OSError as error:
         sys.stderr.write(f"the failure file could not be written: {error}\n")
 

@@ -54,10 +54,12 @@ def rank_failure(verdict: Verdict, outcome: Outcome, topology: Topology, code: P
     return Failure(end.exit_code, _fitted(reason), "\n".join(screen).rstrip())
 
 
-def launcher_failure(name: str, outcome: Outcome) -> Failure:
+def launcher_failure(name: str, outcome: Outcome, start_seconds: float) -> Failure:
     """Describe a run in which no rank failed, but torchrun or mpirun did, or ranks never started."""
     status = outcome.launcher_status
-    if outcome.missing and outcome.ends:
+    if outcome.late:
+        headline = f"{_ranks(outcome.missing)} did not start within {start_seconds:g} s of starting {name}"
+    elif outcome.missing and outcome.ends:
         headline = f"{_ranks(outcome.missing)} did not start; {name} {_how_it_ended(status)}"
     elif outcome.missing:
         headline = f"{name} could not start the ranks; it {_how_it_ended(status)}"

@@ -58,8 +58,9 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     with _meeting_port(read_topology(environment)) as port:
         plan = _planned(environment, environ, extra, port, console.is_terminal)
         environment.folders.make_writable_ones()
+        environment.folders.failure.unlink(missing_ok=True)
         outcome = _run(plan, console, patience)
-    failure = explain(outcome, plan.topology, plan.code, patience.grace)
+    failure = explain(outcome, plan.topology, plan.code, patience)
     if failure is not None:
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
@@ -67,22 +68,23 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else 0
 
 
-def explain(outcome: Outcome, topology: Topology, code: Path, grace_seconds: float) -> Failure | None:
-    """Return why a run failed; None if it did not."""
-    if outcome.clean and (outcome.stop_signal or outcome.launcher_status == 0):
+def explain(outcome: Outcome, topology: Topology, code: Path, patience: Patience) -> Failure | None:
+    """Return why a run failed; None if it did not: if every rank ended with 0, whatever torchrun or mpirun think."""
+    if outcome.clean:
         return None
     verdict = judge(outcome.ends)
     if outcome.stop_signal and (verdict is None or verdict.culprit.error is None):
-        return stop_failure(outcome, topology, grace_seconds)
+        return stop_failure(outcome, topology, patience.grace)
     if verdict is None:
-        return launcher_failure(topology.launcher, outcome)
+        return launcher_failure(topology.launcher, outcome, patience.start)
     return rank_failure(verdict, outcome, topology, code)
 
 
 def write_failure(path: Path, reason: str) -> None:
-    """Leave the reason where the platform looks for it."""
+    """Leave the reason where the platform looks for it, unless the script has left its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(reason, encoding="utf-8", errors="replace")
+    if not path.exists():
+        path.write_text(reason, encoding="utf-8", errors="replace")
 
 
 def patience_from(environ: Mapping[str, str]) -> Patience:

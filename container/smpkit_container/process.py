@@ -14,7 +14,6 @@ by their watchers only when all is over, they do nothing at all.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import shutil
@@ -23,29 +22,27 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
-from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, Inbox, packed
+from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES
 from smpkit_container.console import Console
-from smpkit_container.lines import LineSplitter, Piece
-from smpkit_container.verdict import RankEnd, RankError
+from smpkit_container.lines import Piece
+from smpkit_container.rank_link import RankLink
+from smpkit_container.verdict import RankEnd
+from smpkit_container.wakeup import STOP_SIGNALS, Wakeup, reap_orphans, wakeup
 
 __all__ = ["Outcome", "Patience", "run_host"]
 
 Phase = Literal["running", "settling", "asking", "ending", "stopping", "killing"]
 
 _CHUNK_BYTES = 65536
-_KEPT_LINES = 20
 _KEPT_CHATTER_BYTES = 16384
 _REPORT, _STACKS = 2, 3
 _STREAMS = ("out", "err")
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,8 @@ class Outcome:
     launcher_output: str
     stop_signal: int = 0
     """The signal that asked the run to stop; 0 if none did."""
+    late: bool = False
+    """Whether the run was given up because ranks did not start in time."""
     overdue: bool = False
     """Whether ranks had to be killed because the grace period was over."""
     seconds: float = 0.0
@@ -116,7 +115,7 @@ def run_host(
         with (
             _listening(place / "launcher") as listener,
             selectors.DefaultSelector() as selector,
-            _woken() as awake,
+            wakeup() as awake,
             _started(command, folder, {**environ, ADDRESS_VARIABLE: str(place / "launcher")}) as process,
         ):
             return _Host(
@@ -164,92 +163,6 @@ def _listening(path: Path) -> Iterator[socket.socket]:
         yield listener
 
 
-class _Awake:
-    """Signals as something to select on: which came since the last look."""
-
-    def __init__(self, reader: socket.socket) -> None:
-        self.reader = reader
-
-    def fileno(self) -> int:
-        return self.reader.fileno()
-
-    def read(self) -> bytes:
-        with contextlib.suppress(BlockingIOError):
-            return self.reader.recv(4096)
-        return b""
-
-
-@contextlib.contextmanager
-def _woken() -> Iterator[_Awake]:
-    """Turn the signals that matter into bytes on a socket; afterwards they do again what they did before."""
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        """Do nothing: that there is a handler makes Python write the number to the socket."""
-
-    previous_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    # What is ignored stays so: SIGHUP under nohup, SIGINT of a background job.
-    noted = [n for n in (*_STOP_SIGNALS, signal.SIGCHLD) if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, note) for number in noted}
-    try:
-        yield _Awake(reader)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(previous_descriptor)
-        reader.close()
-        writer.close()
-
-
-class _Rank:
-    """One rank as the launcher sees it: its watcher's connection and the script's four pipes."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.inbox = Inbox()
-        self.number = -1  # until its hello
-        self.pipes: list[int] = []
-        self.splitters = [LineSplitter(), LineSplitter()]
-        self.notes = [bytearray(), bytearray()]  # report, stacks
-        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self.started = False
-        self.status: int | None = None
-        self.ended_seconds = 0.0
-        self.stopped = False
-
-    @property
-    def running(self) -> bool:
-        return self.status is None
-
-    @property
-    def error(self) -> RankError | None:
-        report = bytes(self.notes[0])
-        return _error(json.loads(report)) if report.endswith(b"\n") else None
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.status) or bool(self.notes[0])
-
-    def tell(self, kind: str, **values: Any) -> None:
-        """Send one message to the watcher; it may be gone, which its closed connection will tell."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(packed(kind, **values))
-
-    def end(self) -> RankEnd:
-        """Return the whole story of the rank."""
-        return RankEnd(
-            rank=self.number,
-            status=self.status,
-            seconds=self.ended_seconds,
-            error=self.error,
-            stopped=self.stopped,
-            last_lines=tuple(self.last_lines),
-            stack=self.notes[1].decode("utf-8", errors="replace"),
-        )
-
-
 class _Host:
     """The loop over everything that can happen on this host while a run lasts."""
 
@@ -259,7 +172,7 @@ class _Host:
         *,
         listener: socket.socket,
         selector: selectors.BaseSelector,
-        awake: _Awake,
+        awake: Wakeup,
         ranks: range,
         variables: Mapping[str, str],
         console: Console,
@@ -273,12 +186,13 @@ class _Host:
         self._awake = awake
         self._console = console
         self._patience = patience
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankLink] = []
         self._chatter = bytearray()
         self._began = time.monotonic()
         self._phase: Phase = "running"
         self._deadline = self._began + patience.start
         self._stop_signal = 0
+        self._late = False
         self._overdue = False
         self._hurry = False
 
@@ -316,7 +230,8 @@ class _Host:
             self._time_out()
 
     def _time_out(self) -> None:
-        if self._phase == "running":  # not all ranks came
+        if self._phase == "running":
+            self._late = True
             self._terminate()
         elif self._phase == "settling":
             for rank in self._running():
@@ -367,7 +282,7 @@ class _Host:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _running(self) -> list[_Rank]:
+    def _running(self) -> list[RankLink]:
         return [rank for rank in self._ranks if rank.running]
 
     def _all_started(self) -> bool:
@@ -386,11 +301,11 @@ class _Host:
 
     def _read_signals(self) -> None:
         for number in self._awake.read():
-            if number in _STOP_SIGNALS:
+            if number in STOP_SIGNALS:
                 again = self._stop_signal == signal.SIGINT == number
                 self._hurry = self._hurry or again
                 self._stop(number)
-        _reap_orphans(self._process)
+        reap_orphans(self._process)
 
     def _read_chatter(self) -> None:
         """Keep the end of what torchrun or mpirun say themselves; it matters only if no rank tells why a run failed."""
@@ -406,10 +321,10 @@ class _Host:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
-            rank = _Rank(connection)
+            rank = RankLink(connection)
             self._watch(connection, lambda: self._listen(rank))
 
-    def _listen(self, rank: _Rank) -> None:
+    def _listen(self, rank: RankLink) -> None:
         try:
             data, descriptors, _, _ = socket.recv_fds(rank.connection, _CHUNK_BYTES, NUM_PIPES)
         except BlockingIOError:
@@ -425,7 +340,7 @@ class _Host:
             if rank.number >= 0 and rank.running:
                 self._ended(rank, -signal.SIGKILL, time.time())  # its watcher was killed, and took the rank along
 
-    def _obey(self, rank: _Rank, message: Mapping[str, Any]) -> None:
+    def _obey(self, rank: RankLink, message: Mapping[str, Any]) -> None:
         if message["type"] == "hello":
             self._welcome(rank, message["rank"])
         elif message["type"] == "start":
@@ -437,7 +352,7 @@ class _Host:
         else:
             self._ended(rank, message["status"], message["seconds"])
 
-    def _welcome(self, rank: _Rank, number: int) -> None:
+    def _welcome(self, rank: RankLink, number: int) -> None:
         rank.number = number
         self._ranks.append(rank)
         for position, descriptor in enumerate(rank.pipes):
@@ -445,7 +360,7 @@ class _Host:
             self._watch(descriptor, partial(self._read_pipe, rank, position))
         rank.tell("welcome", variables=self._variables)
 
-    def _read_pipe(self, rank: _Rank, position: int) -> bool:
+    def _read_pipe(self, rank: RankLink, position: int) -> bool:
         """Take what a pipe holds; return whether there may be more."""
         data = _read(rank.pipes[position]) if rank.pipes[position] >= 0 else None
         if data is None:
@@ -458,19 +373,19 @@ class _Host:
             self._show(rank, _STREAMS[position], rank.splitters[position].feed(data))
         return bool(data)
 
-    def _close_pipe(self, rank: _Rank, position: int) -> None:
+    def _close_pipe(self, rank: RankLink, position: int) -> None:
         if rank.pipes[position] >= 0:
             self._selector.unregister(rank.pipes[position])
             os.close(rank.pipes[position])
             rank.pipes[position] = -1  # the number may soon be another pipe's
 
-    def _show(self, rank: _Rank, stream: str, pieces: Sequence[Piece]) -> None:
+    def _show(self, rank: RankLink, stream: str, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             if not piece.passing:
                 rank.last_lines.append(piece.text)
             self._console.show(rank.number, stream, piece)
 
-    def _ended(self, rank: _Rank, status: int, seconds: float) -> None:
+    def _ended(self, rank: RankLink, status: int, seconds: float) -> None:
         """Note the end of a rank, after the last of its output; a helper it left behind may keep the pipes open."""
         for position in range(len(rank.pipes)):
             while self._read_pipe(rank, position):
@@ -500,6 +415,7 @@ class _Host:
             launcher_status=self._process.wait(),
             launcher_output=self._chatter.decode("utf-8", errors="replace").strip(),
             stop_signal=self._stop_signal,
+            late=self._late,
             overdue=self._overdue,
             seconds=seconds,
         )
@@ -525,30 +441,3 @@ def _read(descriptor: int) -> bytes | None:
         return os.read(descriptor, _CHUNK_BYTES)
     except BlockingIOError:
         return None
-
-
-def _error(report: Mapping[str, Any]) -> RankError:
-    return RankError(
-        name=report["name"],
-        message=report["message"],
-        traceback=report["traceback"],
-        chain=tuple(report["chain"]),
-        frames=tuple((file, line, function) for file, line, function in report["frames"]),
-        hint=report["hint"],
-        exit_code=report["exit_code"],
-        seconds=report["seconds"],
-    )
-
-
-def _reap_orphans(process: subprocess.Popen[bytes]) -> None:
-    """As PID 1 of a container, collect processes that others left to us; their entries would pile up."""
-    if os.getpid() != 1:
-        return
-    while True:
-        try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        if found is None or found.si_pid == process.pid:
-            return
-        os.waitpid(found.si_pid, 0)

@@ -8,32 +8,26 @@ show the first failing rank's traceback once. Without a launcher the script is r
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import faulthandler
-import io
-import json
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-import traceback
-import types
 from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
 from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, Inbox, packed
+from smpkit_container.script import run_script
 
 __all__ = ["main"]
 
 _CONNECT_SECONDS = 60.0
 _GROUP_SECONDS = 1.0
 _GROUP_POLL_SECONDS = 0.02
-_MAX_TEXT = 60_000  # characters of a traceback, message or error that travel; the end is kept, where the news is
 
 _FROM_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -55,7 +49,7 @@ def main(arguments: Sequence[str], environ: dict[str, str] | os._Environ[str]) -
     if pid == 0:
         launcher.close()
         _prepare_rank(watcher, pipes)
-        _run_script(arguments[0], arguments[1:], pipes[2])
+        run_script(arguments[0], arguments[1:], pipes[2])
         return
     for descriptor in pipes:
         os.close(descriptor)
@@ -95,109 +89,6 @@ def die_with_parent(number: int) -> None:
 
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, number, 0, 0, 0)
-
-
-def _run_script(script: str, arguments: Sequence[str], report: int) -> None:
-    """Run `script` as `python script ...` would: its module is `__main__`, its folder comes first on the path."""
-    path = Path(script).absolute()  # as Python itself does for the `__file__` of the main script
-    sys.argv = [script, *arguments]
-    if not os.environ.get("PYTHONSAFEPATH"):
-        _replace_path_entry(str(path.resolve().parent))
-    module = types.ModuleType("__main__")
-    loader = SourceFileLoader("__main__", str(path))
-    module.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader)
-    sys.modules["__main__"] = module
-    try:
-        with io.open_code(str(path)) as file:
-            code = compile(file.read(), str(path), "exec", dont_inherit=True)
-        exec(code, module.__dict__)  # noqa: S102  this is what a launcher is for
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            _report(report, error)
-        raise
-    except BaseException as error:
-        error.__traceback__ = _users_part(error.__traceback__)
-        _report(report, error)
-        _call_own_hook(error)
-        raise SystemExit(_exit_code(error)) from None
-
-
-def _replace_path_entry(folder: str) -> None:
-    """Put the script's folder where `-m` put the current one; with `-P` there is none to replace."""
-    if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]
-    sys.path.insert(0, folder)
-
-
-def _call_own_hook(error: BaseException) -> None:
-    """Call a `sys.excepthook` that the script installed, as Python would: it may log, save or clean up.
-
-    Not torch.distributed's, which `init_process_group` installs: it only prints the traceback with the rank before it.
-    """
-    hook = sys.excepthook
-    if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch.distributed"):
-        with contextlib.suppress(Exception):
-            hook(type(error), error, error.__traceback__)
-
-
-def _exit_code(error: BaseException) -> int:
-    """Return the code with which Python ends after `error`."""
-    if isinstance(error, SystemExit):
-        return error.code & 0xFF if isinstance(error.code, int) else 1
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Drop the frames of this module, so that a traceback begins in the script."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
-
-
-def _report(descriptor: int, error: BaseException) -> None:
-    """Write what happened to the launcher; never let the report hide the error itself."""
-    with contextlib.suppress(Exception):
-        data = json.dumps(_described(error)).encode() + b"\n"
-        while data:
-            data = data[os.write(descriptor, data) :]
-
-
-def _described(error: BaseException) -> dict[str, Any]:
-    story = traceback.TracebackException(type(error), error, _users_part(error.__traceback__))
-    hint = getattr(error, "hint", None)
-    return {
-        "name": _qualified(type(error)),
-        "message": "".join(story.format_exception_only()).strip()[-_MAX_TEXT:],
-        "hint": hint if isinstance(hint, str) else None,
-        "chain": [f"{_qualified(type(link))}: {_safe_text(link)}"[:_MAX_TEXT] for link in _chain(error)],
-        "frames": [[f.filename, f.lineno or 0, f.name] for f in story.stack],
-        "traceback": "".join(story.format())[-_MAX_TEXT:],
-        "exit_code": _exit_code(error),
-        "seconds": time.time(),
-    }
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return the error and what it was raised from or while handling, as far as Python would show it."""
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in links:
-        links.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return links
-
-
-def _qualified(kind: type[BaseException]) -> str:
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-
-
-def _safe_text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return ""
 
 
 # ---- the watcher ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -81,12 +82,12 @@ def _processes_per_host(environment: Environment, launcher: Launcher) -> int:
 
 def _degree_product(parameters: Mapping[str, Any]) -> int:
     """Return the fewest ranks that the configuration can run on: pipeline degree × tensor degree."""
-    pipeline = parameters.get("pipeline_parallel_degree", parameters.get("partitions"))
-    product = 1
-    for name, value in (("pipeline_parallel_degree", pipeline), ("tensor_parallel_degree", None)):
-        path = ("mp_parameters", name)
-        product *= _whole_number(value or parameters.get(name), path, 1, 4096) or 1
-    return product
+    degrees = {
+        "pipeline_parallel_degree": parameters.get("pipeline_parallel_degree", parameters.get("partitions")),
+        "tensor_parallel_degree": parameters.get("tensor_parallel_degree"),
+    }
+    numbers = (_whole_number(value, ("mp_parameters", name), 1, 4096) for name, value in degrees.items())
+    return math.prod(number or 1 for number in numbers)
 
 
 def _port(parameters: Mapping[str, Any]) -> int | None:

@@ -20,7 +20,7 @@ distribution:
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [*SMPKIT, "run", "job.yaml", *arguments]
-    environ = {**os.environ, "SMPKIT_SETTLE_SECONDS": "0.5", "NO_COLOR": "1"}
+    environ = {**os.environ, "SMPKIT_SETTLE_SECONDS": "0.5", "NO_COLOR": "1", "TMPDIR": str(folder)}
     return subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -93,9 +93,14 @@ open("ready-" + os.environ["RANK"], "w").close()
 time.sleep(100)
 """
     write(tmp_path, source)
-    command = [*SMPKIT, "run", "job.yaml"]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*SMPKIT, "run", "job.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         deadline = time.monotonic() + 30
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):

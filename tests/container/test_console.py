@@ -57,7 +57,7 @@ def test_a_reader_that_went_away_is_noticed_and_not_written_to_again() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb", buffering=0) as stream:
-        console = Console(stream, io.BytesIO(), terminal=False, colour=False)  # type: ignore[arg-type]
+        console = Console(stream, io.BytesIO(), terminal=False, colour=False)
         console.show(0, "out", Piece("a"))
         assert console.broken
         console.show(0, "out", Piece("b"))

@@ -37,7 +37,7 @@ def outcome(
     stop_signal: int = 0,
     overdue: bool = False,
 ) -> Outcome:
-    return Outcome(ends, missing, status, said, stop_signal, overdue, seconds=252.0)
+    return Outcome(ends, missing, status, said, stop_signal, overdue=overdue, seconds=252.0)
 
 
 def test_screen_has_the_form_of_the_ux_rules() -> None:
@@ -115,16 +115,23 @@ def test_waited_for_ranks_are_named_with_their_place() -> None:
 
 
 def test_launchers_own_words_are_shown_if_no_rank_tells() -> None:
-    failure = launcher_failure("mpirun", outcome(missing=(0, 1), status=213, said="----\nno such option\n----"))
+    failure = launcher_failure("mpirun", outcome(missing=(0, 1), status=213, said="----\nno such option\n----"), 900)
     assert failure.exit_code == 213
     assert failure.reason == "mpirun could not start the ranks; it ended with exit code 213\nno such option"
     assert "mpirun said:\n    ----\n    no such option" in failure.screen
 
 
 def test_ranks_that_never_started_are_named() -> None:
-    failure = launcher_failure("torchrun", outcome(RankEnd(0, -15, 1.0, stopped=True), missing=(1, 2), status=-15))
+    failure = launcher_failure("torchrun", outcome(RankEnd(0, -15, 1.0, stopped=True), missing=(1, 2), status=-15), 900)
     assert failure.reason == "ranks 1, 2 did not start; torchrun was killed by SIGTERM"
     assert failure.exit_code == 143
+
+
+def test_ranks_that_are_late_are_named_with_the_deadline() -> None:
+    late = Outcome((RankEnd(0, -15, 1.0, stopped=True),), (1, 2), -15, "", late=True)
+    assert (
+        launcher_failure("torchrun", late, 900).reason == "ranks 1, 2 did not start within 900 s of starting torchrun"
+    )
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,19 @@ def test_two_hosts_with_torchrun_form_one_world(tmp_path: Path) -> None:
     reservation.close()
     assert [process.returncode for process in processes] == [0, 0]
     assert results == ["[rank 0] localhost 0 2.0\n", "[rank 1] 127.0.0.2 1 2.0\n"]
+
+
+def test_a_failure_file_of_the_script_is_kept_and_an_older_one_is_not(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "failure").write_text("of an earlier run")
+    (tmp_path / "code" / "train.py").write_text("import sys; sys.exit(4)")
+    framework = {"sagemaker_program": "train.py", "sagemaker_mpi_enabled": True}
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    assert launch(job(tmp_path, framework), os.environ, console) == 4
+    failure = tmp_path / "output" / "failure"
+    assert failure.read_text().startswith("the script exited with code 4")
+    own = "import os, sys; open(os.environ['SM_OUTPUT_FAILURE'], 'w').write('mine'); sys.exit(4)"
+    (tmp_path / "code" / "train.py").write_text(own)
+    assert launch(job(tmp_path, framework), os.environ, console) == 4
+    assert failure.read_text() == "mine"

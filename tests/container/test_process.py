@@ -50,6 +50,7 @@ def test_ranks_that_never_start_are_given_up_on(tmp_path: Path) -> None:
     began = time.monotonic()
     outcome, _ = run(tmp_path, "import time; time.sleep(60)", ranks=2)
     assert outcome.missing == (0, 1)
+    assert outcome.late
     assert outcome.launcher_status == -signal.SIGTERM
     assert time.monotonic() - began < 4
 

@@ -39,6 +39,12 @@ def make_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
     return make
 
 
+@pytest.fixture
+def make_mpi_job(tmp_path: Path) -> MakeJob:
+    """Make a job for mpirun, which starts fast; for what has nothing to do with the launcher."""
+    return lambda source, **settings: Job(tmp_path / "base", "mpirun", source, **settings)
+
+
 @pytest.fixture(params=LAUNCHERS)
 def launcher(request: pytest.FixtureRequest) -> str:
     name = request.param
@@ -158,8 +164,8 @@ def test_trap_21_mp_parameters_reach_the_command_line_only_on_request(tmp_path: 
     assert job.run().lines(0) == ["['--epochs', '1', '--mp_parameters', 'ddp=True,microbatches=4']"]
 
 
-def test_huge_lines_and_binary_garbage_pass(make_job: MakeJob) -> None:
-    job = make_job(
+def test_huge_lines_and_binary_garbage_pass(make_mpi_job: MakeJob) -> None:
+    job = make_mpi_job(
         RANK
         + r"""
 print("x" * 1_000_000)
@@ -227,8 +233,8 @@ def test_first_failing_rank_wins(tmp_path: Path, launcher_name: str, kind: str) 
     assert done.seconds < 12
 
 
-def test_where_it_happened_is_told_innermost_first(make_job: MakeJob) -> None:
-    done = make_job("def inner():\n    raise KeyError('x')\ndef outer():\n    inner()\nouter()\n", ranks=1).run()
+def test_where_it_happened_is_told_innermost_first(make_mpi_job: MakeJob) -> None:
+    done = make_mpi_job("def inner():\n    raise KeyError('x')\ndef outer():\n    inner()\nouter()\n", ranks=1).run()
     assert done.failure == (
         "KeyError: 'x'\nrank 0 on algo-1, exit 1\n"
         '  File "train.py", line 2, in inner\n'
@@ -237,26 +243,26 @@ def test_where_it_happened_is_told_innermost_first(make_job: MakeJob) -> None:
     )
 
 
-def test_syntax_error_in_the_script_names_its_line(make_job: MakeJob) -> None:
-    done = make_job("x = 1\nif x\n    pass\n").run()
+def test_syntax_error_in_the_script_names_its_line(make_mpi_job: MakeJob) -> None:
+    done = make_mpi_job("x = 1\nif x\n    pass\n").run()
     assert done.code == 1
     assert done.failure is not None
     assert done.failure.startswith('File "') and "line 2" in done.failure and "SyntaxError" in done.failure  # noqa: PT018
     assert done.err.count("SyntaxError") == 1
 
 
-def test_hints_of_smpkit_errors_are_shown(make_job: MakeJob) -> None:
+def test_hints_of_smpkit_errors_are_shown(make_mpi_job: MakeJob) -> None:
     source = (
         "from smpkit.errors import UsageError\nraise UsageError('called too early', hint='call `smp.init()` first')"
     )
-    done = make_job(source).run()
+    done = make_mpi_job(source).run()
     assert done.failure is not None
     assert "hint: call `smp.init()` first" in done.failure
     assert done.err.count("hint: call `smp.init()` first") == 1
 
 
-def test_script_that_is_missing_is_one_sentence(make_job: MakeJob) -> None:
-    done = make_job(None).run()
+def test_script_that_is_missing_is_one_sentence(make_mpi_job: MakeJob) -> None:
+    done = make_mpi_job(None).run()
     assert done.code == 1
     assert done.err.startswith("error: the entry point `train.py` is not in ")
     assert "Traceback" not in done.err
@@ -291,20 +297,20 @@ def test_rank_that_hangs_is_named_with_the_place(make_job: MakeJob) -> None:
     assert done.seconds < 20
 
 
-def test_failed_rank_that_cannot_end_does_not_hold_up_the_run(make_job: MakeJob) -> None:
+def test_failed_rank_that_cannot_end_does_not_hold_up_the_run(make_mpi_job: MakeJob) -> None:
     """A thread keeps the process alive after the exception; the launcher counts from the exception."""
     source = (
         RANK + "import threading\nthreading.Thread(target=time.sleep, args=(100,)).start()\nraise ValueError('boo')\n"
     )
-    done = make_job(source, ranks=1).run()
+    done = make_mpi_job(source, ranks=1).run()
     assert done.code == 1
     assert done.failure is not None and done.failure.startswith("ValueError: boo")  # noqa: PT018
     assert done.seconds < 15
 
 
-def test_what_ranks_started_ends_with_them(make_job: MakeJob) -> None:
+def test_what_ranks_started_ends_with_them(make_mpi_job: MakeJob) -> None:
     source = RANK + "import subprocess\nsubprocess.Popen(['sleep', '100'])\nif rank: raise ValueError('boo')\n"
-    assert make_job(source).run().code == 1  # `run` checks that nothing is left
+    assert make_mpi_job(source).run().code == 1  # `run` checks that nothing is left
 
 
 # ---- stopping ------------------------------------------------------------------------------------------------------
@@ -338,8 +344,8 @@ def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
     assert done.err.startswith("SIGTERM: asked 2 ranks to end, waiting at most 110 s")
 
 
-def test_script_without_a_handler_is_told_to_have_one(make_job: MakeJob) -> None:
-    job = make_job(RANK + READY + "time.sleep(100)\n")
+def test_script_without_a_handler_is_told_to_have_one(make_mpi_job: MakeJob) -> None:
+    job = make_mpi_job(RANK + READY + "time.sleep(100)\n")
     with job.running() as process:
         process.send_signal(signal.SIGTERM)
         done = job.finish(process, time.monotonic())
@@ -370,8 +376,8 @@ def test_ctrl_c_is_130_even_if_all_was_saved(make_job: MakeJob) -> None:
     job.wait_for_files("saved", timeout=0)
 
 
-def test_second_ctrl_c_kills_at_once(make_job: MakeJob) -> None:
-    job = make_job(SAVING.replace("time.sleep(3)", "open(f'saving-{rank}', 'w').close(); time.sleep(50)"))
+def test_second_ctrl_c_kills_at_once(make_mpi_job: MakeJob) -> None:
+    job = make_mpi_job(SAVING.replace("time.sleep(3)", "open(f'saving-{rank}', 'w').close(); time.sleep(50)"))
     with job.running() as process:
         process.send_signal(signal.SIGINT)
         job.wait_for_files("saving")

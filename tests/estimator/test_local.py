@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ from smpkit.errors import ConfigError
 from smpkit_estimator.local import LocalPlan, LocalRun, plan_local_run, run_local
 
 MPI = {"mpi": {"enabled": True, "processes_per_host": 1}}
+
+
+@pytest.fixture(autouse=True)
+def trees_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the temporary trees where pytest cleans up."""
+    (tmp_path / "trees").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "trees"))
 
 
 def plan(folder: Path, source: str = "", num_gpus: int = 0, **settings: Any) -> LocalPlan:

@@ -1,0 +1,78 @@
+"""One rank as the launcher sees it: the connection to its watcher, the script's four pipes, and what came from them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from smpkit_container.channel import Inbox, packed
+from smpkit_container.lines import LineSplitter
+from smpkit_container.verdict import RankEnd, RankError
+
+__all__ = ["RankLink"]
+
+_KEPT_LINES = 20
+
+
+class RankLink:
+    """What is known of a rank; the launcher's loop fills it in."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.inbox = Inbox()
+        self.number = -1  # until its hello
+        self.pipes: list[int] = []
+        self.splitters = [LineSplitter(), LineSplitter()]
+        self.notes = [bytearray(), bytearray()]  # report, stacks
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.started = False
+        self.status: int | None = None
+        self.ended_seconds = 0.0
+        self.stopped = False
+
+    @property
+    def running(self) -> bool:
+        return self.status is None
+
+    @property
+    def error(self) -> RankError | None:
+        report = bytes(self.notes[0])
+        return _error(json.loads(report)) if report.endswith(b"\n") else None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.status) or bool(self.notes[0])
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """Send one message to the watcher; it may be gone, which its closed connection will tell."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(packed(kind, **values))
+
+    def end(self) -> RankEnd:
+        """Return the whole story of the rank."""
+        return RankEnd(
+            rank=self.number,
+            status=self.status,
+            seconds=self.ended_seconds,
+            error=self.error,
+            stopped=self.stopped,
+            last_lines=tuple(self.last_lines),
+            stack=self.notes[1].decode("utf-8", errors="replace"),
+        )
+
+
+def _error(report: Mapping[str, Any]) -> RankError:
+    return RankError(
+        name=report["name"],
+        message=report["message"],
+        traceback=report["traceback"],
+        chain=tuple(report["chain"]),
+        frames=tuple((file, line, function) for file, line, function in report["frames"]),
+        hint=report["hint"],
+        exit_code=report["exit_code"],
+        seconds=report["seconds"],
+    )
