@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import click
 
 from smpkit.cli._console import UnknownCommand, print_error, print_failure
+from smpkit.config.words import printable
 from smpkit.errors import SmpkitError
 
 __all__ = ["exit_code_of"]
@@ -46,13 +48,18 @@ def exit_code_of(action: Callable[[], Any]) -> int:
 
 
 def _usage(error: click.ClickException) -> int:
-    message = error.message.rstrip(".") if isinstance(error, UnknownCommand) else error.format_message().rstrip(".")
+    """Say wrong usage as everything else: lower case, literals in backticks, and a hint."""
+    message = error.message if isinstance(error, UnknownCommand) else error.format_message()
     candidate = getattr(error, "candidate", None)
     if isinstance(error, click.NoSuchOption):
-        message, candidate = f"no such option: `{error.option_name}`", next(iter(error.possibilities or ()), None)
+        message, candidate = (
+            f"no such option: `{printable(error.option_name)}`",
+            next(iter(error.possibilities or ()), ""),
+        )
+    message = re.sub(r"'([^' ]+)'", r"`\1`", message.rstrip("."))
     ctx = getattr(error, "ctx", None)
-    help_hint = f"`{ctx.command_path} --help` shows the usage" if ctx is not None else None
-    print_failure(message[:1].lower() + message[1:], f"did you mean `{candidate}`?" if candidate else help_hint)
+    usage = f"`{ctx.command_path} --help` shows the usage" if ctx is not None else None
+    print_failure(message[:1].lower() + message[1:], f"did you mean `{candidate}`?" if candidate else usage)
     return error.exit_code
 
 

@@ -77,7 +77,7 @@ class _Commands(click.Group):
         """Run, and leave with an exit code; without `standalone_mode` errors are the caller's, as click has it."""
 
         def run() -> Any:
-            return super(_Commands, self).main(args, prog_name or "smpkit", complete_var, False, **extra)
+            return super(_Commands, self).main(args, prog_name or self.name, complete_var, False, **extra)
 
         if not standalone_mode:
             return run()
@@ -85,8 +85,10 @@ class _Commands(click.Group):
 
 
 @click.group(
+    "smpkit",
     cls=_Commands,
     invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.version_option(smpkit.__version__, prog_name="smpkit")

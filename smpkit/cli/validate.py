@@ -50,12 +50,15 @@ def validate(file: Path, overrides: tuple[str, ...], as_json: bool, show_origin:
 def _talk(loaded: Loaded, show_origin: bool) -> None:
     from smpkit.config.words import printable
 
+    console = _console.current()
+    written = sum(origin != "default" for origin in loaded.origins.values())
+    console.detail(f"read as a {loaded.kind_name}: {written} settings given, {len(loaded.origins) - written} defaults")
     for notice in loaded.notices:
-        _console.current().warn(notice)
+        console.warn(notice)
     if show_origin:
         for setting in _settings(loaded):
             click.echo(printable(f"{setting['key']} = {json.dumps(setting['value'])}  ({setting['origin']})"))
-    _console.current().note(f"{printable(str(loaded.path))}: {_console.style('valid', 'green')} ({_summary(loaded)})")
+    console.note(f"{printable(str(loaded.path))}: {_console.style('valid', 'green')} ({_summary(loaded)})")
 
 
 def _summary(loaded: Loaded) -> str:

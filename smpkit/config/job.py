@@ -212,7 +212,7 @@ class JobConfig(Section):
     source_dir: _Location = "."
     """The folder with the sources, relative to the job file, or an S3 URI. Default: the folder of the job file."""
 
-    name: _Name = Field(default_factory=lambda data: _name_from(PurePosixPath(data["entry_point"]).stem))
+    name: _Name = Field(default_factory=lambda data: _name_from(PurePosixPath(data.get("entry_point", "")).stem))
     """Name of the job, the beginning of its name in the cloud. Default: made of the entry point's name."""
 
     hyperparameters: Annotated[dict[str, JsonValue], free_form(_hyperparameter_problems)] = Field(default_factory=dict)

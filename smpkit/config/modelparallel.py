@@ -37,6 +37,13 @@ _INTERNAL = frozenset(
 )
 
 
+def _active_microbatches(data: Mapping[str, Any]) -> int:
+    """Two more than the pipeline is deep, clamped. A value that is itself wrong is missing here."""
+    degree: int = data.get(_DEGREE, 1)
+    microbatches: int = data.get("microbatches", 1)
+    return max(1, min(degree + 2, microbatches))
+
+
 class ModelParallelConfig(Section):
     """The parameters of SageMaker's model-parallel library v1 for PyTorch, as in `smp.init(config)`.
 
@@ -49,9 +56,7 @@ class ModelParallelConfig(Section):
     microbatches: int = Field(default=1, ge=1)
     """Number of microbatches that a batch is split into; the batch size must be divisible by it. 1 = no pipelining."""
 
-    active_microbatches: int = Field(
-        default_factory=lambda data: max(1, min(data[_DEGREE] + 2, data["microbatches"])), ge=1
-    )
+    active_microbatches: int = Field(default_factory=_active_microbatches, ge=1)
     """Most microbatches in flight. Default: `pipeline_parallel_degree + 2`, at most `microbatches`."""
 
     pipeline: Literal["simple", "interleaved", "_only_forward"] = "interleaved"
@@ -80,7 +85,7 @@ class ModelParallelConfig(Section):
     """The ranks of a tensor-parallel group get the same batch, already enlarged; requires `optimize: speed`."""
 
     optimize: Literal["speed", "memory"] = Field(
-        default_factory=lambda data: "speed" if data["prescaled_batch"] else "memory"
+        default_factory=lambda data: "speed" if data.get("prescaled_batch") else "memory"
     )
     """How transformer layers are distributed by tensor parallelism.
 
@@ -89,7 +94,7 @@ class ModelParallelConfig(Section):
     """
 
     memory_weight: float = Field(
-        default_factory=lambda data: 0.2 if data["optimize"] == "speed" else 0.8, ge=0.0, le=1.0
+        default_factory=lambda data: 0.2 if data.get("optimize") == "speed" else 0.8, ge=0.0, le=1.0
     )
     """Weight of memory balance against compute balance in automatic partitioning: 0 = only compute, 1 = only memory.
 

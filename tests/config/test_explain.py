@@ -26,7 +26,7 @@ class Model(BaseModel):
     items: list[int] = Field(default_factory=list)
     table: dict[str, int] = Field(default_factory=dict)
     odd: Annotated[int, AfterValidator(_odd)] = 1
-    depends: int = Field(default_factory=lambda data: data["integer"] + 1)
+    depends: int = Field(default_factory=lambda data: data.get("integer", 0) + 1)
     nested: Model | None = None
 
 

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from smpkit.cli._boundary import exit_code_of
+from smpkit.errors import (
+    CheckpointError,
+    CloudError,
+    ConfigError,
+    DeadlineError,
+    LaunchError,
+    Problem,
+    RemoteError,
+    SmpkitError,
+    UnsupportedError,
+    UsageError,
+)
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SmpkitError("x"), 1),
+        (ConfigError([Problem((), "x")]), 2),
+        (UsageError("x"), 2),
+        (UnsupportedError("x"), 2),
+        (LaunchError("x"), 1),
+        (DeadlineError("x"), 1),
+        (RemoteError("x"), 1),
+        (CheckpointError("x"), 1),
+        (CloudError("x"), 4),
+        (click.UsageError("x"), 2),
+        (KeyboardInterrupt(), 130),
+        (click.Abort(), 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_each_error_has_its_exit_code(error: BaseException, code: int) -> None:
+    assert exit_code_of(raising(error)) == code
+
+
+@pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (7, 7), ("text", 0)], ids=repr)
+def test_a_returned_integer_is_the_exit_code(result: object, code: int) -> None:
+    assert exit_code_of(lambda: result) == code
+
+
+def test_an_error_is_a_message_and_a_hint_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code_of(raising(LaunchError("`mpirun` is not installed", hint="install Open MPI")))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "error: `mpirun` is not installed\nhint: install Open MPI\n")
+
+
+def test_all_problems_are_printed_and_counted_last(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = [Problem(("a", "b"), "is wrong", "mend it"), Problem(("c",), "is required")]
+    exit_code_of(raising(ConfigError(problems, subject="job file")))
+    assert capsys.readouterr().err == (
+        "a.b: is wrong\n    hint: mend it\n\nc: is required\n\nerror: 2 problems in the job file\n"
+    )
+
+
+def test_a_bug_is_one_sentence_and_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["smpkit", "validate", "--set", "environment.TOKEN=secret"])
+    assert exit_code_of(raising(ZeroDivisionError("oh"))) == 3
+    (report,) = tmp_path.iterdir()
+    assert capsys.readouterr().err == (
+        f"error: a bug in smpkit: ZeroDivisionError; report: {report}\nhint: send the report with what you did\n"
+    )
+    text = report.read_text()
+    assert "smpkit 0." in text
+    assert "Python 3." in text
+    assert "ZeroDivisionError: oh" in text
+    assert "command: smpkit validate --set environment.TOKEN=..." in text
+    assert "secret" not in text
+
+
+def test_a_report_that_cannot_be_written_is_not_another_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    assert exit_code_of(raising(ZeroDivisionError("oh"))) == 3
+    assert capsys.readouterr().err == "error: a bug in smpkit: ZeroDivisionError\n"
+
+
+SCRIPT = """\
+import sys, time
+import click
+from smpkit.cli._boundary import exit_code_of
+def action():
+    click.echo("started")
+    {body}
+sys.exit(exit_code_of(action))
+"""
+
+
+def start(body: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", SCRIPT.format(body=body)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_ctrl_c_says_interrupted_and_exits_with_130() -> None:
+    with start("time.sleep(60)") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, b"error: interrupted\n")
+
+
+def test_a_reader_that_leaves_a_pipe_causes_no_noise() -> None:
+    with start("[click.echo('x' * 100) for _ in range(100_000)]") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        os.read(process.stdout.fileno(), 10)
+        process.stdout.close()
+        error = process.stderr.read()
+        process.wait(30)
+    assert (process.returncode, error) == (1, b"")

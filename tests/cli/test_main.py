@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from smpkit.cli.main import COMMANDS, cli
+from tests.cli.conftest import Smpkit, process
+
+HELP = """\
+Usage: smpkit [OPTIONS] COMMAND [ARGS]...
+
+  SageMaker model-parallel v1 jobs on today's PyTorch.
+
+Options:
+  --version      Show the version and exit.
+  -v, --verbose  Say more; twice for everything.
+  -q, --quiet    Say nothing but errors.
+  -h, --help     Show this message and exit.
+
+Before:
+  validate  Check a job file and report every problem, with its line.
+  schema    Print the JSON Schema of the configuration.
+
+Run:
+"""
+
+
+def test_help_groups_the_commands(smpkit: Smpkit) -> None:
+    result = smpkit("--help")
+    assert result.stdout.startswith(HELP)
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_no_command_prints_the_help(smpkit: Smpkit) -> None:
+    assert smpkit().output == smpkit("-h").output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_table_says_what_the_command_says(name: str) -> None:
+    command = cli.get_command(cli.make_context("smpkit", ["schema"]), name)
+    assert command is not None
+    assert command.name == name
+    assert (command.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name].help
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_page(name: str, smpkit: Smpkit) -> None:
+    result = smpkit(name, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: smpkit {name}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["valdate"], "error: no such command: `valdate`\nhint: did you mean `validate`?\n"),
+        (["zebra"], "error: no such command: `zebra`\nhint: `smpkit --help` shows the usage\n"),
+        (["--verison"], "error: no such option: `--verison`\nhint: did you mean `--version`?\n"),
+        (["validate", "--jsn", "x"], "error: no such option: `--jsn`\nhint: did you mean `--json`?\n"),
+        (["validate"], "error: missing argument `FILE`\nhint: `smpkit validate --help` shows the usage\n"),
+        (["\x1b[31m"], "error: no such command: `\\x1b[31m`\nhint: `smpkit --help` shows the usage\n"),
+    ],
+    ids=["command", "unknown command", "global option", "option", "argument", "escape"],
+)
+def test_wrong_usage_is_one_sentence_and_a_hint(arguments: list[str], error: str, smpkit: Smpkit) -> None:
+    result = smpkit(*arguments)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", error)
+
+
+def test_version_is_that_of_the_package() -> None:
+    import smpkit
+
+    assert process("--version").stdout == f"smpkit, version {smpkit.__version__}\n"
+
+
+HEAVY = "{'torch', 'boto3', 'botocore', 'pydantic', 'yaml', 'rich', 'numpy'}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import smpkit",
+        "from smpkit.cli.main import cli; cli.main(['--help'], standalone_mode=False)",
+        "from smpkit.cli.main import cli; cli.main(['validate', '--help'], standalone_mode=False)",
+    ],
+    ids=["import smpkit", "smpkit --help", "smpkit validate --help"],
+)
+def test_starting_imports_nothing_heavy(statement: str) -> None:
+    script = f"import sys; {statement}; print(sorted({HEAVY} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_validating_imports_neither_torch_nor_boto3() -> None:
+    script = (
+        "import sys; from smpkit.cli.main import cli; cli.main(['schema'], standalone_mode=False);"
+        "print(sorted({'torch', 'boto3'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smpkit.cli.main import cli
+from smpkit.config.job import JobConfig
+from tests.cli.conftest import Smpkit, process
+from tests.config.strategies import anything, patient
+
+BAD = """\
+entry_point: train.py
+compute:
+  instance_type: local
+  instance_cuont: 2
+distribution:
+  enabled: true
+  parameters:
+    tensor_parallel_degree: 0
+"""
+
+BAD_SAID = """\
+bad.yaml:4: compute.instance_cuont: unknown field
+    4 |   instance_cuont: 2
+
+    hint: did you mean `instance_count`?
+
+bad.yaml:8: distribution.parameters.tensor_parallel_degree: must be at least 1, got 0
+    8 |     tensor_parallel_degree: 0
+
+error: 2 problems in the job file bad.yaml
+"""
+
+
+@pytest.fixture
+def bad(folder: Path) -> str:
+    (folder / "bad.yaml").write_text(BAD)
+    return "bad.yaml"
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_seed_job_is_valid(smpkit: Smpkit) -> None:
+    result = smpkit("validate", "job.yaml")
+    said = "job.yaml: valid (job `train`: 2 × 8 processes, pipeline 2 × tensor 2 × data 4)\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", said)
+
+
+@pytest.mark.usefixtures("folder")
+def test_verbose_says_how_the_file_was_read(smpkit: Smpkit) -> None:
+    assert smpkit("-v", "validate", "job.yaml").stderr.startswith("read as a job file: 13 settings given, ")
+
+
+def test_all_problems_are_shown_with_line_excerpt_and_hint(bad: str, smpkit: Smpkit) -> None:
+    result = smpkit("validate", bad)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", BAD_SAID)
+
+
+def test_it_is_the_same_as_a_process(bad: str) -> None:
+    done = process("validate", bad)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", BAD_SAID)
+
+
+def test_json_holds_every_problem(bad: str, smpkit: Smpkit) -> None:
+    result = smpkit("validate", bad, "--json")
+    assert (result.exit_code, result.stderr) == (2, "")
+    assert json.loads(result.stdout) == {
+        "valid": False,
+        "problems": [
+            {
+                "file": "bad.yaml",
+                "line": 4,
+                "column": 3,
+                "path": "compute.instance_cuont",
+                "message": "unknown field",
+                "hint": "did you mean `instance_count`?",
+            },
+            {
+                "file": "bad.yaml",
+                "line": 8,
+                "column": 5,
+                "path": "distribution.parameters.tensor_parallel_degree",
+                "message": "must be at least 1, got 0",
+                "hint": None,
+            },
+        ],
+        "warnings": [],
+    }
+
+
+@pytest.mark.usefixtures("folder")
+def test_settings_without_effect_are_warnings(smpkit: Smpkit) -> None:
+    parameters = "distribution.smdistributed.modelparallel.parameters"
+    overrides = ["--set", f"{parameters}.offload_activations=false"]
+    result = smpkit("validate", "job.yaml", *overrides)
+    assert result.exit_code == 0
+    assert result.stderr.startswith(
+        f"warning: job.yaml:15: {parameters}.activation_loading_horizon: has no effect without offload_activations\n"
+        "    15 |         activation_loading_horizon: 4\n\n    hint: "
+    )
+    assert smpkit("-q", "validate", "job.yaml", *overrides).stderr == ""
+    warnings = json.loads(smpkit("validate", "job.yaml", "--json", *overrides).stdout)["warnings"]
+    assert [(warning["line"], warning["path"]) for warning in warnings] == [
+        (15, f"{parameters}.activation_loading_horizon")
+    ]
+
+
+@pytest.mark.usefixtures("folder")
+def test_degrees_that_do_not_fit_the_ranks_are_refused(smpkit: Smpkit) -> None:
+    result = smpkit("validate", "job.yaml", "--set", "distribution.mpi.processes_per_host=7")
+    assert result.exit_code == 2
+    assert "2 × 2 = 4 must divide the number of ranks (14)" in result.stderr
+
+
+@pytest.mark.usefixtures("folder")
+def test_show_origin_tells_where_each_value_came_from(smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMPKIT_JOB__COMPUTE__VOLUME_GB", "50")
+    arguments = ["validate", "job.yaml", "--show-origin", "--set", "compute.spot=true"]
+    lines = smpkit(*arguments).stdout.splitlines()
+    assert lines[0] == 'entry_point = "train.py"  (job.yaml:1)'
+    assert "compute.instance_count = 2  (job.yaml:3)" in lines
+    assert "compute.volume_gb = 50  (SMPKIT_JOB__COMPUTE__VOLUME_GB)" in lines
+    assert "compute.spot = true  (--set compute.spot)" in lines
+    assert "compute.max_run_seconds = 86400  (default)" in lines
+    settings = json.loads(smpkit(*arguments, "--json").stdout)["settings"]
+    assert {"key": "compute.volume_gb", "value": 50, "origin": "SMPKIT_JOB__COMPUTE__VOLUME_GB"} in settings
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("partitions: 2\nmicrobatches: 4\n", "part.yaml: valid (modelparallel configuration)\n"),
+        ("mpi: {enabled: true}\n", "part.yaml: valid (distribution)\n"),
+        ("entry_point: train.py\n", "part.yaml: valid (job `train`: 1 host, no model parallelism)\n"),
+        (
+            "entry_point: train.py\ncompute: {instance_count: 2}\ndistribution: {enabled: true, parameters: {}}\n",
+            "part.yaml: valid (job `train`: 2 hosts, pipeline 1 × tensor 1)\n",
+        ),
+    ],
+    ids=["parameters", "distribution", "plain job", "unknown number of ranks"],
+)
+def test_what_was_recognised_is_said(text: str, said: str, folder: Path, smpkit: Smpkit) -> None:
+    (folder / "part.yaml").write_text(text)
+    result = smpkit("validate", "part.yaml")
+    assert (result.exit_code, result.stderr) == (0, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("no.yaml", None, "no.yaml: cannot be read: no such file or directory"),
+        ("a.yaml", b"\xff", "a.yaml: is not UTF-8 text: byte 0xff on line 1"),
+        ("a.yaml", b"", "a.yaml: is empty"),
+        ("a.yaml", b"a: [", "a.yaml:1:5: is not YAML"),
+        ("a.json", b"{'a': 1}", "a.json:1:2: is not JSON"),
+        ("a.yaml", b'"\\e[31m": 1', "a.yaml:1: \\x1b[31m: unknown field"),
+    ],
+    ids=["missing", "latin-1", "empty", "yaml", "json", "escape"],
+)
+def test_files_that_cannot_be_read_are_one_plain_error(
+    name: str, content: bytes | None, said: str, folder: Path, smpkit: Smpkit
+) -> None:
+    if content is not None:
+        (folder / name).write_bytes(content)
+    result = smpkit("validate", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(said)
+    as_json = smpkit("validate", name, "--json")
+    assert (as_json.exit_code, json.loads(as_json.stdout)["valid"], as_json.stderr) == (2, False, "")
+
+
+@patient
+@given(
+    st.one_of(st.binary(), st.text(), st.dictionaries(st.sampled_from(JobConfig.keys()), anything("enabled", "uri")))
+)
+def test_no_file_makes_anything_but_exit_code_0_or_2(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes | str | dict[str, Any]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    text = yaml.dump(content) if isinstance(content, dict) else content
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    for arguments in ([], ["--json"]):
+        result = CliRunner().invoke(cli, ["validate", str(path), *arguments])
+        assert result.exit_code in (0, 2), result.output
+        assert bool(result.stdout) is bool(arguments)
