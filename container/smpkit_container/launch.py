@@ -55,8 +55,9 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
         SmpkitError: the job cannot be started as described.
     """
     patience = patience_from(environ)
-    with _meeting_port(read_topology(environment)) as port:
-        plan = _planned(environment, environ, extra, port, console.is_terminal)
+    topology = read_topology(environment)
+    with _meeting_port(topology) as port:
+        plan = _planned(environment, topology, port, environ, extra, console.is_terminal)
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
         outcome = _run(plan, console, patience)
@@ -112,9 +113,13 @@ def patience_from(environ: Mapping[str, str]) -> Patience:
 
 
 def _planned(
-    environment: Environment, environ: Mapping[str, str], extra: Sequence[str], port: int, terminal: bool
+    environment: Environment,
+    topology: Topology,
+    port: int,
+    environ: Mapping[str, str],
+    extra: Sequence[str],
+    terminal: bool,
 ) -> _Plan:
-    topology = read_topology(environment)
     code = environment.code.resolve()
     script = _checked_script(environment.script, code)
     passed = environ.get("SMPKIT_PASS_MP_PARAMETERS") == "1"
@@ -125,7 +130,7 @@ def _planned(
         **({"SMPKIT_TERMINAL": "1"} if terminal else {}),
     }
     if topology.launcher == "mpirun":
-        variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port)}
+        variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
     # torchrun kills its ranks 30 s after SIGTERM unless told otherwise; the time they get is ours to decide.
     full = export(environ, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, variables)
     program = [*python_command(), "-m", RANK_MODULE, script, *arguments]

@@ -53,6 +53,8 @@ def main(arguments: Sequence[str], environ: dict[str, str] | os._Environ[str]) -
         return
     for descriptor in pipes:
         os.close(descriptor)
+    with contextlib.suppress(OSError):  # the child does it, too: whoever comes first
+        os.setpgid(pid, pid)
     _Watcher(pid, launcher, address).watch()
 
 
@@ -176,9 +178,10 @@ class _Watcher:
         """Send a signal to the rank; SIGKILL goes to everything it started, too."""
         if self._status is not None:
             return  # the number may belong to another process by now
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if number == signal.SIGKILL:
+        if number == signal.SIGKILL:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, number)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self._pid, number)
 
     def _reap(self) -> None:

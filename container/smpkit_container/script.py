@@ -59,7 +59,7 @@ def _call_own_hook(error: BaseException) -> None:
     Not torch.distributed's, which `init_process_group` installs: it only prints the traceback with the rank before it.
     """
     hook = sys.excepthook
-    if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch.distributed"):
+    if hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
         with contextlib.suppress(Exception):
             hook(type(error), error, error.__traceback__)
 
@@ -105,7 +105,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     """Return the error and what it was raised from or while handling, as far as Python would show it."""
     links: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and link not in links:
+    while link is not None and not any(link is seen for seen in links):
         links.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return links

@@ -16,17 +16,17 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Wakeup:
-    """Signals as something to select on: which came since the last look."""
+    """Tells which signals came since the last look."""
 
     def __init__(self, reader: socket.socket) -> None:
-        self.reader = reader
+        self._reader = reader
 
     def fileno(self) -> int:
-        return self.reader.fileno()
+        return self._reader.fileno()
 
     def read(self) -> bytes:
         with contextlib.suppress(BlockingIOError):
-            return self.reader.recv(4096)
+            return self._reader.recv(4096)
         return b""
 
 

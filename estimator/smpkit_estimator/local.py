@@ -51,7 +51,7 @@ class LocalRun:
     failure: str | None
     """The text of the failure file; None if the job succeeded."""
     model: Path | None
-    """Where the script's `SM_MODEL_DIR` was, if anything was written there; so for the next three."""
+    """Where the script's `SM_MODEL_DIR` was, if anything was written there; so for the next two."""
     output_data: Path | None
     checkpoints: Path | None
     tree: Path | None
