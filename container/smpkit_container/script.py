@@ -31,6 +31,7 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
     loader = SourceFileLoader("__main__", str(path))
     module.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader)
     sys.modules["__main__"] = module
+    sys.excepthook = _silent
     try:
         with io.open_code(str(path)) as file:
             code = compile(file.read(), str(path), "exec", dont_inherit=True)
@@ -53,15 +54,18 @@ def _replace_path_entry(folder: str) -> None:
     sys.path.insert(0, folder)
 
 
-def _call_own_hook(error: BaseException) -> None:
-    """Call a `sys.excepthook` that the script installed, as Python would: it may log, save or clean up.
+def _silent(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print nothing: the launcher shows the first failing rank's traceback, once.
 
-    Not torch.distributed's, which `init_process_group` installs: it only prints the traceback with the rank before it.
+    Stands where Python's own hook does, so that hooks installed on top of it (torch.distributed's, which prints with
+    the rank before each line, or smpkit's, which tells the other ranks) find it when they call the one before them.
     """
-    hook = sys.excepthook
-    if hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
-        with contextlib.suppress(Exception):
-            hook(type(error), error, error.__traceback__)
+
+
+def _call_own_hook(error: BaseException) -> None:
+    """Call the `sys.excepthook` that the script installed, as Python would: it may log, save or clean up."""
+    with contextlib.suppress(Exception):
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _exit_code(error: BaseException) -> int:

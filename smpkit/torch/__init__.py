@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from smpkit.torch import model as model
+from smpkit.torch.checkpoints import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.comm import (
     CommGroup,
     RankType,
@@ -30,6 +31,7 @@ from smpkit.torch.comm import (
 from smpkit.torch.initialize import init, shutdown
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.optimizer import DistributedOptimizer
+from smpkit.torch.saving import load, save
 from smpkit.torch.state import (
     dp_rank,
     dp_size,
@@ -61,6 +63,7 @@ from smpkit.torch.state import (
     tp_size,
 )
 from smpkit.torch.step import StepOutput, step
+from smpkit.torch.stopping import on_stop, stop_requested
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -114,22 +117,29 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "latest_checkpoint",
+    "load",
     "local_rank",
     "local_size",
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "on_stop",
     "pp_rank",
     "pp_size",
     "rank",
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
     "send",
     "shutdown",
     "size",
     "state",
     "step",
+    "stop_requested",
     "tp_rank",
     "tp_size",
 ]

@@ -208,7 +208,8 @@ def waiting(what: str, peers: dist.ProcessGroup | Sequence[int]) -> Iterator[Non
             raise
         ranks = dist.get_process_group_ranks(peers) if isinstance(peers, dist.ProcessGroup) else peers
         waited = _Wait(what, [rank for rank in ranks if rank != board.rank], time.monotonic() - started, str(error))
-        raise _diagnose(board, waited) from error
+        # The library's own words (an address, "closed by peer") say less than the verdict and double the traceback.
+        raise _diagnose(board, waited) from None
 
 
 @dataclass(frozen=True)

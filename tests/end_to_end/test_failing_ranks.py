@@ -1,0 +1,75 @@
+"""A job whose rank fails under smpkit's runtime ends within seconds, with one story."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+    import os, sys, time
+    import torch
+    from torch import nn
+    import smpkit.torch as smp
+
+    smp.init()
+    model = smp.DistributedModel(nn.Linear(4, 1))
+
+    @smp.step
+    def train_step(model, x):
+        model.backward(model(x).sum())
+
+    def fail(how):
+        if how == "raise":
+            raise ValueError("hidden size 2050 is not divisible by 4")
+        if how == "kill":
+            os.kill(os.getpid(), 9)
+        if how == "hang":
+            time.sleep(60)
+        if how == "leave":
+            sys.exit(0)
+
+    for step in range(100):
+        train_step(model, torch.ones(2, 4))
+        if step == 3 and smp.rank() == 2:
+            fail(sys.argv[-1])
+"""
+
+JOB = """
+    entry_point: train.py
+    distribution:
+      smdistributed: {modelparallel: {enabled: true, parameters: {ddp: true, microbatches: 2, timeout_seconds: 4}}}
+      torch_distributed: {enabled: true, processes_per_host: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("raise", ["(rank 2 on algo-1, exit 1)", "ValueError: hidden size 2050", "ranks 0, 1, 3 stopped because of it"]),
+        ("kill", ["(rank 2 on algo-1, exit 137)", "killed by SIGKILL"]),
+        ("hang", ["the reduction of gradients (bucket 0) for rank 2", "rank 2 was still running, here:"]),
+        ("leave", ["rank 2"]),
+    ],
+)
+def test_the_first_failing_rank_is_named_and_its_story_told_once(tmp_path: Path, how: str, expected: list[str]) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "job.yaml").write_text(textwrap.dedent(JOB))
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "smpkit", "run", str(tmp_path / "job.yaml"), "--", how],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 1
+    for text in expected:
+        assert text in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") <= 1, done.stderr
+    assert "GLHF" not in done.stderr
+    assert time.monotonic() - began < 60

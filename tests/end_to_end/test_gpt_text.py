@@ -1,0 +1,59 @@
+"""The main job: the example learns, writes, saves, resumes, and saves when it is asked to stop."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_text"
+SMALL = ["--set", "hyperparameters.text-bytes=200000", "--set", "hyperparameters.batch=4"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """Return the job file of a copy of the example, so that its checkpoints stay out of the source tree."""
+    folder = tmp_path / "gpt_text"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("checkpoints", "__pycache__"))
+    return folder / "job.yaml"
+
+
+def command(job: Path, steps: int) -> list[str]:
+    return [sys.executable, "-m", "smpkit", "run", str(job), *SMALL, "--set", f"hyperparameters.steps={steps}"]
+
+
+def run(job: Path, steps: int) -> str:
+    done = subprocess.run(command(job, steps), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_learns_saves_and_resumes(job: Path) -> None:
+    first = run(job, 20)
+    before, after = re.search(r"held-out loss ([\d.]+) -> ([\d.]+) nats per byte in 20 steps", first).groups()  # type: ignore[union-attr]
+    assert float(before) == pytest.approx(5.55, abs=0.3)  # ln 256: it knows nothing
+    assert float(after) < float(before) - 1
+    assert "[rank 0] the model writes:\n[rank 0]   |     def " in first
+    assert (job.parent / "checkpoints" / "newest").read_text().strip() == "step_20_partial"
+    second = run(job, 24)
+    assert f"held-out loss {after} at step 20" in second
+    assert "in 4 steps" in second
+
+
+def test_asked_to_stop_it_saves_and_ends_well(job: Path) -> None:
+    with subprocess.Popen(
+        command(job, 100_000), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=None
+    ) as process:
+        assert process.stdout is not None
+        assert "4 ranks" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "held-out loss" in output
+    newest = (job.parent / "checkpoints" / "newest").read_text().strip()
+    assert re.fullmatch(r"step_\d+_partial", newest)
