@@ -1,0 +1,172 @@
+"""Greedy list scheduling: whoever can start first does, and of what a rank could do then, the most urgent.
+
+[Note: why caps cannot deadlock] A rank admits microbatches in ascending order, and no more than its cap at a time. Take
+the smallest microbatch that is not finished everywhere. Where it is admitted, its next task waits for nobody but
+itself; where it is not, no later one is either, so nothing is live there and it may be. Hence something can always run,
+for every graph and all caps of at least one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Final
+
+from smpkit.plan.actions import Action, Costs
+from smpkit.plan.segments import Kind, SegmentGraph
+from smpkit.plan.tasks import Links, Task, tasks_of
+
+__all__ = ["list_schedule"]
+
+Urgency = tuple[int, int, int, int]
+"""Priority of the kind, microbatch, minus the segment's index, number of the task: smaller goes first."""
+Head = tuple[float, Urgency]
+"""When a rank's best next task can start, and which one it is."""
+_NEVER: Final[Head] = (float("inf"), (0, 0, 0, 0))
+
+
+def list_schedule(
+    graph: SegmentGraph,
+    num_microbatches: int,
+    caps: Sequence[int],
+    costs: Costs,
+    *,
+    split_backward: bool = False,
+    forwards_first: bool = False,
+) -> tuple[tuple[tuple[Action, ...], ...], float]:
+    """Return every rank's actions and when the last one ends.
+
+    At the same time, a rank does backward before forward before weights, then the smaller microbatch, then the deeper
+    segment. With caps of `P - rank` on a chain that is 1F1B.
+
+    Args:
+        caps: for each rank, how many microbatches may be live; at least one.
+        forwards_first: hold back a rank's backwards until all of its forwards have run (GPipe).
+    """
+    run = _Run(graph.num_ranks, num_microbatches, tasks_of(graph, costs, split_backward), caps, Links(costs))
+    if forwards_first:
+        run.hold_backwards()
+    return run.actions()
+
+
+class _Rank:
+    """What one rank could do next."""
+
+    def __init__(self, cap: int, num_tasks: int, num_microbatches: int) -> None:
+        self.free_seconds = 0.0
+        self.order: list[Action] = []
+        self._cap = cap
+        self._live = 0
+        self._left = [num_tasks] * num_microbatches
+        self._next_admitted = 0
+        # Ready times of the first task of microbatches that are not admitted yet.
+        self._arrived: dict[int, tuple[float, Urgency]] = {}
+        self._coming: list[Head] = []
+        self._ready: list[Urgency] = []
+        # Backwards wait here while forwards are left; None: they do not have to.
+        self.held: list[Head] | None = None
+        self.forwards_left = 0
+
+    def offer(self, seconds: float, urgency: Urgency, task: Task, is_first: bool) -> None:
+        """Take a task that can start at `seconds`."""
+        if is_first:
+            self._arrived[urgency[1]] = seconds, urgency
+        elif self.held is not None and task.kind is not Kind.FORWARD:
+            self.held.append((seconds, urgency))
+        else:
+            heappush(self._coming, (seconds, urgency))
+
+    def head(self) -> Head:
+        """Return the task that this rank would do next, and when."""
+        while self._coming and self._coming[0][0] <= self.free_seconds:
+            heappush(self._ready, heappop(self._coming)[1])
+        best = (self.free_seconds, self._ready[0]) if self._ready else self._coming[0] if self._coming else _NEVER
+        if self._live < self._cap and self._next_admitted in self._arrived:
+            seconds, urgency = self._arrived[self._next_admitted]
+            best = min(best, (max(seconds, self.free_seconds), urgency))
+        return best
+
+    def take(self, head: Head, task: Task) -> float:
+        """Run the head and return when it ends."""
+        seconds, urgency = head
+        microbatch = urgency[1]
+        if self._ready and self._ready[0] == urgency:
+            heappop(self._ready)
+        elif self._coming and self._coming[0] == head:
+            heappop(self._coming)
+        else:
+            del self._arrived[microbatch]
+            self._next_admitted += 1
+            self._live += 1
+        self.order.append(task.action(microbatch))
+        self._left[microbatch] -= 1
+        self._live -= not self._left[microbatch]
+        self._release_held(task)
+        self.free_seconds = seconds + task.seconds
+        return self.free_seconds
+
+    def _release_held(self, task: Task) -> None:
+        self.forwards_left -= task.kind is Kind.FORWARD
+        if self.held is not None and not self.forwards_left:
+            for head in self.held:
+                heappush(self._coming, head)
+            self.held = None
+
+
+class _Run:
+    """One run of the planner."""
+
+    def __init__(
+        self, num_ranks: int, num_microbatches: int, tasks: tuple[Task, ...], caps: Sequence[int], links: Links
+    ) -> None:
+        self._tasks, self._links = tasks, links
+        per_rank = [sum(task.segment.rank == rank for task in tasks) for rank in range(num_ranks)]
+        self._ranks = [_Rank(cap, count, num_microbatches) for cap, count in zip(caps, per_rank, strict=True)]
+        self._num_microbatches = num_microbatches
+        self._missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]
+        self._ready_seconds = [[0.0] * len(tasks) for _ in range(num_microbatches)]
+
+    def hold_backwards(self) -> None:
+        """Make every rank finish its forwards first."""
+        for number, rank in enumerate(self._ranks):
+            rank.held = []
+            own = sum(task.kind is Kind.FORWARD and task.segment.rank == number for task in self._tasks)
+            rank.forwards_left = own * self._num_microbatches
+
+    def actions(self) -> tuple[tuple[tuple[Action, ...], ...], float]:
+        """Let the rank that can start first do its next task, until all are done."""
+        for number, task in enumerate(self._tasks):
+            if not task.num_needs:
+                for microbatch in range(self._num_microbatches):
+                    self._offer(number, microbatch)
+        heads = [rank.head() for rank in self._ranks]
+        for _ in range(len(self._tasks) * self._num_microbatches):
+            head = min(heads)
+            number, microbatch = head[1][3], head[1][1]
+            task = self._tasks[number]
+            rank = task.segment.rank
+            touched = self._finish(task, microbatch, self._ranks[rank].take(head, task))
+            for other in {rank, *touched}:
+                heads[other] = self._ranks[other].head()
+        orders = tuple(tuple(rank.order) for rank in self._ranks)
+        return orders, max(rank.free_seconds for rank in self._ranks)
+
+    def _finish(self, task: Task, microbatch: int, end_seconds: float) -> list[int]:
+        """Hand on what a task gives; return the ranks that have something new to do."""
+        missing, ready, touched = self._missing[microbatch], self._ready_seconds[microbatch], []
+        for feed in task.feeds:
+            target = self._tasks[feed.target].segment.rank
+            arrival = self._links.arrival_seconds(task.segment.rank, target, feed.transfer, end_seconds)
+            ready[feed.target] = max(ready[feed.target], arrival)
+            missing[feed.target] -= 1
+            if not missing[feed.target]:
+                self._offer(feed.target, microbatch)
+                touched.append(target)
+        return touched
+
+    def _offer(self, number: int, microbatch: int) -> None:
+        task = self._tasks[number]
+        is_first = task.kind is Kind.FORWARD and not task.segment.index
+        priority, depth = task.priority
+        urgency = priority, microbatch, depth, number
+        self._ranks[task.segment.rank].offer(self._ready_seconds[microbatch][number], urgency, task, is_first)

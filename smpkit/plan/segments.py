@@ -1,0 +1,229 @@
+"""What one microbatch asks of every pipeline rank: its segments, and the values that travel between them.
+
+A chain has one segment per rank. A rank has several when a microbatch comes back to it (a tied head on rank 0, an
+encoder-decoder, a U-Net), and none when it owns nothing that this step function calls. The same graph serves every
+microbatch of a step::
+
+    chain          rank 0 ──► rank 1 ──► rank 2
+    tied head      (0, 0) ──► (1, 0) ──► (2, 0) ──► (0, 1)
+
+Backward runs along the differentiable transfers, against their direction. On its own rank a microbatch goes through
+its segments in order, and back through them in reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+from smpkit.errors import SmpkitError
+
+__all__ = ["Kind", "Need", "ScheduleError", "Segment", "SegmentGraph", "Transfer"]
+
+
+class ScheduleError(SmpkitError, AssertionError):
+    """A graph or schedule that no executor could run: a bug in smpkit, or a plan file that somebody changed."""
+
+    exit_code = 3
+
+
+class Kind(str, Enum):
+    """What an action does with its segment."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward, or, in a schedule with WEIGHT actions, the half that makes the inputs' gradients."""
+    WEIGHT = "W"
+    """The half of a split backward that makes the parameters' gradients; nobody waits for it (zero bubble)."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, order=True)
+class Segment:
+    """What one rank runs of one microbatch between two receives."""
+
+    rank: int
+    """pp_rank."""
+    index: int
+    """0, 1, ... in the order in which this rank runs them in forward."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} segment {self.index}"
+
+
+@dataclass(frozen=True, order=True)
+class Transfer:
+    """A value that one segment needs from another; between segments of one rank it is kept, not sent."""
+
+    source: Segment
+    target: Segment
+    num_bytes: int = 0
+    differentiable: bool = True
+    """False: no gradient travels back."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether the value travels between ranks."""
+        return self.source.rank != self.target.rank
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing that must have happened, in the same microbatch, before an action can run."""
+
+    kind: Kind
+    segment: Segment
+    transfer: Transfer | None = None
+    """The value that arrives by it, if it travels between ranks."""
+
+
+@dataclass(frozen=True)
+class SegmentGraph:
+    """The segments of one microbatch; raises ScheduleError unless they can be run.
+
+    Args:
+        num_ranks: pipeline parallel degree.
+        segments: in any order; the indices of one rank are 0, 1, ... without gaps.
+        transfers: at most one message per value and destination; their order is the order of sending.
+        has_backward: False for a step that only evaluates.
+    """
+
+    num_ranks: int
+    segments: tuple[Segment, ...]
+    transfers: tuple[Transfer, ...] = ()
+    has_backward: bool = True
+
+    def __post_init__(self) -> None:
+        _check_segments(self)
+        _check_transfers(self)
+        _ = self.topological  # raises where the graph has a circle
+
+    @classmethod
+    def chain(cls, num_ranks: int, has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
+        """Make the common case: every rank once, each handing `num_bytes` to the next."""
+        return cls.path([Segment(rank, 0) for rank in range(num_ranks)], has_backward, num_bytes)
+
+    @classmethod
+    def loop(cls, num_ranks: int, num_chunks: int, has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
+        """Make a chain that goes round all ranks `num_chunks` times (interleaved virtual stages)."""
+        rounds = [Segment(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
+        return cls.path(rounds, has_backward, num_bytes)
+
+    @classmethod
+    def path(cls, segments: Iterable[Segment], has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
+        """Make the graph in which each segment hands one value of `num_bytes` to the next."""
+        steps = tuple(segments)
+        transfers = tuple(
+            Transfer(source, target, num_bytes if source.rank != target.rank else 0)
+            for source, target in pairwise(steps)
+        )
+        return cls(max((step.rank for step in steps), default=-1) + 1, steps, transfers, has_backward)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many segments each rank has."""
+        ranks = [segment.rank for segment in self.segments]
+        return tuple(ranks.count(rank) for rank in range(self.num_ranks))
+
+    @cached_property
+    def topological(self) -> tuple[Segment, ...]:
+        """All segments, each after everything it needs; the same on every rank and in every process."""
+        sorter = TopologicalSorter({segment: sorted(set(self._before(segment))) for segment in sorted(self.segments)})
+        try:
+            return tuple(sorter.static_order())
+        except CycleError as error:
+            cycle = " -> ".join(f"({each})" for each in error.args[1])
+            raise ScheduleError(f"the segments wait for each other in a circle: {cycle}") from None
+
+    @cached_property
+    def outgoing(self) -> dict[Segment, tuple[Transfer, ...]]:
+        """The transfers that leave each segment, in the order of sending."""
+        return {each: tuple(t for t in self.transfers if t.source == each) for each in self.segments}
+
+    @cached_property
+    def incoming(self) -> dict[Segment, tuple[Transfer, ...]]:
+        """The transfers that reach each segment."""
+        return {each: tuple(t for t in self.transfers if t.target == each) for each in self.segments}
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """For each rank the segments on the longest way from its first one to the end; `P - rank` in a chain."""
+        length: dict[Segment, int] = {}
+        for segment in reversed(self.topological):
+            length[segment] = max(length.get(segment, 0), 1)
+            for before in self._before(segment):
+                length[before] = max(length.get(before, 0), length[segment] + 1)
+        return tuple(length.get(Segment(rank, 0), 0) for rank in range(self.num_ranks))
+
+    @property
+    def loop_chunks(self) -> int:
+        """How often the graph goes round all ranks if it is a loop, else 0; a chain is a loop of one."""
+        chunks = self.counts[0] if self.counts else 0
+        if not chunks or len(self.segments) != chunks * self.num_ranks:
+            return 0
+        steps = SegmentGraph.loop(self.num_ranks, chunks).transfers
+        return chunks if {(t.source, t.target) for t in self.transfers} == {(t.source, t.target) for t in steps} else 0
+
+    def kinds(self, split_backward: bool = False) -> tuple[Kind, ...]:
+        """The kinds of action that every segment goes through."""
+        if not self.has_backward:
+            return (Kind.FORWARD,)
+        return (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT) if split_backward else (Kind.FORWARD, Kind.BACKWARD)
+
+    def needs(self, kind: Kind, segment: Segment) -> tuple[Need, ...]:
+        """Return what an action waits for; a value that travels is one need of its own."""
+        if kind is Kind.WEIGHT:
+            return (Need(Kind.BACKWARD, segment),)
+        return tuple(self._forward_needs(segment) if kind is Kind.FORWARD else self._backward_needs(segment))
+
+    def sends(self, kind: Kind, segment: Segment) -> tuple[Transfer, ...]:
+        """Return the transfers that an action sends along (FORWARD) or gradients of back (BACKWARD), in that order."""
+        if kind is Kind.FORWARD:
+            return tuple(transfer for transfer in self.outgoing[segment] if transfer.is_message)
+        if kind is Kind.WEIGHT:
+            return ()
+        return tuple(each for each in self.incoming[segment] if each.is_message and each.differentiable)
+
+    def receives(self, kind: Kind, segment: Segment) -> tuple[Transfer, ...]:
+        """Return the transfers that an action needs, or needs the gradients of, from other ranks."""
+        return tuple(need.transfer for need in self.needs(kind, segment) if need.transfer is not None)
+
+    def _forward_needs(self, segment: Segment) -> Iterator[Need]:
+        if segment.index:
+            yield Need(Kind.FORWARD, Segment(segment.rank, segment.index - 1))
+        for transfer in self.incoming[segment]:
+            yield Need(Kind.FORWARD, transfer.source, transfer if transfer.is_message else None)
+
+    def _backward_needs(self, segment: Segment) -> Iterator[Need]:
+        # `model.backward` is called in a rank's last segment at the earliest, so no backward comes before that one.
+        is_last = segment.index == self.counts[segment.rank] - 1
+        yield Need(Kind.FORWARD, segment) if is_last else Need(Kind.BACKWARD, Segment(segment.rank, segment.index + 1))
+        for transfer in self.outgoing[segment]:
+            if transfer.differentiable:
+                yield Need(Kind.BACKWARD, transfer.target, transfer if transfer.is_message else None)
+
+    def _before(self, segment: Segment) -> list[Segment]:
+        return [need.segment for need in self._forward_needs(segment)]
+
+
+def _check_segments(graph: SegmentGraph) -> None:
+    if graph.num_ranks < 1:
+        raise ScheduleError(f"a graph of {graph.num_ranks} ranks")
+    if sorted(graph.segments) != [Segment(rank, i) for rank, count in enumerate(graph.counts) for i in range(count)]:
+        listed = ", ".join(str(segment) for segment in sorted(graph.segments))
+        raise ScheduleError(f"the segments of a rank are not 0, 1, ... of {graph.num_ranks} ranks: {listed}")
+
+
+def _check_transfers(graph: SegmentGraph) -> None:
+    known = set(graph.segments)
+    for transfer in graph.transfers:
+        if not {transfer.source, transfer.target} <= known:
+            raise ScheduleError(f"a transfer from {transfer.source} to {transfer.target}, which are not both segments")
+        if transfer.num_bytes < 0:
+            raise ScheduleError(f"a transfer of {transfer.num_bytes} bytes from {transfer.source}")
