@@ -25,7 +25,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--text-bytes", type=int, default=2_000_000)
     parser.add_argument("--save-every", type=int, default=80)
-    parser.add_argument("--checkpoints", type=Path, default=Path(os.environ.get("SMPKIT_CHECKPOINT_DIR", "checkpoints")))
+    parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "checkpoints"))
     return parser.parse_known_args()[0]
 
 
@@ -60,7 +60,7 @@ def learning_rate(step: int, steps: int) -> float:
 def main() -> None:
     arguments = parse_arguments()
     smp.init()
-    smp.stop_requested()  # from here on, SIGTERM (a spot reclaim, `docker stop`) ends the loop below and not the process
+    smp.stop_requested()  # from here on SIGTERM (a spot reclaim, say) ends the loop below, not the process
     torch.manual_seed(0)
 
     shape = Shape()

@@ -50,7 +50,7 @@ JOB = """
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("raise", ["(rank 2 on algo-1, exit 1)", "ValueError: hidden size 2050", "ranks 0, 1, 3 stopped because of it"]),
+        ("raise", ["(rank 2 on algo-1, exit 1)", "ValueError: hidden size 2050", "ranks 0, 1, 3 stopped"]),
         ("kill", ["(rank 2 on algo-1, exit 137)", "killed by SIGKILL"]),
         ("hang", ["the reduction of gradients (bucket 0) for rank 2", "rank 2 was still running, here:"]),
         ("leave", ["rank 2"]),
