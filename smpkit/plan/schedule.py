@@ -24,10 +24,11 @@ from typing import Final
 
 from smpkit.errors import UsageError
 from smpkit.plan.actions import Action, Costs, Message, Schedule, from_json, message_order, to_json
+from smpkit.plan.bounds import bounds_of
 from smpkit.plan.listing import list_schedule
 from smpkit.plan.proof import check
 from smpkit.plan.segments import Kind, Need, ScheduleError, Segment, SegmentGraph, Transfer
-from smpkit.plan.simulate import lower_bound_seconds, simulate
+from smpkit.plan.simulate import simulate
 
 __all__ = [
     "Action",
@@ -74,8 +75,9 @@ def interleaved(
     """Run backward first, and choose by simulation how many microbatches each rank holds.
 
     A rank with few live microbatches waits for slow links; one with many needs memory. Tried are, from little memory
-    to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, slopes up to `2 * depth - 1`, and
-    the same number for every rank. The fastest wins; of equals (within 0.2 %) the one with the fewest live microbatches.
+    to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, `2 * depth - 1`, multiples of how
+    long a microbatch stays on a rank, and the same number for every rank. The fastest wins; of equals (within 0.2 %)
+    the one with the fewest live microbatches.
 
     Args:
         active_microbatches: no rank ever holds more (SMP v1's parameter).
@@ -166,10 +168,11 @@ class _Search:
 
     def _tried(self, split: bool) -> Iterator[_Found]:
         """Try caps from few live microbatches to many, until nothing can be faster by enough."""
-        enough = lower_bound_seconds(self.graph, self.num_microbatches, self.costs, split) * (1 + _WORTH)
+        bounds = bounds_of(self.graph, self.costs, split)
+        enough = bounds.lower_bound_seconds(self.num_microbatches) * (1 + _WORTH)
         if not split and (template := self._looped()):
             yield template
-        for caps in _cap_choices(self.graph.depths, self.limits):
+        for caps in _cap_choices(self.graph.depths, bounds.full_pipe, self.limits):
             actions, seconds = list_schedule(self.graph, self.num_microbatches, caps, self.costs, split_backward=split)
             yield _Found(Schedule("interleaved", self.graph, self.num_microbatches, actions, caps), seconds)
             if seconds <= enough:
@@ -185,11 +188,12 @@ class _Search:
         return _Found(schedule, simulate(schedule, self.costs).makespan_seconds)
 
 
-def _cap_choices(depths: Sequence[int], limits: Sequence[int]) -> list[tuple[int, ...]]:
+def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limits: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the caps to try, from few live microbatches to many."""
     deepest = max(1, *depths)
     shapes = [[depth + more for depth in depths] for more in range(deepest + 1)]
-    shapes += [[depth + ceil((depth - 1) * share / 4) for depth in depths] for share in range(1, 5)]
+    shapes += [[2 * depth - 1 for depth in depths]]
+    shapes += [[ceil(live * factor / 4) for live in full_pipe] for factor in range(4, 13)]
     shapes += [[same] * len(depths) for same in (*range(1, 2 * deepest + 1), max(limits))]
     choices = {tuple(max(1, min(cap, limit)) for cap, limit in zip(shape, limits, strict=True)) for shape in shapes}
     return sorted(choices, key=lambda caps: (sum(caps), caps))

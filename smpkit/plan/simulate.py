@@ -12,10 +12,10 @@ from enum import Enum
 from functools import cached_property
 
 from smpkit.plan.actions import Action, Costs, Schedule, message_order
-from smpkit.plan.segments import Kind, ScheduleError, Segment, SegmentGraph
+from smpkit.plan.segments import Kind, ScheduleError, Segment
 from smpkit.plan.tasks import Feed, Links, Task, tasks_of
 
-__all__ = ["Cause", "LinkUse", "Span", "Stall", "Timeline", "lower_bound_seconds", "simulate"]
+__all__ = ["Cause", "LinkUse", "Span", "Stall", "Timeline", "simulate"]
 
 
 class Cause(str, Enum):
@@ -201,58 +201,3 @@ def _stalls(action: Action, arrival: _Arrival, free_seconds: float, is_first: bo
         Stall(Cause.LINK, sent, arrival.seconds, action, arrival.rank),
     ]
     return [part for part in parts if part.end_seconds > part.start_seconds]
-
-
-def lower_bound_seconds(
-    graph: SegmentGraph, num_microbatches: int, costs: Costs, split_backward: bool = False
-) -> float:
-    """Return a time that no schedule of the graph can be faster than.
-
-    For each rank: what comes before its first action can start, all of its work, and what is left after its last one.
-    Of a chain with equal stages that is the ideal `(M + P - 1) * (forward + backward)` plus the link time of one round.
-    """
-    tasks = tasks_of(graph, costs, split_backward)
-    heads, tails = _ways(tasks, costs)
-    bounds = [
-        max((head + task.seconds + tail for task, head, tail in zip(tasks, heads, tails, strict=True)), default=0.0)
-    ]
-    for rank in range(graph.num_ranks):
-        own = [number for number, task in enumerate(tasks) if task.segment.rank == rank]
-        work = num_microbatches * sum(tasks[number].seconds for number in own)
-        if own:
-            bounds.append(min(heads[n] for n in own) + work + min(tails[n] for n in own))
-    return max(bounds)
-
-
-def _ways(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float], list[float]]:
-    """Return for each task of a microbatch alone: the time before it can start, and after it until everything ends."""
-    heads, tails = [0.0] * len(tasks), [0.0] * len(tasks)
-    order = _topological(tasks)
-    for number in order:
-        for feed in tasks[number].feeds:
-            way = heads[number] + tasks[number].seconds + _link_seconds(feed, costs)
-            heads[feed.target] = max(heads[feed.target], way)
-    for number in reversed(order):
-        tails[number] = max(
-            (
-                _link_seconds(feed, costs) + tasks[feed.target].seconds + tails[feed.target]
-                for feed in tasks[number].feeds
-            ),
-            default=0.0,
-        )
-    return heads, tails
-
-
-def _topological(tasks: tuple[Task, ...]) -> list[int]:
-    missing = [task.num_needs for task in tasks]
-    order = [number for number, count in enumerate(missing) if not count]
-    for number in order:
-        for feed in tasks[number].feeds:
-            missing[feed.target] -= 1
-            if not missing[feed.target]:
-                order.append(feed.target)
-    return order
-
-
-def _link_seconds(feed: Feed, costs: Costs) -> float:
-    return 0.0 if feed.transfer is None else costs.latency_seconds + costs.occupancy_seconds(feed.transfer)
