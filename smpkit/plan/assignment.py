@@ -1,0 +1,131 @@
+"""Which unit is on which pipeline rank: what is logged, printed before a job and saved with checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from smpkit.errors import ConfigError, Problem
+
+__all__ = ["Assignment", "Load", "UnitCost", "assignment_of", "private_parameters_bytes"]
+
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """What a unit costs; only ratios matter, so compute may be FLOPs or measured seconds."""
+
+    name: str
+    parameters_bytes: int = 0
+    activation_bytes: int = 0
+    """What one microbatch keeps for its backward."""
+    flops: float = 0.0
+    """Of one microbatch's forward."""
+    output_bytes: int = 0
+    """What it hands to the next unit."""
+    shared: Mapping[str, int] = field(default_factory=dict)
+    """Bytes, contained in `parameters_bytes`, of the parameters that other units hold too, by key."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one partition holds and computes; a parameter that several of its units share counts once."""
+
+    parameters_bytes: int
+    activation_bytes: int
+    flops: float
+
+    @property
+    def memory_bytes(self) -> int:
+        """Parameters and one microbatch's activations."""
+        return self.parameters_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which partition (pp_rank) every unit is on."""
+
+    num_partitions: int
+    units: tuple[tuple[str, int], ...]
+    """Name and partition, in execution order."""
+    loads: tuple[Load, ...]
+
+    @cached_property
+    def partition_of(self) -> dict[str, int]:
+        """The partition of each unit, by name."""
+        return dict(self.units)
+
+    def names(self, partition: int) -> tuple[str, ...]:
+        """Return the units of a partition, in execution order."""
+        return tuple(name for name, place in self.units if place == partition)
+
+    @property
+    def compute_imbalance(self) -> float:
+        """The compute of the busiest partition over the mean, 1 or more; it bounds the speed."""
+        return _worst_over_mean([load.flops for load in self.loads])
+
+    @property
+    def memory_imbalance(self) -> float:
+        """The memory of the fullest partition over the mean, 1 or more."""
+        return _worst_over_mean([load.memory_bytes for load in self.loads])
+
+    def log_lines(self) -> list[str]:
+        """Return SMP v1's heading and a line for every unit, as they are logged."""
+        return ["Partition assignments:", *(f"  {name}: {place}" for name, place in self.units)]
+
+    def to_json(self) -> str:
+        """Write it as text that `from_json` reads."""
+        loads = [[load.parameters_bytes, load.activation_bytes, load.flops] for load in self.loads]
+        content = {"format": _FORMAT, "num_partitions": self.num_partitions, "units": self.units, "loads": loads}
+        return json.dumps(content)
+
+    @classmethod
+    def from_json(cls, text: str) -> Assignment:
+        """Read what `to_json` wrote; raise ConfigError if it is not that."""
+        try:
+            content = json.loads(text)
+            if content["format"] != _FORMAT:
+                raise ValueError(f"format {content['format']}, this smpkit reads format {_FORMAT}")
+            return cls._of(content)
+        except (KeyError, TypeError, ValueError) as error:
+            problem = Problem((), f"not a partition assignment: {type(error).__name__}: {error}")
+            raise ConfigError([problem], subject="partition assignment") from None
+
+    @classmethod
+    def _of(cls, content: Mapping[str, Any]) -> Assignment:
+        num_partitions = int(content["num_partitions"])
+        units = tuple((str(name), int(place)) for name, place in content["units"])
+        if any(not 0 <= place < num_partitions for _, place in units) or len(content["loads"]) != num_partitions:
+            raise ValueError(f"units or loads outside of {num_partitions} partitions")
+        return cls(num_partitions, units, tuple(Load(*load) for load in content["loads"]))
+
+
+def _worst_over_mean(values: Sequence[float]) -> float:
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0
+
+
+def private_parameters_bytes(unit: UnitCost) -> int:
+    """Return the bytes of the parameters that only this unit holds."""
+    return unit.parameters_bytes - sum(unit.shared.values())
+
+
+def assignment_of(units: Sequence[UnitCost], places: Mapping[int, int], num_partitions: int) -> Assignment:
+    """Return the assignment in which the unit of index `i` is on partition `places[i]`."""
+    named = tuple((unit.name, places[index]) for index, unit in enumerate(units))
+    parts = [[units[i] for i in range(len(units)) if places[i] == k] for k in range(num_partitions)]
+    return Assignment(num_partitions, named, tuple(map(_load, parts)))
+
+
+def _load(units: Sequence[UnitCost]) -> Load:
+    shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
+    return Load(
+        parameters_bytes=sum(unit.parameters_bytes - sum(unit.shared.values()) for unit in units)
+        + sum(shared.values()),
+        activation_bytes=sum(unit.activation_bytes for unit in units),
+        flops=sum(unit.flops for unit in units),
+    )

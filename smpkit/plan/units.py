@@ -1,0 +1,119 @@
+"""Cut a module tree into units: the smallest subtrees that we are willing to place on a pipeline rank.
+
+A unit runs whole on one rank, at native speed. A module that is no unit *spans*: its own `forward` runs on every rank
+and calls units on several. Units depend on the model alone, never on the number of ranks, because random streams and
+checkpoints are keyed by them::
+
+    model            spans                      encoder           stack of stages   spans
+    ├── embed        unit (a leaf)              ├── 0             spans: it holds a stack of blocks
+    ├── layers       stack, spans               │   └── blocks    stack, spans
+    │   ├── 0        unit (child of a stack)    │       ├── 0     unit
+    │   └── 1        unit                       │       └── 1     unit
+    └── head         unit (a leaf)              └── 1 ...
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Node", "Unit", "UnitTree", "unit_tree"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A module as the planner sees it; one that appears twice in a model is listed once, where it is first."""
+
+    name: str
+    """Full name, as in `named_modules`; empty for the model."""
+    kind: str
+    """Name of its class: blocks of one class make a stack worth cutting."""
+    is_stack: bool = False
+    """Whether it is a `Sequential`, `ModuleList` or `ModuleDict`, so that its children may be placed apart."""
+    children: tuple[Node, ...] = ()
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the parameters (and buffers) of its own, not of its children, by a key that is equal for tied ones."""
+
+    def walk(self) -> Iterator[Node]:
+        """Yield this node and all below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit, before its costs are known."""
+
+    name: str
+    parameters_bytes: int
+    shared: Mapping[str, int]
+    """Bytes of the parameters that other units hold too, by key."""
+
+
+@dataclass(frozen=True)
+class UnitTree:
+    """A model, cut."""
+
+    units: tuple[Unit, ...]
+    """In the order of definition; execution may differ."""
+    spanning: tuple[str, ...]
+    """Names of the modules that run on every rank."""
+    loose: Mapping[str, int]
+    """Bytes of the parameters that spanning modules own themselves, by key; every rank has them."""
+
+
+def unit_tree(model: Node) -> UnitTree:
+    """Cut a model into units.
+
+    From the top down, each of these is a unit:
+
+    - a leaf;
+    - a child of a stack, unless it holds a stack of blocks itself: a stack with two children of one class that have
+      children of their own;
+    - a module with parameters of its own and no stack below, such as `MultiheadAttention`, which reads its children's
+      weights instead of calling them.
+    """
+    found, spanning = _cut(model, in_stack=False)
+    holders = Counter(key for node in found for key in _parameters(node))
+    loose = {key: num_bytes for node in spanning for key, num_bytes in node.parameters.items()}
+    return UnitTree(tuple(_unit(node, holders) for node in found), tuple(node.name for node in spanning), loose)
+
+
+def _cut(node: Node, in_stack: bool) -> tuple[list[Node], list[Node]]:
+    """Return the units and the spanning modules of a subtree."""
+    if _is_unit(node, in_stack):
+        return [node], []
+    units: list[Node] = []
+    spanning = [node]
+    for child in node.children:
+        child_units, child_spanning = _cut(child, in_stack=node.is_stack)
+        units += child_units
+        spanning += child_spanning
+    return units, spanning
+
+
+def _is_unit(node: Node, in_stack: bool) -> bool:
+    if not node.children:
+        return not node.is_stack
+    if node.is_stack:
+        return False
+    if in_stack:
+        return not any(_is_stack_of_blocks(below) for below in node.walk())
+    return bool(node.parameters) and not any(below.is_stack for below in node.walk())
+
+
+def _is_stack_of_blocks(node: Node) -> bool:
+    blocks = Counter(child.kind for child in node.children if child.children)
+    return node.is_stack and any(count > 1 for count in blocks.values())
+
+
+def _parameters(node: Node) -> dict[str, int]:
+    return {key: num_bytes for below in node.walk() for key, num_bytes in below.parameters.items()}
+
+
+def _unit(node: Node, holders: Mapping[str, int]) -> Unit:
+    parameters = _parameters(node)
+    shared = {key: num_bytes for key, num_bytes in parameters.items() if holders[key] > 1}
+    return Unit(node.name, sum(parameters.values()), shared)
