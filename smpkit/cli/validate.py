@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,11 @@ from smpkit.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from smpkit.config.job import JobConfig
     from smpkit.config.load import Loaded
+    from smpkit.config.section import KeyPath
 
 __all__ = ["validate"]
+
+_SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 
 
 @click.command()
@@ -83,9 +87,15 @@ def _processes(config: JobConfig) -> str:
 def _settings(loaded: Loaded) -> list[dict[str, Any]]:
     values = loaded.config.model_dump()
     return [
-        {"key": Problem(path, "").where, "value": _at(values, path), "origin": origin}
+        {"key": Problem(path, "").where, "value": _shown(path, _at(values, path)), "origin": origin}
         for path, origin in loaded.origins.items()
     ]
+
+
+def _shown(path: KeyPath, value: Any) -> Any:
+    """Keep what is probably a secret out of terminals and logs."""
+    free_form = path[0] in ("environment", "hyperparameters")
+    return "(hidden)" if free_form and _SECRET.search(str(path[-1])) else value
 
 
 def _at(value: Any, path: Iterable[str | int]) -> Any:

@@ -53,7 +53,7 @@ class ModelParallelBlock(Switched):
     def _not_a_path(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        message = f"is the path of a file ({quoted(value)}), which only a job file may name"
+        message = f"is the path of a file ({quoted(value)}), which only a file may name"
         raise validation_error(cls.__name__, [Problem((), message, "give the parameters themselves")])
 
 
@@ -127,14 +127,16 @@ class Distribution(Section):
         "instance_groups": ("names groups of different machines, which smpkit does not have", "remove it"),
     }
 
-    _written: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _bare: bool = PrivateAttr(default=False)
+    _parameters: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="wrap")
     @classmethod
     def _keep_what_was_written(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         made = handler(data)
         if isinstance(data, Mapping):
-            made._written = dict(data)
+            made._bare = _is_bare(data)
+            made._parameters = _parameters_of(data, made.parameters_path)
         return made
 
     @classmethod
@@ -161,7 +163,9 @@ class Distribution(Section):
         Raises:
             ConfigError: with all problems.
         """
-        whole = dict(smp_options) if mpi_options is None else {**smp_options, "mpi": mpi_options}
+        whole: object = smp_options
+        if mpi_options is not None and isinstance(smp_options, Mapping):
+            whole = {**smp_options, "mpi": mpi_options}
         return validated(cls, whole, subject="distribution")
 
     def cross_problems(self, _written: Mapping[str, Any], _broken: frozenset[KeyPath], /) -> Iterable[Problem]:
@@ -197,15 +201,12 @@ class Distribution(Section):
     @property
     def parameters_as_written(self) -> dict[str, Any]:
         """The parameters as written, for `mp_parameters`: Hugging Face looks for the very key `partitions`."""
-        value: Any = self._written
-        for key in self.parameters_path:
-            value = value.get(key, {}) if isinstance(value, Mapping) else getattr(value, str(key), {})
-        return value.given() if isinstance(value, ModelParallelConfig) else dict(value)
+        return dict(self._parameters)
 
     @property
     def parameters_path(self) -> KeyPath:
         """Where the parameters stand in what was written."""
-        return ("parameters",) if _is_bare(self._written) else (*_BLOCK_PATH, "parameters")
+        return ("parameters",) if self._bare else (*_BLOCK_PATH, "parameters")
 
     def notices(self) -> list[Problem]:
         """Say which settings have no effect; the paths start at the distribution."""
@@ -237,6 +238,14 @@ class Distribution(Section):
 
 def _is_bare(data: object) -> bool:
     return isinstance(data, Mapping) and "smdistributed" not in data and ("enabled" in data or "parameters" in data)
+
+
+def _parameters_of(data: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+    """Take the parameters out of a valid distribution, wherever on the way a model stands in place of a mapping."""
+    value: Any = data
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else getattr(value, str(key), None)
+    return value.given() if isinstance(value, ModelParallelConfig) else dict(value or {})
 
 
 def _below(path: KeyPath, problem: Problem) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -117,6 +118,15 @@ _SENTENCES: dict[str, Callable[[ErrorDetails, Mapping[str, Any]], str]] = {
 }
 
 
+# What a text looks like that was meant as another kind of value.
+_UNQUOTED = {
+    "int_type": re.compile(r"[-+]?[0-9]+"),
+    "float_type": re.compile(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?"),
+    "bool_type": re.compile(r"true|false", re.IGNORECASE),
+}
+_NOTHING = re.compile(r"(?!)")
+
+
 def _hint(detail: ErrorDetails, context: Mapping[str, Any]) -> str | None:
     value = detail["input"]
     if detail["type"] == "literal_error" and isinstance(value, str):
@@ -125,6 +135,6 @@ def _hint(detail: ErrorDetails, context: Mapping[str, Any]) -> str | None:
         return f"write `{int(value)}`"
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
         return "put it in quotes"
-    if detail["type"] in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+    if isinstance(value, str) and _UNQUOTED.get(detail["type"], _NOTHING).fullmatch(value):
         return "write it without quotes"
     return None

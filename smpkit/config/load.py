@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from smpkit.config.distribution import Distribution
-from smpkit.config.documents import Document, literal, parse_value, read_document
+from smpkit.config.document import Document
 from smpkit.config.explain import explain
+from smpkit.config.files import read_document
 from smpkit.config.job import JobConfig
 from smpkit.config.locate import LocatedProblem
 from smpkit.config.migrate import HISTORIC, V2_KEYS
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.section import KeyPath, Section
+from smpkit.config.sources import ENVIRONMENT_PREFIX, Sources
 from smpkit.config.words import printable, quoted
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["ENVIRONMENT_PREFIX", "Kind", "Loaded", "LoadedJob", "load", "load_job"]
-
-ENVIRONMENT_PREFIX = "SMPKIT_JOB__"
-"""`SMPKIT_JOB__COMPUTE__INSTANCE_COUNT=2` sets `compute.instance_count`: a double underscore is a dot."""
+__all__ = ["Kind", "Loaded", "LoadedJob", "load", "load_job"]
 
 Kind = Literal["job", "distribution", "modelparallel"]
 
@@ -34,6 +32,7 @@ _MODELS: Mapping[Kind, type[Section]] = {
     "distribution": Distribution,
     "modelparallel": ModelParallelConfig,
 }
+_DISTRIBUTIONS: Mapping[Kind, KeyPath | None] = {"job": ("distribution",), "distribution": (), "modelparallel": None}
 _KIND_NAMES: Mapping[Kind, str] = {
     "job": "job file",
     "distribution": "distribution",
@@ -112,14 +111,14 @@ def load(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[str, 
     path = Path(path)
     document = read_document(path)
     kind = _kind(document)
-    sources = _Sources(path.parent, document.value, [((), document)], list(document.problems))
+    sources = Sources(path.parent, document.value, [((), document)], _DISTRIBUTIONS[kind], list(document.problems))
+    sources.resolve_parameters()
     if kind == "job":
-        sources.resolve_parameters()
         for name, text in sorted((os.environ if environ is None else environ).items()):
             if name.startswith(ENVIRONMENT_PREFIX):
                 sources.set_variable(name, text)
     for override in overrides:
-        sources.set_override(override, free_form=kind == "job")
+        sources.set_override(override)
     return _checked(kind, path, sources)
 
 
@@ -140,7 +139,7 @@ def _kind(document: Document) -> Kind:
     return "job"
 
 
-def _checked(kind: Kind, path: Path, sources: _Sources) -> Loaded:
+def _checked(kind: Kind, path: Path, sources: Sources) -> Loaded:
     config: Section | None = None
     problems = list(sources.problems)
     try:
@@ -174,10 +173,17 @@ def _file_problems(config: JobConfig, folder: Path) -> Iterable[Problem]:
     if _is_uri(config.source_dir):
         return
     source_dir = folder / config.source_dir
-    if not source_dir.is_dir():
+    if not _is_there(source_dir.is_dir):
         yield Problem(("source_dir",), f"no such folder: {quoted(str(source_dir))}", "it is relative to the job file")
-    elif not (source_dir / config.entry_point).is_file():
+    elif not _is_there((source_dir / config.entry_point).is_file):
         yield Problem(("entry_point",), f"no such file: {quoted(str(source_dir / config.entry_point))}")
+
+
+def _is_there(look: Callable[[], bool]) -> bool:
+    try:
+        return look()
+    except OSError:  # as for a name that is too long
+        return False
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterable[KeyPath]:
@@ -186,146 +192,3 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterable[KeyPath]:
             yield from _leaves(item, (*path, key))
     elif path:
         yield path
-
-
-# --- Layers ----------------------------------------------------------------------------------------------------------
-
-# Names below these belong to the user: they keep their spelling, and dots in them are part of the name.
-_FREE_FORM = frozenset({"hyperparameters", "environment"})
-
-_PARAMETERS: tuple[tuple[str, ...], ...] = (
-    ("distribution", "smdistributed", "modelparallel", "parameters"),
-    ("distribution", "parameters"),
-)
-
-
-@dataclass
-class _Sources:
-    """The values so far, and which document each part of them came from; later documents lie over earlier ones."""
-
-    folder: Path
-    value: dict[str, Any]
-    layers: list[tuple[KeyPath, Document]]
-    problems: list[LocatedProblem] = field(default_factory=list)
-
-    def resolve_parameters(self) -> None:
-        """Replace a path given as `parameters` by what the file says."""
-        for path in _PARAMETERS:
-            name = _get(self.value, path)
-            if isinstance(name, str):
-                self._attempt(partial(self._read_parameters, path, name))
-
-    def _read_parameters(self, path: KeyPath, name: str) -> None:
-        document = read_document(self.folder / name)
-        if not isinstance(document.value, dict):
-            message = f"must be a mapping of parameters, got {quoted(document.value)}"
-            raise ConfigError([LocatedProblem((), message, None, document.name)])
-        self.problems += document.problems
-        self._put(path, document)
-
-    def set_variable(self, name: str, text: str) -> None:
-        """Apply one variable of the environment."""
-        parts = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
-        head, rest = parts[0].lower(), parts[1:]
-        if head in _FREE_FORM and rest:
-            path: KeyPath = (head, "__".join(rest))
-        elif head == "inputs" and rest:
-            path = (head, rest[0], *(part.lower() for part in rest[1:]))
-        else:
-            path = (head, *(part.lower() for part in rest))
-        self._set(path, text, printable(name))
-
-    def set_override(self, override: str, *, free_form: bool) -> None:
-        """Apply one `key=value`."""
-        key, separator, text = override.partition("=")
-        source = f"--set {printable(key)}"
-        parts = tuple(key.strip().split("."))
-        if not separator or not all(parts):
-            problem = LocatedProblem((), "must have the form `key=value`", "for example `compute.spot=true`", source)
-            self.problems.append(problem)
-            return
-        if free_form and parts[0] in _FREE_FORM and len(parts) > 1:
-            parts = (parts[0], ".".join(parts[1:]))
-        self._set(parts, text, source)
-
-    def _set(self, path: KeyPath, text: str, source: str) -> None:
-        # What goes into the environment is text by nature, so `1` needs no quotes in quotes here.
-        read = literal if path[:1] == ("environment",) and len(path) == 2 else parse_value
-
-        def put() -> None:
-            self._put(path, read(text, source))
-            self.resolve_parameters()
-
-        self._attempt(put)
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except ConfigError as error:
-            self.problems += [problem for problem in error.problems if isinstance(problem, LocatedProblem)]
-
-    def _put(self, path: KeyPath, document: Document) -> None:
-        target = self.value
-        for depth, part in enumerate(path[:-1]):
-            below = target.get(str(part))
-            if below is None:
-                below = target[str(part)] = {}
-            if not isinstance(below, dict):
-                message = f"cannot be set inside {quoted(below)}, which is no mapping"
-                raise ConfigError([LocatedProblem(path[: depth + 2], message, None, document.name)])
-            target = below
-        target[str(path[-1])] = document.value
-        self.layers.append((path, document))
-
-    def locate(self, problem: Problem) -> LocatedProblem:
-        """Find the place of a problem: the uppermost document that covers its path."""
-        root, document = self._layer(problem.path)
-        inner = problem.path[len(root) :]
-        position = document.position(inner)
-        # Something missing at the top has no line worth showing.
-        text = document.text if inner in document.positions or position != document.position(()) else ""
-        line, column = position or (None, None)
-        return LocatedProblem(problem.path, problem.message, problem.hint, document.name, line, column, text)
-
-    def _layer(self, path: KeyPath) -> tuple[KeyPath, Document]:
-        return next(layer for layer in reversed(self.layers) if path[: len(layer[0])] == layer[0])
-
-    def origin(self, leaf: KeyPath) -> str:
-        """Say where an effective value came from."""
-        written = _written(self.value, leaf)
-        if written is None:
-            return "default"
-        root, document = self._layer(written)
-        position = document.position(written[len(root) :])
-        return document.name if position is None else f"{document.name}:{position.line}"
-
-    def in_order(self, problems: Iterable[LocatedProblem]) -> tuple[LocatedProblem, ...]:
-        """Sort problems by document and line, the job file first."""
-        names = {document.name: position for position, (_, document) in reversed(list(enumerate(self.layers)))}
-        return tuple(sorted(problems, key=lambda problem: (names.get(problem.source, len(names)), problem.line or 0)))
-
-
-def _get(value: Any, path: KeyPath) -> Any:
-    for part in path:
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return value
-
-
-def _written(raw: Mapping[str, Any], leaf: KeyPath) -> KeyPath | None:
-    """Find where the user wrote an effective value; None if nowhere. Short forms and aliases have other paths."""
-    long, short = _PARAMETERS[0], _PARAMETERS[1]
-    candidates = [leaf]
-    for whole, bare in ((long[:-1], short[:-1]), (long[1:-1], ())):
-        if leaf[: len(whole)] == whole:
-            candidates.append((*bare, *leaf[len(whole) :]))
-    if leaf[-1] == "pipeline_parallel_degree":
-        candidates += [(*path[:-1], "partitions") for path in candidates]
-    if leaf[-1] == "uri":
-        candidates.append(leaf[:-1])
-    for path in candidates:
-        parent = _get(raw, path[:-1]) if len(path) > 1 else raw
-        if isinstance(parent, dict) and path[-1] in parent:
-            return path
-    return None

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smpkit.config.load import ENVIRONMENT_PREFIX
 from smpkit.config.schema import json_schema
+from smpkit.config.sources import ENVIRONMENT_PREFIX
 
 __all__ = ["DEFAULT_PATH", "main", "reference"]
 

@@ -45,6 +45,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
         extra="forbid",
         frozen=True,
+        hide_input_in_errors=True,
         serialize_by_alias=True,
         strict=True,
         use_attribute_docstrings=True,

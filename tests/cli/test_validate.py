@@ -132,6 +132,14 @@ def test_show_origin_tells_where_each_value_came_from(smpkit: Smpkit, monkeypatc
     assert {"key": "compute.volume_gb", "value": 50, "origin": "SMPKIT_JOB__COMPUTE__VOLUME_GB"} in settings
 
 
+@pytest.mark.usefixtures("folder")
+def test_show_origin_hides_what_is_probably_a_secret(smpkit: Smpkit) -> None:
+    arguments = ["--set", "environment.HF_TOKEN=abc123", "--set", "environment.LEVEL=abc124"]
+    shown = smpkit("validate", "job.yaml", "--show-origin", *arguments).stdout
+    assert 'environment.HF_TOKEN = "(hidden)"' in shown
+    assert 'environment.LEVEL = "abc124"' in shown
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

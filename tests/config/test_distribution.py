@@ -41,6 +41,8 @@ def test_smp_options_and_mpi_options_of_the_notebooks_are_accepted() -> None:
     assert made.parameters_as_written == SEED
     assert made.launcher == "mpirun"
     assert Distribution.from_options({"enabled": True, "parameters": SEED}).launcher == "torchrun"
+    with pytest.raises(ConfigError, match="must be a mapping, got null"):
+        Distribution.from_options(None, MPI)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"parameters\.microbatches"):
         Distribution.from_options({"enabled": True, "parameters": {"microbatches": 0}})
 
@@ -81,6 +83,14 @@ def test_empty_parameters_mean_all_defaults() -> None:
     assert Distribution.model_validate(block({})).model_parallel == made.model_parallel
 
 
+def test_the_dict_that_was_given_may_change_afterwards() -> None:
+    parameters = {"partitions": 2}
+    made = Distribution.from_options({"enabled": True, "parameters": parameters})
+    parameters["partitions"] = 3
+    made.parameters_as_written["partitions"] = 4
+    assert made.parameters_as_written == {"partitions": 2}
+
+
 def test_parameters_are_kept_as_written_for_hugging_face() -> None:
     # transformers looks for the very key `partitions` in SM_HP_MP_PARAMETERS.
     assert Distribution.model_validate(block({"partitions": 2})).parameters_as_written == {"partitions": 2}
@@ -111,7 +121,7 @@ def test_enabled_must_be_written() -> None:
         ({**block(), "pytorchddp": {"enabled": True}}, "pytorchddp: is SageMaker's name for plain data parallelism"),
         ({"parameter_server": {"enabled": True}}, "parameter_server: is a launcher"),
         ({**block(), "mpii": {}}, "mpii: unknown field hint: did you mean `mpi`?"),
-        (block("parameters.json"), "parameters: is the path of a file (`parameters.json`), which only a job file may"),
+        (block("parameters.json"), "parameters: is the path of a file (`parameters.json`), which only a file may"),
         (block([]), "smdistributed.modelparallel.parameters: must be a mapping, got a list"),
         ({"enabled": True, "parameters": {"microbatches": 0}}, "parameters.microbatches: must be at least 1, got 0"),
         ({"enabled": True, "parametrs": {}}, "parametrs: unknown field hint: did you mean `parameters`?"),

@@ -223,21 +223,37 @@ def test_problems_of_that_file_name_it_and_its_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read: no such file"),
-        ("[]", "must be a mapping of parameters"),
+        (None, f"job.yaml:4: {PARAMETERS}: names a file that cannot be read: no such file"),
+        ("[]", f"job.yaml:4: {PARAMETERS}: `smp.json` must hold a mapping of parameters, got a list"),
         ("{", "smp.json:1:2: is not JSON"),
     ],
 )
 def test_a_parameters_file_that_cannot_be_read_is_a_problem(text: str | None, message: str, folder: Path) -> None:
     if text is not None:
         write(folder, text, "smp.json")
-    assert any(message in problem for problem in problems(job_with_parameters(folder, "smp.json")))
+    (problem,) = problems(job_with_parameters(folder, "smp.json"))
+    assert problem.startswith(message)
 
 
 def test_a_path_set_from_outside_is_read_too(folder: Path) -> None:
     write(folder, '{"microbatches": 2}', "smp.json")
     job = load_job(folder / "job.yaml", [f"{PARAMETERS}=smp.json"], {})
     assert job.config.distribution.parameters_as_written == {"microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "enabled: true\nparameters: smp.json\n",
+        "smdistributed: {modelparallel: {enabled: true, parameters: smp.json}}",
+    ],
+    ids=["bare", "full"],
+)
+def test_a_distribution_may_name_a_file_of_parameters_too(text: str, folder: Path) -> None:
+    write(folder, '{"microbatches": 2}', "smp.json")
+    loaded = load(write(folder, text, "distribution.yaml"), environ={})
+    assert isinstance(loaded.config, Distribution)
+    assert loaded.config.parameters_as_written == {"microbatches": 2}
 
 
 # --- Files that are no job -------------------------------------------------------------------------------------------
@@ -290,6 +306,8 @@ def test_sources_must_be_there(folder: Path) -> None:
     (problem,) = problems(write(folder, "entry_point: train.py\nsource_dir: src"))
     assert "job.yaml:2: source_dir: no such folder" in problem
     load_job(write(folder, "entry_point: other.py\nsource_dir: s3://bucket/src"), environ={})
+    (problem,) = problems(write(folder, f"entry_point: {'x' * 5000}.py"))
+    assert "no such file" in problem
 
 
 # --- Properties ------------------------------------------------------------------------------------------------------

@@ -277,6 +277,12 @@ def test_an_argument_that_is_no_mapping_is_refused(argument: Any) -> None:
     assert problems(argument)[0].startswith("must be a mapping of parameters, got")
 
 
+def test_the_constructor_says_the_same_without_showing_pydantics_view() -> None:
+    with pytest.raises(ValueError, match="must be at least 1, got 0") as caught:
+        ModelParallelConfig(microbatches=0)
+    assert "input_value" not in str(caught.value)
+
+
 def test_world_problems_name_the_degree() -> None:
     (problem,) = config(SEED).world_problems(6)
     assert problem.where == "pipeline_parallel_degree"

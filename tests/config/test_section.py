@@ -70,9 +70,9 @@ def test_problems_come_in_the_order_written_and_missing_names_last() -> None:
 
 
 def test_free_form_mappings_tell_bad_names_and_bad_values_together() -> None:
-    assert problems({"name": "a", "table": {"long name": "x", "b": "y", "c": 1}}) == [
+    assert problems({"name": "a", "table": {"long name": "x", "b": "7", "c": 1}}) == [
         "table.long name: is a long name",
-        "table.b: must be an integer, got `y` (text) hint: write it without quotes",
+        "table.b: must be an integer, got `7` (text) hint: write it without quotes",
     ]
     assert Outer(name="a", table={"c": 1}).table == {"c": 1}
 

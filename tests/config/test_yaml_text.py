@@ -1,21 +1,17 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from smpkit.config.documents import Document, parse_json, parse_yaml, read_document
 from smpkit.config.locate import LocatedProblem
+from smpkit.config.yaml_text import parse_value, parse_yaml
 from smpkit.errors import ConfigError
 
 
-def failure(text: str | bytes, tmp_path: Path, name: str = "job.yaml") -> LocatedProblem:
-    path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+def failure(text: str) -> LocatedProblem:
     with pytest.raises(ConfigError) as caught:
-        read_document(path, name)
+        parse_yaml(text, "job.yaml")
     (problem,) = caught.value.problems
     assert isinstance(problem, LocatedProblem)
     return problem
@@ -79,35 +75,10 @@ def test_yaml_positions_are_those_of_the_keys() -> None:
     assert document.positions[("merged", "one")] == (2, 3)
 
 
-JSON = '{\n  "a": {"b": [1,\n    {"c\\"": "}"}]},\n  "d": -1.5e3\n}'
-
-
-def test_json_positions_are_those_of_the_keys() -> None:
-    document = parse_json(JSON, "x")
-    assert document.value == {"a": {"b": [1, {'c"': "}"}]}, "d": -1500.0}
-    assert document.positions[("a", "b")] == (2, 9)
-    assert document.positions[("a", "b", 0)] == (2, 15)
-    assert document.positions[("a", "b", 1, 'c"')] == (3, 6)
-    assert document.positions[("d",)] == (4, 3)
-
-
-def test_a_missing_path_is_at_the_closest_value_around_it() -> None:
-    document = parse_yaml(YAML, "x")
-    assert document.position(("merged", "three", 4)) == (7, 1)
-    assert document.position(("nothing",)) == (1, 1)
-    assert Document("--set a", "1", 1, {}).position(("a",)) is None
-
-
-@pytest.mark.parametrize(
-    ("parse", "text"),
-    [(parse_yaml, "a: 1\nb: 2\na: 3"), (parse_json, '{"a": 1,\n"b": 2,\n"a": 3}')],
-    ids=["yaml", "json"],
-)
-def test_a_key_written_twice_is_a_problem_that_names_both_lines(parse: Any, text: str) -> None:
-    document = parse(text, "f")
+def test_a_key_written_twice_is_a_problem_that_names_both_lines() -> None:
+    document = parse_yaml("a: 1\nb: 2\na: 3", "f")
     (problem,) = document.problems
-    assert problem.line == 3
-    assert problem.message == "is written twice, first on line 1"
+    assert (problem.line, problem.message) == (3, "is written twice, first on line 1")
     assert document.value == {"a": 3, "b": 2}
 
 
@@ -142,50 +113,14 @@ LAUGHS = "a: &a [1]\n" + "".join(
         *("huge int", "number name", "list name", "bad merge", "surrogate", "null", "deep open", "deep", "laughs"),
     ],
 )
-def test_yaml_that_cannot_be_read_says_where_and_why(text: str, message: str, tmp_path: Path) -> None:
-    assert message in str(failure(text, tmp_path))
+def test_yaml_that_cannot_be_read_says_where_and_why(text: str, message: str) -> None:
+    assert message in str(failure(text))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"a": four}', "job.json:1:7: is not JSON: expecting value"),
-        ('{"a": 1,}', "is not JSON"),
-        ('{"a": NaN}', "is not JSON: `NaN` is not a number that JSON knows"),
-        ('{"a": ' + "9" * 5000 + "}", "is not JSON"),
-        ('{"a": "\\ud800"}', "has text with half a character"),
-        ("[" * 100_000, "is nested more than 64 levels deep"),
-        ("[" * 100 + "]" * 100, "is nested more than 64 levels deep"),
-        ("a: 1", "is not JSON"),
-        ("", "is not JSON"),
-    ],
-    ids=["word", "comma", "nan", "huge int", "surrogate", "deep open", "deep", "yaml", "empty"],
-)
-def test_json_that_cannot_be_read_says_where_and_why(text: str, message: str, tmp_path: Path) -> None:
-    assert message in str(failure(text, tmp_path, "job.json"))
+def test_tabs_get_the_hint_to_use_spaces() -> None:
+    assert failure("a:\n\tb: 1").hint == "indent with spaces"
 
 
-def test_tabs_get_the_hint_to_use_spaces(tmp_path: Path) -> None:
-    assert failure("a:\n\tb: 1", tmp_path).hint == "indent with spaces"
-
-
-def test_bytes_that_are_not_utf_8_are_named_with_their_line(tmp_path: Path) -> None:
-    problem = failure(b"a: 1\nb: \xff", tmp_path)
-    assert problem.message == "is not UTF-8 text: byte 0xff on line 2"
-
-
-def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path / "no.yaml", "no such file"), (tmp_path, "is a directory")):
-        with pytest.raises(ConfigError, match=reason):
-            read_document(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_document(Path("a\0b"))
-
-
-def test_huge_files_are_refused_without_reading_them(tmp_path: Path) -> None:
-    assert "too large" in failure(b"#" * (1 << 20) + b"##", tmp_path).message
-
-
-def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbfa: 1")
-    assert read_document(tmp_path / "job.yaml").value == {"a": 1}
+def test_a_value_of_the_command_line_has_no_lines() -> None:
+    document = parse_value("{a: [1]}", "--set x")
+    assert (document.value, document.position(("a",))) == ({"a": [1]}, None)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smpkit.config.files import read_document
+from smpkit.config.locate import LocatedProblem
+from smpkit.errors import ConfigError
+
+
+def failure(data: bytes, tmp_path: Path, name: str = "job.yaml") -> LocatedProblem:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        read_document(path, name)
+    (problem,) = caught.value.problems
+    assert isinstance(problem, LocatedProblem)
+    return problem
+
+
+def test_the_name_decides_between_json_and_yaml(tmp_path: Path) -> None:
+    (tmp_path / "a.JSON").write_text('{"a": 1e3}')
+    (tmp_path / "a.yml").write_text("a: no")
+    assert read_document(tmp_path / "a.JSON").value == {"a": 1000.0}
+    assert read_document(tmp_path / "a.yml").value == {"a": "no"}
+    assert "is not JSON" in failure(b"a: 1", tmp_path, "a.json").message
+
+
+def test_bytes_that_are_not_utf_8_are_named_with_their_line(tmp_path: Path) -> None:
+    problem = failure(b"a: 1\nb: \xff", tmp_path)
+    assert problem.message == "is not UTF-8 text: byte 0xff on line 2"
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "no.yaml", "no such file"), (tmp_path, "is a directory")):
+        with pytest.raises(ConfigError, match=reason):
+            read_document(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_document(Path("a\0b"))
+
+
+def test_huge_files_are_refused_without_reading_them(tmp_path: Path) -> None:
+    assert "too large" in failure(b"#" * (1 << 20) + b"##", tmp_path).message
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbfa: 1")
+    assert read_document(tmp_path / "job.yaml").value == {"a": 1}
