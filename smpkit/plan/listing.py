@@ -1,13 +1,14 @@
 """Greedy list scheduling: whoever can start first does, and of what a rank could do then, the most urgent.
 
-[Note: why caps cannot deadlock] A rank admits microbatches in ascending order, and no more than its cap at a time. Take
-the smallest microbatch that is not finished everywhere. Where it is admitted, its next task waits for nobody but
-itself; where it is not, no later one is either, so nothing is live there and it may be. Hence something can always run,
-for every graph and all caps of at least one.
+[Note: why caps cannot deadlock] A rank admits microbatches in ascending order (everybody prefers the smaller one, and
+links keep the order), and no more than its cap at a time. Take the smallest microbatch that is not finished everywhere.
+Where it is admitted, its next task waits for nobody but itself; where it is not, no later one is either, so nothing is
+live there and it may be. Hence something can always run, for every graph and all caps of at least one.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Final
@@ -18,11 +19,11 @@ from smpkit.plan.tasks import Links, Task, tasks_of
 
 __all__ = ["list_schedule"]
 
-Urgency = tuple[int, int, int, int]
-"""Priority of the kind, microbatch, minus the segment's index, number of the task: smaller goes first."""
+Urgency = tuple[int, int, int]
+"""Priority of the kind, microbatch, number of the task: smaller goes first."""
 Head = tuple[float, Urgency]
 """When a rank's best next task can start, and which one it is."""
-_NEVER: Final[Head] = (float("inf"), (0, 0, 0, 0))
+_NEVER: Final[Head] = (float("inf"), (0, 0, 0))
 
 
 def list_schedule(
@@ -36,8 +37,8 @@ def list_schedule(
 ) -> tuple[tuple[tuple[Action, ...], ...], float]:
     """Return every rank's actions and when the last one ends.
 
-    At the same time, a rank does backward before forward before weights, then the smaller microbatch, then the deeper
-    segment. With caps of `P - rank` on a chain that is 1F1B.
+    Of what it could do at a time, a rank does backward before forward before weights, then the smaller microbatch. With
+    caps of `P - rank` on a chain that is 1F1B.
 
     Args:
         caps: for each rank, how many microbatches may be live; at least one.
@@ -58,9 +59,8 @@ class _Rank:
         self._cap = cap
         self._live = 0
         self._left = [num_tasks] * num_microbatches
-        self._next_admitted = 0
-        # Ready times of the first task of microbatches that are not admitted yet.
-        self._arrived: dict[int, tuple[float, Urgency]] = {}
+        # First tasks of microbatches that are not admitted yet, in ascending order.
+        self._arrived: deque[Head] = deque()
         self._coming: list[Head] = []
         self._ready: list[Urgency] = []
         # Backwards wait here while forwards are left; None: they do not have to.
@@ -70,7 +70,7 @@ class _Rank:
     def offer(self, seconds: float, urgency: Urgency, task: Task, is_first: bool) -> None:
         """Take a task that can start at `seconds`."""
         if is_first:
-            self._arrived[urgency[1]] = seconds, urgency
+            self._arrived.append((seconds, urgency))
         elif self.held is not None and task.kind is not Kind.FORWARD:
             self.held.append((seconds, urgency))
         else:
@@ -81,8 +81,8 @@ class _Rank:
         while self._coming and self._coming[0][0] <= self.free_seconds:
             heappush(self._ready, heappop(self._coming)[1])
         best = (self.free_seconds, self._ready[0]) if self._ready else self._coming[0] if self._coming else _NEVER
-        if self._live < self._cap and self._next_admitted in self._arrived:
-            seconds, urgency = self._arrived[self._next_admitted]
+        if self._live < self._cap and self._arrived:
+            seconds, urgency = self._arrived[0]
             best = min(best, (max(seconds, self.free_seconds), urgency))
         return best
 
@@ -95,8 +95,7 @@ class _Rank:
         elif self._coming and self._coming[0] == head:
             heappop(self._coming)
         else:
-            del self._arrived[microbatch]
-            self._next_admitted += 1
+            self._arrived.popleft()
             self._live += 1
         self.order.append(task.action(microbatch))
         self._left[microbatch] -= 1
@@ -142,7 +141,8 @@ class _Run:
         heads = [rank.head() for rank in self._ranks]
         for _ in range(len(self._tasks) * self._num_microbatches):
             head = min(heads)
-            number, microbatch = head[1][3], head[1][1]
+            assert head != _NEVER, "nobody can go on; caps below the number of microbatches hold back forwards"
+            _, microbatch, number = head[1]
             task = self._tasks[number]
             rank = task.segment.rank
             touched = self._finish(task, microbatch, self._ranks[rank].take(head, task))
@@ -167,6 +167,5 @@ class _Run:
     def _offer(self, number: int, microbatch: int) -> None:
         task = self._tasks[number]
         is_first = task.kind is Kind.FORWARD and not task.segment.index
-        priority, depth = task.priority
-        urgency = priority, microbatch, depth, number
+        urgency = task.priority, microbatch, number
         self._ranks[task.segment.rank].offer(self._ready_seconds[microbatch][number], urgency, task, is_first)

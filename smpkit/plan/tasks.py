@@ -38,9 +38,9 @@ class Task:
     feeds: tuple[Feed, ...]
 
     @property
-    def priority(self) -> tuple[int, int]:
-        """Smaller goes first among the tasks of one microbatch: the kind, then the deeper segment."""
-        return _PRIORITY[self.kind], -self.segment.index
+    def priority(self) -> int:
+        """Smaller goes first of what a rank could do now."""
+        return _PRIORITY[self.kind]
 
     def action(self, microbatch: int) -> Action:
         """Return the entry for a rank's list."""

@@ -73,7 +73,7 @@ def unit_tree(model: Node) -> UnitTree:
     - a child of a stack, unless it holds a stack of blocks itself: a stack with two children of one class that have
       children of their own;
     - a module with parameters of its own and no stack below, such as `MultiheadAttention`, which reads its children's
-      weights instead of calling them.
+      weights instead of calling them; but not the model itself.
     """
     found, spanning = _cut(model, in_stack=False)
     holders = Counter(key for node in found for key in _parameters(node))
@@ -101,7 +101,8 @@ def _is_unit(node: Node, in_stack: bool) -> bool:
         return False
     if in_stack:
         return not any(_is_stack_of_blocks(below) for below in node.walk())
-    return bool(node.parameters) and not any(below.is_stack for below in node.walk())
+    # The model itself is never one (its name is empty): there would be nothing left to place.
+    return bool(node.name and node.parameters) and not any(below.is_stack for below in node.walk())
 
 
 def _is_stack_of_blocks(node: Node) -> bool:

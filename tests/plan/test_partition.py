@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import time
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smpkit.errors import ConfigError
+from smpkit.plan.partition import Assignment, Objective, Tied, UnitCost, assign, partition
+from tests.plan.graphs import SETTINGS
+
+TIED_RULES: tuple[Tied, ...] = ("replicate", "colocate")
+
+
+def layers(num_layers: int, num_bytes: int = 10, flops: float = 1.0) -> list[UnitCost]:
+    return [UnitCost(f"layers.{i}", num_bytes, 0, flops) for i in range(num_layers)]
+
+
+def llama_8b(sequence_length: int = 2048) -> list[UnitCost]:
+    """Return units like Llama 3 8B's in bfloat16: 32 layers, a vocabulary of 128256, embedding and head apart."""
+    vocabulary, width = 128256, 4096
+    layer = 2 * width * width + 2 * width * 1024 + 3 * width * 14336
+    hidden = 2 * sequence_length * width
+    blocks = [UnitCost(f"layers.{i}", 2 * layer, 17 * hidden, 2.0 * sequence_length * layer) for i in range(32)]
+    head = UnitCost("head", 2 * vocabulary * width, 0, 2.0 * sequence_length * vocabulary * width)
+    return [UnitCost("embed", 2 * vocabulary * width, hidden), *blocks, UnitCost("norm", 2 * width, hidden), head]
+
+
+def places(found: Assignment) -> str:
+    return "".join(str(place) for _, place in found.units)
+
+
+# A layer is 1/8.6 (four ranks) or 1/4.3 (eight) of a mean stage: no contiguous cut does better than 9 and 5 layers.
+@pytest.mark.parametrize(("num_partitions", "worst"), [(4, 9 / 8.602), (8, 5 / 4.301)])
+def test_llama_8b_is_cut_evenly(num_partitions: int, worst: float) -> None:
+    assert partition(llama_8b(), num_partitions, 0.2).compute_imbalance == pytest.approx(worst, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_partitions", "expected"),
+    [(4, 2, "0011"), (5, 2, "00111"), (7, 3, "0011222"), (3, 3, "012"), (3, 1, "000")],
+)
+def test_equal_layers_are_dealt_evenly_and_the_rest_to_later_ranks(
+    num_layers: int, num_partitions: int, expected: str
+) -> None:
+    assert places(partition(layers(num_layers), num_partitions, 0.5)) == expected
+
+
+def test_memory_weight_decides_between_memory_and_compute() -> None:
+    units = [UnitCost("embed", 30, 0, 0.0), *layers(3), UnitCost("head", 0, 0, 3.0)]
+    assert places(partition(units, 2, 1.0)) == "01111"
+    assert places(partition(units, 2, 0.0)) == "00001"
+
+
+@pytest.mark.parametrize("memory_weight", [0.0, 0.5, 1.0])
+def test_units_without_any_cost_count_alike(memory_weight: float) -> None:
+    assert places(partition([UnitCost(name) for name in "abcd"], 2, memory_weight)) == "0011"
+
+
+def test_without_flops_parameters_decide() -> None:
+    assert places(partition([UnitCost("a", 3), UnitCost("b", 1), UnitCost("c", 1)], 2, 0.2)) == "011"
+
+
+TIED = [UnitCost("embed", 40, 0, 0.0, shared={"wte": 40}), *layers(4), UnitCost("head", 40, 0, 1.0, shared={"wte": 40})]
+
+
+def test_tied_units_may_live_apart_with_a_copy_each() -> None:
+    found = partition(TIED, 2, 0.0)
+    assert places(found) == "000111"
+    assert [load.parameters_bytes for load in found.loads] == [60, 60]
+
+
+def test_tied_units_can_live_together_and_their_parameter_counts_once() -> None:
+    found = partition(TIED, 2, 0.5, tied="colocate")
+    assert found.partition_of["embed"] == found.partition_of["head"] == 0
+    assert places(found) == "001110"
+    assert [load.parameters_bytes for load in found.loads] == [50, 30]
+
+
+def test_sharing_is_followed_through() -> None:
+    units = [UnitCost("a", 1, shared={"x": 1}), UnitCost("b", 1), UnitCost("c", 2, shared={"x": 1, "y": 1})]
+    units += [UnitCost("d", 1), UnitCost("e", 1, shared={"y": 1})]
+    found = partition(units, 3, 0.5, tied="colocate")
+    assert found.partition_of == {"a": 0, "b": 1, "c": 0, "d": 2, "e": 0}
+
+
+def test_a_pinned_unit_of_a_tied_group_takes_the_others_along() -> None:
+    found = partition(TIED, 2, 0.5, tied="colocate", pinned={"head": 1})
+    assert found.partition_of["embed"] == 1
+
+
+def test_a_copy_that_a_pinned_unit_brings_is_not_paid_again() -> None:
+    units = [UnitCost("embed", 40, shared={"wte": 40}), *layers(4), UnitCost("head", 40, shared={"wte": 40})]
+    assert places(partition(units, 2, 1.0, pinned={"head": 0})) == "011110"
+
+
+def test_what_a_pinned_unit_shares_weighs_on_its_partition() -> None:
+    units = [*layers(6), UnitCost("head", 40, shared={"wte": 40})]
+    assert places(partition(units, 2, 1.0, pinned={"head": 0})) == "0111110"
+
+
+def test_the_rest_is_cut_around_pinned_units() -> None:
+    found = partition(layers(6), 3, 0.5, pinned={"layers.0": 2, "layers.1": 2})
+    assert places(found) == "220011"
+
+
+def test_pinning_every_unit_of_a_partition_is_enough_for_it() -> None:
+    assert places(partition(layers(3), 3, 0.5, pinned={"layers": 1, "layers.1": 0, "layers.2": 2})) == "102"
+
+
+def test_the_innermost_name_wins() -> None:
+    units = [UnitCost("model.layers.0.a"), UnitCost("model.layers.0.b"), UnitCost("model.layers.1.a")]
+    found = assign(units, 3, {"model": 1, "model.layers.0": 2, "model.layers.0.b": 0}, default_partition=0)
+    assert places(found) == "201"
+
+
+def test_the_whole_model_can_be_named() -> None:
+    assert places(assign(layers(3), 2, {"": 1}, default_partition=0)) == "111"
+
+
+def test_a_name_covers_whole_names_only() -> None:
+    units = [UnitCost("layer"), UnitCost("layer2")]
+    assert places(assign(units, 2, {"layer": 1}, default_partition=0)) == "10"
+
+
+def test_what_is_not_named_goes_to_the_default() -> None:
+    assert places(assign(layers(4), 3, {"layers.2": 0}, default_partition=2)) == "2202"
+
+
+@pytest.mark.parametrize(
+    ("units", "num_partitions", "pinned", "message"),
+    [
+        (layers(3), 4, {}, "the model has 3 units, too few for 4 partitions"),
+        ([], 1, {}, "the model has 0 units, too few for 1 partitions"),
+        (layers(3), 3, {"layers.0": 1, "layers.1": 1}, "1 of them can be placed freely, 2 partitions are still empty"),
+        (layers(2), 2, {"layers.0": 2}, "`layers.0` is put on partition 2, and there are 2"),
+        (layers(2), 2, {"layers.0": -1}, "`layers.0` is put on partition -1, and there are 2"),
+        (layers(2), 2, {"layer.0": 1}, "no unit is called `layer.0` or is below it\n.*did you mean `layers.0`"),
+        (layers(2), 2, {"zzz": 1}, "no unit is called `zzz` or is below it\n.*name a unit"),
+        (layers(2) + layers(1), 2, {}, "two units are called `layers.0`"),
+        (layers(2), 0, {}, "0 is not a positive number"),
+    ],
+    ids=["few", "none", "pinned", "large", "negative", "near", "unknown", "twice", "no partition"],
+)
+def test_what_cannot_be_meant_is_refused(
+    units: list[UnitCost], num_partitions: int, pinned: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        partition(units, num_partitions, 0.5, pinned=pinned)
+
+
+def test_every_wrong_pin_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        assign(layers(2), 2, {"layers.0": 5, "other": 0}, default_partition=0)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("memory_weight", [-0.1, 1.1, float("nan")])
+def test_memory_weight_is_a_share(memory_weight: float) -> None:
+    with pytest.raises(ConfigError, match="memory_weight"):
+        partition(layers(2), 2, memory_weight)
+
+
+def test_the_default_partition_must_exist() -> None:
+    with pytest.raises(ConfigError, match="`default_partition` is put on partition 2"):
+        assign(layers(2), 2, {}, default_partition=2)
+
+
+def test_tied_units_cannot_be_pinned_apart() -> None:
+    with pytest.raises(ConfigError, match="`embed` on partition 0 and `head` on partition 1"):
+        partition(TIED, 2, 0.5, tied="colocate", pinned={"embed": 0, "head": 1})
+
+
+def test_the_hint_names_a_degree_that_works_and_the_way_around_ties() -> None:
+    with pytest.raises(ConfigError) as caught:
+        partition(TIED, 6, 0.5, tied="colocate")
+    hint = caught.value.problems[0].hint or ""
+    assert "`pipeline_parallel_degree` to 5" in hint
+    assert "copy of shared parameters" in hint
+    partition(TIED, 5, 0.5, tied="colocate")
+    partition(TIED, 6, 0.5, tied="replicate")
+
+
+@st.composite
+def random_units(draw: st.DrawFn) -> list[UnitCost]:
+    """Units of which some share parameters, with flops that sum to a power of two, so that shares are exact."""
+    sizes = draw(
+        st.lists(
+            st.tuples(st.integers(0, 9), st.integers(0, 9), st.sets(st.sampled_from("xyz"))), min_size=1, max_size=8
+        )
+    )
+    return [
+        UnitCost(str(i), own + 5 * len(keys), activation, 1.0, shared=dict.fromkeys(sorted(keys), 5))
+        for i, (own, activation, keys) in enumerate(sizes)
+    ]
+
+
+@given(units=random_units(), num_partitions=st.integers(1, 4), memory_weight=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+@SETTINGS
+def test_no_contiguous_cut_has_a_cheaper_worst_part(
+    units: list[UnitCost], num_partitions: int, memory_weight: float
+) -> None:
+    num_partitions = min(num_partitions, len(units))
+    total = partition(units, 1, 0.5).loads[0]
+
+    def worst(found: Assignment) -> float:
+        memory = [load.memory_bytes / total.memory_bytes if total.memory_bytes else 0.0 for load in found.loads]
+        return max(
+            memory_weight * share + (1 - memory_weight) * load.flops / total.flops
+            for share, load in zip(memory, found.loads, strict=True)
+        )
+
+    every = []
+    for inner in combinations(range(1, len(units)), num_partitions - 1):
+        ends = [0, *inner, len(units)]
+        pins = {units[i].name: part for part, (start, end) in enumerate(pairwise(ends)) for i in range(start, end)}
+        every.append(worst(assign(units, num_partitions, pins, 0)))
+    found = partition(units, num_partitions, memory_weight)
+    assert list(dict(found.units).values()) == sorted(dict(found.units).values())
+    assert worst(found) <= min(every) + 1e-8
+
+
+@given(
+    data=st.data(),
+    units=random_units(),
+    num_partitions=st.integers(1, 4),
+    tied=st.sampled_from(TIED_RULES),
+)
+@SETTINGS
+def test_every_partition_gets_a_unit_or_the_error_says_why(
+    data: st.DataObject, units: list[UnitCost], num_partitions: int, tied: Tied
+) -> None:
+    names = st.sampled_from([unit.name for unit in units])
+    pinned = data.draw(st.dictionaries(names, st.integers(0, num_partitions - 1), max_size=3))
+    objective = Objective(4, 4) if data.draw(st.booleans()) else None
+    try:
+        found = partition(units, num_partitions, 0.5, pinned=pinned, tied=tied, objective=objective)
+    except ConfigError as error:
+        if "too few" in str(error) or "pinned apart" in str(error):
+            return
+        raise
+    assert {place for _, place in found.units} == set(range(num_partitions))
+    assert all(found.partition_of[name] == place for name, place in pinned.items())
+    if tied == "colocate":
+        for one, other in combinations(units, 2):
+            assert found.partition_of[one.name] == found.partition_of[other.name] or not {*one.shared} & {*other.shared}
+
+
+def test_partitioning_is_quick() -> None:
+    start = time.perf_counter()
+    partition([UnitCost(str(i), i * 7919 % 101, 0, i * 104729 % 103) for i in range(300)], 8, 0.5)
+    assert time.perf_counter() - start < 2

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import inspect
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smpkit.errors import UsageError
+from smpkit.plan import schedule as schedule_module
+from smpkit.plan.bounds import bounds_of
+from smpkit.plan.draw import draw
+from smpkit.plan.listing import list_schedule
+from smpkit.plan.schedule import (
+    Costs,
+    Kind,
+    SegmentGraph,
+    check,
+    interleaved,
+    looped,
+    one_f_one_b,
+    simple,
+)
+from smpkit.plan.simulate import simulate
+from tests.plan.graphs import NAMED, SETTINGS, TIED_HEAD, costs_of, graphs
+
+
+@pytest.mark.parametrize(
+    ("rank", "order"),
+    [(0, "F0 F1 F2 B0 F3 B1 B2 B3"), (1, "F0 F1 B0 F2 B1 F3 B2 B3"), (2, "F0 B0 F1 B1 F2 B2 F3 B3")],
+    ids=["first", "middle", "last"],
+)
+def test_one_f_one_b_order(rank: int, order: str) -> None:
+    assert " ".join(map(str, one_f_one_b(3, 4).actions[rank])) == order
+
+
+def test_simple_runs_all_forwards_before_any_backward() -> None:
+    for actions in simple(TIED_HEAD, 3).actions:
+        kinds = [action.kind for action in actions]
+        assert kinds == sorted(kinds, key=lambda kind: kind is Kind.BACKWARD)
+
+
+def test_the_pictures_in_the_documentation_are_ours() -> None:
+    text = inspect.getdoc(schedule_module) or ""
+    pictures = [draw(make) for make in (simple(SegmentGraph.chain(3), 4), interleaved(SegmentGraph.chain(3), 4, 5))]
+    assert all(picture.replace("\n", "\n    ") in text for picture in pictures)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 1), (2, 8), (4, 2), (4, 16), (8, 32)])
+def test_without_link_time_interleaved_is_1f1b(num_ranks: int, num_microbatches: int) -> None:
+    found = interleaved(SegmentGraph.chain(num_ranks), num_microbatches, num_ranks + 2)
+    assert found.actions == one_f_one_b(num_ranks, num_microbatches).actions
+
+
+# Simulated in the design: link time a quarter of a forward, 8 ranks, 32 microbatches (ideal without links 117).
+@pytest.mark.parametrize(
+    ("caps", "seconds", "live"),
+    [
+        ([8 - rank for rank in range(8)], 134.0, 36),
+        ([8 - rank + 1 for rank in range(8)], 129.5, 43),
+        ([2 * (8 - rank) - 1 for rank in range(8)], 120.5, 64),
+        ([8 + 2] * 8, 135.0, 65),
+    ],
+    ids=["P-r", "P-r+1", "2(P-r)-1", "P+2"],
+)
+def test_depth_hides_links(caps: list[int], seconds: float, live: int) -> None:
+    graph, costs = SegmentGraph.chain(8), Costs(latency_seconds=0.25)
+    actions, makespan = list_schedule(graph, 32, caps, costs)
+    assert makespan == seconds
+    assert sum(schedule_module.Schedule("", graph, 32, actions, tuple(caps)).peak_live_microbatches) == live
+
+
+def test_the_search_finds_the_best_depth_within_its_limit() -> None:
+    graph, costs = SegmentGraph.chain(8), Costs(latency_seconds=0.25)
+    free, default = interleaved(graph, 32, 32, costs), interleaved(graph, 32, 10, costs)
+    assert simulate(free, costs).makespan_seconds == 120.5
+    assert sum(free.peak_live_microbatches) <= 64
+    assert simulate(default, costs).makespan_seconds == 127.0
+    assert max(default.peak_live_microbatches) <= 10
+
+
+def test_the_search_is_quick() -> None:
+    start = time.perf_counter()
+    interleaved(SegmentGraph.chain(8), 32, 10, Costs(latency_seconds=0.25))
+    assert time.perf_counter() - start < 1
+
+
+def test_memory_limits_of_single_ranks_are_kept() -> None:
+    found = interleaved(SegmentGraph.chain(4), 8, 8, max_live=[2, 8, 1, 1])
+    check(found)
+    assert all(live <= limit for live, limit in zip(found.peak_live_microbatches, [2, 8, 1, 1], strict=True))
+
+
+@pytest.mark.parametrize("latency_seconds", [0.0, 0.5, 1.0, 2.0])
+def test_with_enough_memory_a_chain_loses_one_round_of_links_only(latency_seconds: float) -> None:
+    graph, costs = SegmentGraph.chain(8), Costs(latency_seconds=latency_seconds)
+    seconds = simulate(interleaved(graph, 32, 32, costs), costs).makespan_seconds
+    assert seconds == (32 + 7) * 3 + 14 * latency_seconds == bounds_of(graph, costs).lower_bound_seconds(32)
+
+
+def test_virtual_stages_fill_the_pipe_faster() -> None:
+    graph, costs = SegmentGraph.loop(4, 2), Costs(0.5, 1.0)
+    found = interleaved(graph, 16, 8, costs)
+    check(found)
+    # 16 microbatches of 3, and a filling that is half of the 9 of a chain.
+    assert simulate(found, costs).makespan_seconds == 52.5
+    assert simulate(interleaved(SegmentGraph.chain(4), 16, 8), Costs()).makespan_seconds == 57
+
+
+def test_the_loop_template_hides_links() -> None:
+    costs = Costs(0.5, 1.0, latency_seconds=0.1)
+    found = interleaved(SegmentGraph.loop(4, 2), 16, 8, costs)
+    assert simulate(found, costs).makespan_seconds == pytest.approx(52.5 + 14 * 0.1)
+
+
+def test_the_loop_template_is_left_out_where_it_holds_too_much() -> None:
+    found = interleaved(SegmentGraph.loop(4, 2), 16, 4, Costs(0.5, 1.0))
+    assert max(found.peak_live_microbatches) <= 4
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (2, 8), (3, 3), (4, 12)])
+def test_the_loop_template_is_proven(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    check(looped(SegmentGraph.loop(num_ranks, num_chunks), num_microbatches))
+
+
+def test_a_loop_of_one_chunk_is_1f1b() -> None:
+    assert looped(SegmentGraph.chain(4), 8).actions == one_f_one_b(4, 8).actions
+
+
+@pytest.mark.parametrize(
+    ("graph", "num_microbatches"),
+    [(TIED_HEAD, 8), (SegmentGraph.loop(4, 2), 6), (SegmentGraph.loop(2, 2, has_backward=False), 2)],
+    ids=["no loop", "uneven", "evaluation"],
+)
+def test_the_loop_template_says_what_it_cannot_do(graph: SegmentGraph, num_microbatches: int) -> None:
+    with pytest.raises(UsageError, match=f"{num_microbatches} microbatches cannot go round"):
+        looped(graph, num_microbatches)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 8), (4, 8), (4, 16), (8, 32)])
+def test_a_split_backward_fills_the_bubble_with_weights(num_ranks: int, num_microbatches: int) -> None:
+    found = interleaved(SegmentGraph.chain(num_ranks), num_microbatches, num_ranks + 2, split_backward=True)
+    check(found)
+    assert found.splits_backward
+    assert simulate(found).makespan_seconds == 3 * num_microbatches + num_ranks - 1
+
+
+def test_a_split_that_wins_nothing_is_not_made() -> None:
+    assert not interleaved(SegmentGraph.chain(1), 4, 4, split_backward=True).splits_backward
+
+
+def test_an_evaluation_has_forwards_only() -> None:
+    found = interleaved(SegmentGraph.chain(3, has_backward=False), 4, 5, split_backward=True)
+    assert [str(action) for action in found.actions[1]] == ["F0", "F1", "F2", "F3"]
+    assert found.peak_live_microbatches == (1, 1, 1)
+
+
+@pytest.mark.parametrize("graph", NAMED.values(), ids=NAMED)
+@pytest.mark.parametrize("num_microbatches", [1, 2, 7])
+def test_common_graphs_run_with_every_policy(graph: SegmentGraph, num_microbatches: int) -> None:
+    check(simple(graph, num_microbatches))
+    for active in (1, 2, 6):
+        check(interleaved(graph, num_microbatches, active))
+
+
+@given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 5), active=st.integers(1, 6))
+@SETTINGS
+def test_any_graph_gets_a_proven_schedule_within_the_cap(
+    data: st.DataObject, graph: SegmentGraph, num_microbatches: int, active: int
+) -> None:
+    costs = data.draw(costs_of(graph))
+    found = interleaved(graph, num_microbatches, active, costs, split_backward=data.draw(st.booleans()))
+    check(found)
+    assert max(found.peak_live_microbatches) <= active
+    bound = bounds_of(graph, costs, found.splits_backward).lower_bound_seconds(num_microbatches)
+    assert simulate(found, costs).makespan_seconds >= bound
+
+
+@given(data=st.data(), graph=graphs())
+@SETTINGS
+def test_the_same_question_gets_the_same_answer(data: st.DataObject, graph: SegmentGraph) -> None:
+    costs = data.draw(costs_of(graph))
+    again = SegmentGraph(graph.num_ranks, tuple(sorted(graph.segments)), graph.transfers, graph.has_backward)
+    assert interleaved(graph, 3, 2, costs).actions == interleaved(again, 3, 2, costs).actions
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "active", "max_live", "message"),
+    [
+        (0, 1, None, "`num_microbatches` is 0"),
+        (1, 0, None, "`active_microbatches` is 0"),
+        (1, 1, [1], "not a positive number for each of 2 ranks"),
+        (1, 1, [1, 0], "not a positive number for each of 2 ranks"),
+    ],
+)
+def test_impossible_numbers_are_refused(
+    num_microbatches: int, active: int, max_live: list[int] | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        interleaved(SegmentGraph.chain(2), num_microbatches, active, max_live=max_live)
+
+
+def test_names_are_public_where_the_executor_imports_them() -> None:
+    assert schedule_module.__all__ == sorted(schedule_module.__all__)
+    assert all(hasattr(schedule_module, name) for name in schedule_module.__all__)
