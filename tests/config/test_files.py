@@ -44,6 +44,7 @@ def test_huge_files_are_refused_without_reading_them(tmp_path: Path) -> None:
     assert "too large" in failure(b"#" * (1 << 20) + b"##", tmp_path).message
 
 
-def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbfa: 1")
-    assert read_document(tmp_path / "job.yaml").value == {"a": 1}
+@pytest.mark.parametrize(("name", "text"), [("job.yaml", b"a: 1"), ("job.json", b'{"a": 1}')], ids=["yaml", "json"])
+def test_a_byte_order_mark_is_passed_over(name: str, text: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text)
+    assert read_document(tmp_path / name).value == {"a": 1}
