@@ -281,11 +281,11 @@ def _verdict_of(first: Note) -> SmpkitError:
 
 def _without_store(board: Board, wait: _Wait, gone: Exception) -> SmpkitError:
     """Say what is known when the store cannot be asked either, most often because rank 0 served it and is gone."""
-    served_by = "the launcher's store" if board.serves_store else "the store (rank 0 or the launcher serves it)"
+    why = (str(gone).splitlines() or [type(gone).__name__])[0]
     return RemoteError(
-        f"rank {board.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)}, "
-        f"and {served_by} is gone too: {str(gone).splitlines()[0] if str(gone) else type(gone).__name__}",
-        hint="see the output of rank 0",
+        f"rank {board.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)}, and the store "
+        f"that could tell why: {why}",
+        hint="see the output of rank 0, which most often serves the store",
     )
 
 

@@ -63,6 +63,11 @@ class Groups:
                     self._objects = _made(dist.new_group(backend="gloo", timeout=self._timeout, group_desc="objects"))
         return self._objects
 
+    def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of some ranks, all of which call this, in the same order among other such calls."""
+        self._make(ranks, "shared parameters", mine=True, together=False)
+        return self._by_ranks[ranks]
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Use another timeout in all groups but a default group that the script made."""
         self._timeout = timeout

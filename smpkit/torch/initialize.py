@@ -89,6 +89,12 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     _announce(cfg, notices, mesh)
 
 
+def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return a process group of some ranks, this one among them; all of them call this."""
+    assert _world is not None, "smp.init() has been called"
+    return _world.groups.of_ranks(ranks)
+
+
 def shutdown() -> None:
     """Forget everything `smp.init()` made and end the process groups, unless the script made the default group.
 

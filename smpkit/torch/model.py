@@ -12,13 +12,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.data_parallel import DataParallel
+from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.join import JoinContext
+from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import state
 
 if TYPE_CHECKING:
     from smpkit.torch.optimizer import DistributedOptimizer
+    from smpkit.torch.splitting import Call
     from smpkit.torch.step import StepRun
 
 __all__ = ["PARTIAL_KEY", "DistributedModel", "ModelHook"]
@@ -72,26 +74,28 @@ class DistributedModel(nn.Module):
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         _check_degrees()
-        self.module = module.to(state.device)
-        self.partitioned = True
+        self.module = module if state.pp_size > 1 else module.to(state.device)
+        self.pipeline = Pipeline(module) if state.pp_size > 1 else None
+        self.partitioned = self.pipeline is None
         self.trace_memory_usage = trace_memory_usage
         self.find_unused_parameters = find_unused_parameters
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self.data_parallel: DataParallel | None = None
-        if state.cfg.ddp and state.dp_size > 1:
-            self.data_parallel = DataParallel(
-                self.module,
-                overlapping=overlapping_allreduce,
-                passes_per_reduction=backward_passes_per_step,
-                bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
-                broadcast_buffers=broadcast_buffers,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-            )
+        self._reduction = Reduction(
+            overlapping=overlapping_allreduce,
+            passes_per_reduction=backward_passes_per_step,
+            bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
+            broadcast_buffers=broadcast_buffers,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        if self.pipeline is None:
+            self._replicate()
         self._in_backward = False
         self._post_partition_hooks: OrderedDict[int, ModelHook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, ModelHook] = OrderedDict()
         _answer_to_module(module)
-        self._guard_bare_backward()
+        if self.pipeline is None:
+            self._guard_bare_backward()
         state.model = self
 
     # --- the model ---------------------------------------------------------------------------------------------
@@ -99,6 +103,11 @@ class DistributedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's model; outside a step this works at pipeline degree 1 only."""
         if state.step is None:
+            if self.pipeline is not None:
+                raise UsageError(
+                    "the model was called outside a step, but it lies on several pipeline ranks",
+                    hint="call it inside a function decorated with @smp.step",
+                )
             self._run_hooks(self._post_partition_hooks)
             if self.data_parallel is not None:
                 self.data_parallel.begin_plain_pass(self.training)
@@ -117,6 +126,14 @@ class DistributedModel(nn.Module):
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         grads = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
         run = state.step
+        if state.tracing:
+            return
+        if self.pipeline is not None:
+            if run is None:
+                raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
+            run.total_backwards += 1
+            self.pipeline.backward(roots, grads, self._microbatch_scale(run))
+            return
         if run is not None:
             grads = _scaled(roots, grads, self._microbatch_scale(run))
             if self.data_parallel is not None:
@@ -134,11 +151,30 @@ class DistributedModel(nn.Module):
 
     # --- the life of a step ------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Get ready for the microbatches of a step (called by `@smp.step`)."""
+    def step_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a step as every rank of a pipeline must have them (called by `@smp.step`)."""
+        if self.pipeline is None:
+            return args, kwargs
+        same: tuple[tuple[Any, ...], dict[str, Any]] = self.pipeline.same_inputs((args, kwargs))
+        return same
+
+    def begin_step(self, function: Callable[..., Any], first: Call) -> None:
+        """Get ready for the microbatches of a step (called by `@smp.step`); at the first, partition the model."""
+        if self.pipeline is not None and not self.partitioned:
+            self.pipeline.prepare(function, first)
+            self.partitioned = True
+            self._replicate()
         self._run_hooks(self._post_partition_hooks)
         if self.data_parallel is not None:
             self.data_parallel.begin_step(self.training)
+
+    def begin_microbatch(self, index: int) -> None:
+        """Start the random numbers of a microbatch (called by `@smp.step`)."""
+
+    def before_last_backward(self) -> None:
+        """Let gradients be reduced while the backward that comes next runs."""
+        if self.data_parallel is not None:
+            self.data_parallel.before_last_backward()
 
     def end_step(self, run: StepRun) -> None:
         """Make gradients final when the microbatches are done (called by `@smp.step`)."""
@@ -176,7 +212,7 @@ class DistributedModel(nn.Module):
                 "a communication hook needs data parallelism with overlapping all-reduce",
                 hint="set ddp: True, run on several ranks, and keep overlapping_allreduce=True",
             )
-        self.data_parallel.reducer.set_comm_hook(state, callable)
+        self.data_parallel.set_comm_hook(state, callable)
 
     def join(self) -> contextlib.AbstractContextManager[object]:
         """Let ranks run out of inputs at different steps: those that are done take part with zeros.
@@ -200,16 +236,16 @@ class DistributedModel(nn.Module):
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters that this rank holds."""
-        return self.module.parameters()
+        return (parameter for _, parameter in self.local_named_parameters())
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters()
+        return (pair for pair in self.module.named_parameters() if self._holds(pair[1]))
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
-        return self.module.buffers()
+        return (buffer for _, buffer in self.local_named_buffers())
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.module.named_buffers()
+        return (pair for pair in self.module.named_buffers() if pair[1].device.type != "meta")
 
     def local_modules(self) -> Iterator[nn.Module]:
         return self.module.modules()
@@ -275,11 +311,21 @@ class DistributedModel(nn.Module):
         """Iterate over the parameters whose gradients are reduced over RDP_GROUP."""
         return iter(())
 
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        if self.pipeline is None or not self.partitioned:
+            return True
+        return state.pp_rank in self.pipeline.holders[id(parameter)]
+
+    def _replicate(self) -> None:
+        """Make this rank's part equal to its replicas', and keep it so."""
+        holders = {} if self.pipeline is None else self.pipeline.holders
+        self.data_parallel = replicate(self.module, holders, self._reduction)
+
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _microbatch_scale(self, run: StepRun) -> float:
         # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.
-        hooked = self.data_parallel is not None and self.data_parallel.reducer.has_comm_hook
+        hooked = self.data_parallel is not None and self.data_parallel.has_comm_hook
         return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not hooked else 1.0
 
     def _guard_bare_backward(self) -> None:
@@ -330,10 +376,7 @@ def _check_arguments(
 
 
 def _check_degrees() -> None:
-    for name, degree in (
-        ("pipeline_parallel_degree", state.cfg.pipeline_parallel_degree),
-        ("tensor_parallel_degree", state.cfg.tensor_parallel_degree),
-    ):
+    for name, degree in (("tensor_parallel_degree", state.cfg.tensor_parallel_degree),):
         if degree > 1:
             raise UnsupportedError(
                 f"this version trains models at {name} 1, the configuration says {degree}",

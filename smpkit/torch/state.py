@@ -85,6 +85,8 @@ class State:
         """The last optimizer that was wrapped."""
         self.step: StepRun | None = None
         """The `@smp.step` call that runs now."""
+        self.tracing = False
+        """Whether the step runs on tensors without data, to measure the model."""
         self.forgetters: list[Callable[[], object]] = []
         """Called by `smp.shutdown()`: what other modules keep for the life of the process groups."""
 
@@ -228,8 +230,8 @@ def is_initialized() -> bool:
 
 
 def is_tracing() -> bool:
-    """Return False: smpkit partitions without a tracing pass. SMP v1 scripts ask to skip work during it."""
-    return False
+    """Return whether the step runs on tensors without data, to measure the model before it is partitioned."""
+    return state.tracing
 
 
 def rank() -> int:

@@ -11,7 +11,7 @@ import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.containers import map_leaves
-from smpkit.torch.splitting import Splitter
+from smpkit.torch.splitting import Call, Splitter
 from smpkit.torch.state import state
 from smpkit.torch.step_output import StepOutput, collate
 
@@ -78,23 +78,24 @@ class StepFunction:
             UsageError: inside another step, or with a batch that `microbatches` does not divide.
         """
         count = state.cfg.microbatches
+        model = state.model
         if state.step is not None:
             raise UsageError(
                 f"`{self.__name__}` was called inside another step",  # type: ignore[attr-defined]
                 hint="a step function calls plain functions",
             )
+        if model is not None:
+            args, kwargs = model.step_inputs(args, kwargs)
         calls = self._splitter.split(args, kwargs, count, state.device)
         run = StepRun(count, expected_backwards=self._backwards_per_microbatch)
-        model = state.model
-        if model is not None:
-            model.begin_step()
         state.step = run
         try:
-            outputs = []
-            for index, call in enumerate(calls):
-                run.microbatch = index
-                outputs.append(self._finished(self._function(*call.args, **call.kwargs)))
-                run.end_microbatch()
+            if model is not None:
+                model.begin_step(self._function, calls[0])
+            if model is not None and model.pipeline is not None:
+                outputs = model.pipeline.run(self, lambda i: self._body(calls[i]), calls, model.before_last_backward)
+            else:
+                outputs = self._run_here(run, calls)
         except BaseException:
             if model is not None:
                 model.abandon_step()
@@ -105,6 +106,20 @@ class StepFunction:
         if model is not None:
             model.end_step(run)
         return collate(outputs)
+
+    def _body(self, call: Call) -> Any:
+        return self._function(*call.args, **call.kwargs)
+
+    def _run_here(self, run: StepRun, calls: Sequence[Call]) -> list[Any]:
+        """Run the microbatches one after the other, all of the model on this rank."""
+        outputs = []
+        for index, call in enumerate(calls):
+            run.microbatch = index
+            if state.model is not None:
+                state.model.begin_microbatch(index)
+            outputs.append(self._finished(self._body(call)))
+            run.end_microbatch()
+        return outputs
 
     def _finished(self, output: Any) -> Any:
         """Let go of the graph of a microbatch that is done, or its activations would stay until the step ends."""

@@ -155,18 +155,18 @@ def count_messages(overlap: bool) -> tuple[list[int], int, int]:
     data_parallel = model.data_parallel
     assert data_parallel is not None
     early = []
-    finish = data_parallel.reducer.finish
+    finish = data_parallel.reducers[0].finish
 
     def counted_finish() -> None:
-        early.append(len(data_parallel.reducer._started))
+        early.append(len(data_parallel.reducers[0]._started))
         finish()
 
-    data_parallel.reducer.finish = counted_finish  # type: ignore[method-assign]
+    data_parallel.reducers[0].finish = counted_finish  # type: ignore[method-assign]
     x = torch.ones(4, 3)
     branch_step(model, x, (0, 1, 2, 3))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         branch_step(model, x, (0, 1, 2, 3))
-    return early, all_reduce.call_count, len(data_parallel.reducer.buckets)
+    return early, all_reduce.call_count, len(data_parallel.reducers[0].buckets)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "at the end"])
@@ -343,7 +343,7 @@ def views_share_memory() -> tuple[bool, bool]:
     model = start(gradient_as_bucket_view=True)
     branch_step(model, inputs(smp.rank()), (0, 1, 2, 3))
     assert model.data_parallel is not None
-    buckets = model.data_parallel.reducer.buckets
+    buckets = model.data_parallel.reducers[0].buckets
     inside = all(
         param.grad is not None and param.grad.data_ptr() == view.data_ptr()
         for bucket in buckets

@@ -1,0 +1,60 @@
+"""Make an assignment so: every rank keeps its own units' weights, and what several ranks use is kept equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+__all__ = ["holders_of", "keep_own_parts"]
+
+
+def holders_of(root: nn.Module, placement: Mapping[str, int], size: int) -> dict[int, frozenset[int]]:
+    """Return, by parameter (its id), the pipeline ranks that hold it.
+
+    A parameter of one unit is on one rank; one that several units share is on each of theirs; one that belongs to a
+    module that spans ranks is on all.
+    """
+    holders: dict[int, frozenset[int]] = {}
+    for unit, rank in placement.items():
+        for parameter in root.get_submodule(unit).parameters():
+            holders[id(parameter)] = holders.get(id(parameter), frozenset()) | {rank}
+    for parameter in root.parameters():
+        holders.setdefault(id(parameter), frozenset(range(size)))
+    return holders
+
+
+def keep_own_parts(
+    root: nn.Module,
+    placement: Mapping[str, int],
+    holders: Mapping[int, frozenset[int]],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Move what this rank holds to its device and let go of the memory of everything else.
+
+    Parameters stay the same objects, which optimizers made earlier hold; those of other ranks keep their shape, over
+    one element of NaN, so that using one by mistake shows.
+    """
+    for parameter in root.parameters():
+        if rank in holders[id(parameter)]:
+            parameter.data = parameter.data.to(device)
+        else:
+            nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+            parameter.data = torch.full((), nothing, dtype=parameter.dtype).expand(parameter.shape)
+    for name, module in root.named_modules():
+        home = _home_of(name, placement)
+        target = device if home is None or home == rank else torch.device("meta")
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.device != target:
+                module._buffers[key] = buffer.to(target)
+
+
+def _home_of(name: str, placement: Mapping[str, int]) -> int | None:
+    while True:
+        if name in placement:
+            return placement[name]
+        if not name:
+            return None
+        name = name.rpartition(".")[0]

@@ -1,0 +1,157 @@
+"""What the parts of a model cost, from one run of the step on tensors without data.
+
+Fake tensors have shapes and no memory, so the pass needs neither a GPU nor time, and gives the same on every machine.
+A step that looks at values cannot run so; then the sizes of parameters, in the order of definition, have to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from smpkit.plan.assignment import UnitCost
+from smpkit.plan.units import Node, UnitTree, unit_tree
+from smpkit.torch.pipeline.specs import map_tensors
+from smpkit.torch.state import state
+
+__all__ = ["fake_mode", "measure_units", "node_of", "units_of"]
+
+_log = logging.getLogger("smpkit")
+
+
+def node_of(module: nn.Module) -> Node:
+    """Describe a model to the planner; a module that appears twice is listed once."""
+    return _node(module, "", set())
+
+
+def _node(module: nn.Module, name: str, seen: set[int]) -> Node:
+    seen.add(id(module))
+    children = []
+    for child_name, child in module.named_children():
+        if id(child) not in seen:
+            children.append(_node(child, f"{name}.{child_name}" if name else child_name, seen))
+    owned = [*module.parameters(recurse=False), *_statistics(module)]
+    return Node(
+        name,
+        type(module).__qualname__,
+        is_stack=isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict),
+        children=tuple(children),
+        parameters={str(id(each)): each.numel() * each.element_size() for each in owned},
+    )
+
+
+def _statistics(module: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers that the calls of torch's own leaves change (BatchNorm's): they make it something to place."""
+    return list(module.buffers(recurse=False)) if type(module).__module__.startswith("torch.nn") else []
+
+
+def units_of(module: nn.Module) -> UnitTree:
+    """Cut a model into units; leaves that hold nothing are none, they run where their input is."""
+    tree = unit_tree(node_of(module))
+    placed = tuple(unit for unit in tree.units if unit.parameters_bytes)
+    return UnitTree(placed, tree.spanning, tree.loose)
+
+
+def measure_units(root: nn.Module, tree: UnitTree, body: Callable[[], Any] | None) -> list[UnitCost]:
+    """Return what the units cost, in the order in which `body` calls them.
+
+    Args:
+        body: runs the step for one microbatch on arguments that `fake` has converted; None to skip the pass.
+    """
+    costs = {unit.name: UnitCost(unit.name, unit.parameters_bytes, shared=unit.shared) for unit in tree.units}
+    measured = _trace(root, costs, body) if body is not None else {}
+    in_order = [*measured, *(name for name in costs if name not in measured)]
+    every = [measured.get(name, costs[name]) for name in in_order]
+    if any(cost.flops for cost in every):
+        return every
+    # Multiplying by a weight takes two operations per element and sample: parameters measure compute up to a factor.
+    return [_with(cost, flops=float(cost.parameters_bytes)) for cost in every]
+
+
+def _with(cost: UnitCost, **changes: Any) -> UnitCost:
+    return UnitCost(**{**{name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}, **changes})
+
+
+def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any]) -> dict[str, UnitCost]:
+    measured: dict[str, UnitCost] = {}
+    counter = FlopCounterMode(display=False)
+    started: dict[str, tuple[int, int]] = {}
+    saved = _SavedBytes({id(parameter) for parameter in root.parameters()})
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            started[name] = (counter.get_total_flops(), saved.total)
+
+        return hook
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            flops, num_bytes = started.pop(name)
+            known = measured.get(name, costs[name])
+            measured[name] = _with(
+                known,
+                flops=known.flops + counter.get_total_flops() - flops,
+                activation_bytes=known.activation_bytes + saved.total - num_bytes,
+                output_bytes=_bytes_of(output),
+            )
+
+        return hook
+
+    handles = []
+    for name in costs:
+        module = root.get_submodule(name)
+        handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+    state.tracing = True
+    try:
+        with counter, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            body()
+    except Exception as error:  # user code on tensors without data may fail in any way
+        _log.info("no tracing pass: the step needs values (%s); partitioning by parameter sizes", error)
+        return {}
+    finally:
+        state.tracing = False
+        for handle in handles:
+            handle.remove()
+    return measured
+
+
+class _SavedBytes:
+    """Counts what autograd keeps for backward, each storage once, parameters not at all."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self.total = 0
+        self._parameters = parameters
+        self._seen: set[int] = set()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = id(tensor.untyped_storage()) if not isinstance(tensor, FakeTensor) else id(tensor)
+        if id(tensor) not in self._parameters and key not in self._seen:
+            self._seen.add(key)
+            self.total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def _bytes_of(output: Any) -> int:
+    total = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    map_tensors(count, output)
+    return total
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return the mode in which a traced step runs; the model's real parameters take part without being copied."""
+    return FakeTensorMode(allow_non_fake_inputs=True)

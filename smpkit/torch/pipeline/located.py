@@ -1,0 +1,225 @@
+"""A value with a home: one rank holds the data, the others know its shape.
+
+Located values exist in the step function and in modules whose parts lie on several ranks. Operations on them follow the
+data: the home computes, the others note what comes out. What only depends on shapes is answered at once; what Python
+needs to know (`.item()`, `if tensor:`) is broadcast from the home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from smpkit.errors import UsageError
+from smpkit.torch.pipeline.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from smpkit.torch.pipeline.microbatch import Microbatch
+
+__all__ = ["Located", "current", "set_current"]
+
+T = torch.Tensor
+
+
+class _Current:
+    """The microbatch whose code runs now; only the thread that holds the baton runs, so one is enough."""
+
+    microbatch: Microbatch | None = None
+
+
+def current() -> Microbatch:
+    """Return the microbatch whose code runs now.
+
+    Raises:
+        UsageError: no step is running.
+    """
+    if _Current.microbatch is None:
+        raise UsageError(
+            "a value of another rank was used outside the step that made it",
+            hint="return it from the step function; the step hands every rank a copy",
+        )
+    return _Current.microbatch
+
+
+def set_current(microbatch: Microbatch | None) -> None:
+    """Say whose code runs from now on."""
+    _Current.microbatch = microbatch
+
+
+class Located(torch.Tensor):
+    """A tensor of which this rank holds either the data or only the shape.
+
+    `home` is the pp_rank that holds it; `value` the data there, None elsewhere; `segment` the home's segment that made
+    it; `copies` what it was sent as, by pp_rank.
+    """
+
+    home: int
+    value: torch.Tensor | None
+    segment: int
+    copies: dict[int, Located]
+
+    @staticmethod
+    def __new__(
+        cls, spec: TensorSpec, device: torch.device, home: int, value: torch.Tensor | None = None, segment: int = 0
+    ) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
+        )
+        made.home, made.value, made.segment, made.copies = home, value, segment, {}
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Do nothing: `__new__` has done everything, and Tensor's own would refuse the arguments."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return _attribute(func, args)
+        if name == "__set__":
+            raise UsageError(
+                "an attribute of a value that another pipeline rank may hold was assigned",
+                hint="use the operation instead, for example `x = x.detach().requires_grad_()`",
+            )
+        if func in _OF_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _FOR_PYTHON:
+            return current().value_for_python(func, args, kwargs)
+        if func in _NEW_FROM_SHAPE:
+            return func(_stand_in(args[0]), *args[1:], **kwargs)
+        if func in _LIKE_OTHER and len(args) > 1 and isinstance(args[1], Located):
+            args = (args[0], _stand_in(args[1]), *args[2:])
+            if not isinstance(args[0], Located):
+                return func(*args, **kwargs)
+        return current().operate(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise UsageError(
+            f"`{func}` was called on a value that another pipeline rank may hold, below where smpkit can follow",
+            hint="put the code that calls it (a custom autograd.Function, a C++ operator) into a torch.nn.Module"
+            " and let it be placed as a whole",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Located(pp_rank {self.home}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+
+    def __format__(self, specification: str) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            scalar = self.dim() == 0
+        return format(self.item(), specification) if scalar else repr(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UsageError(
+            "a value of another pipeline rank cannot be copied deeply", hint="use `.clone()` or `.detach()`"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a value of another pipeline rank cannot be saved inside the step", hint="return it and save what you get"
+        )
+
+
+def _attribute(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Answer `x.shape` and its like from what is known, and treat `x.T` and its like as the operations they are."""
+    operation = _PROPERTIES.get(func)
+    if operation is not None:
+        return current().operate(operation, operation.__name__, args, {})
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args)
+
+
+def _stand_in(value: Any) -> Any:
+    """Return a tensor of the same shape, dtype and device that takes no memory, to be looked at and not read."""
+    if not isinstance(value, Located):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+_PROPERTIES: Final[dict[Any, Callable[..., Any]]] = {
+    T.T.__get__: T.t,  # type: ignore[attr-defined]
+    T.mT.__get__: lambda x: x.transpose(-2, -1),  # type: ignore[attr-defined]
+    T.H.__get__: T.adjoint,  # type: ignore[attr-defined]
+    T.mH.__get__: T.adjoint,  # type: ignore[attr-defined]
+    T.real.__get__: torch.real,  # type: ignore[attr-defined]
+    T.imag.__get__: torch.imag,  # type: ignore[attr-defined]
+    T.data.__get__: T.detach,  # type: ignore[attr-defined]
+}
+
+_OF_SHAPE: Final = frozenset(
+    {
+        T.size,
+        T.dim,
+        T.ndimension,
+        T.numel,
+        T.nelement,
+        T.stride,
+        T.element_size,
+        T.is_floating_point,
+        T.is_complex,
+        T.is_signed,
+        T.is_contiguous,
+        T.get_device,
+        T.__len__,
+        T.__hash__,
+        T.is_inference,
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_inference,
+        torch.result_type,
+    }
+)
+"""Functions of shape, dtype and device alone."""
+
+_FOR_PYTHON: Final = frozenset(
+    {
+        T.item,
+        T.tolist,
+        T.__bool__,
+        T.__float__,
+        T.__int__,
+        T.__index__,
+        T.__complex__,
+        T.__contains__,
+        T.__array__,
+        T.numpy,
+        T.equal,
+        T.allclose,
+        T.is_nonzero,
+        torch.equal,
+        torch.allclose,
+        torch.is_nonzero,
+    }
+)
+"""Functions whose result is a Python value."""
+
+_NEW_FROM_SHAPE: Final = frozenset(
+    {
+        T.new_zeros,
+        T.new_ones,
+        T.new_full,
+        T.new_empty,
+        T.new_tensor,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.empty_like,
+    }
+)
+"""Functions that make a tensor from another's shape and dtype: every rank makes it."""
+
+_LIKE_OTHER: Final = frozenset({T.type_as, T.expand_as, T.view_as, T.reshape_as, T.to})
+"""Methods that look at their second tensor's shape, dtype or device only."""

@@ -1,0 +1,169 @@
+"""A model on a pipeline: partitioned at the first step, then run microbatch by microbatch over its ranks."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.plan.assignment import Assignment
+from smpkit.plan.partition import assign, partition
+from smpkit.torch.comm import CommGroup
+from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
+from smpkit.torch.partitioning.manual import pinned_modules
+from smpkit.torch.partitioning.trace import fake_mode, measure_units, units_of
+from smpkit.torch.pipeline.executor import Executor, Policy
+from smpkit.torch.pipeline.located import current
+from smpkit.torch.pipeline.random import RandomStreams
+from smpkit.torch.pipeline.specs import map_tensors, signature
+from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.transport import Transport
+from smpkit.torch.pipeline.units import install
+from smpkit.torch.state import state
+
+if TYPE_CHECKING:
+    from smpkit.torch.splitting import Call
+
+__all__ = ["Pipeline"]
+
+_log = logging.getLogger("smpkit")
+
+
+class Pipeline:
+    """One rank's part in running `root` over the ranks of PP_GROUP."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._transport = Transport(
+            state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
+        )
+        self._executor: Executor | None = None
+        self.assignment: Assignment | None = None
+        self.holders: dict[int, frozenset[int]] = {}
+
+    @property
+    def random(self) -> RandomStreams:
+        assert self._executor is not None
+        return self._executor.stage.random
+
+    def same_inputs(self, arguments: Any) -> Any:
+        """Return the arguments of a step with the tensors of pp_rank 0, as SMP v1 took them.
+
+        Raises:
+            UsageError: shapes or dtypes differ between ranks.
+        """
+        tensors: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                tensors.append(tensor)
+            return tensor
+
+        map_tensors(note, arguments)
+        self._check_same_shapes(tensors)
+        shared = {id(tensor): self._transport.broadcast(tensor.detach(), 0) for tensor in tensors}
+        return map_tensors(lambda tensor: shared.get(id(tensor), tensor), arguments)
+
+    def _check_same_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
+        shapes = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
+        mine = torch.tensor([zlib.crc32(" ".join(shapes).encode())])
+        if not torch.equal(mine, self._transport.broadcast(mine, 0).cpu()):
+            raise UsageError(
+                f"pipeline rank {state.pp_rank} was given tensors {', '.join(shapes) or 'none'} for the step, "
+                "and pipeline rank 0 others",
+                hint="feed every rank of a pipeline the same batches: shard data by smp.dp_rank(), not by smp.rank()",
+            )
+
+    # --- partitioning ----------------------------------------------------------------------------------------------
+
+    def prepare(self, body: Callable[..., Any], call: Call) -> None:
+        """Partition the model at the first step: decide, tell everyone, keep what is this rank's."""
+        if state.pp_rank == 0:
+            self.assignment = self._decide(body, call)
+            self._transport.broadcast_object((self.assignment.to_json(), torch.initial_seed()))
+            seed = torch.initial_seed()
+        else:
+            text, seed = self._transport.receive_object(0, "the partition assignment")
+            self.assignment = Assignment.from_json(text)
+        placement = self.assignment.partition_of
+        self.holders = holders_of(self._root, placement, state.pp_size)
+        keep_own_parts(self._root, placement, self.holders, state.pp_rank, state.device)
+        stage = Stage(
+            state.pp_rank,
+            state.pp_size,
+            state.device,
+            self._transport,
+            RandomStreams(seed + state.dp_rank, state.device),
+            self.holders,
+        )
+        install(self._root, placement, stage)
+        policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)
+        self._executor = Executor(stage, policy)
+        if state.rank == 0:
+            for line in self.assignment.log_lines():
+                _log.info(line)
+
+    def _decide(self, body: Callable[..., Any], call: Call) -> Assignment:
+        cfg = state.cfg
+        tree = units_of(self._root)
+        if not cfg.auto_partition:
+            costs = measure_units(self._root, tree, None)
+            return assign(costs, state.pp_size, pinned_modules(self._root), cfg.default_partition)
+        if cfg.skip_tracing:
+            return partition(measure_units(self._root, tree, None), state.pp_size, cfg.memory_weight)
+        return partition(
+            measure_units(self._root, tree, lambda: _fake_run(body, call)), state.pp_size, cfg.memory_weight
+        )
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        function: Hashable,
+        body: Callable[[int], Any],
+        calls: Sequence[Call],
+        before_last_backward: Callable[[], None],
+    ) -> list[Any]:
+        """Run one step: `body(index)` for each microbatch."""
+        assert self._executor is not None
+        kind = (
+            function,
+            signature((calls[0].args, calls[0].kwargs)),
+            torch.is_grad_enabled(),
+            self._root.training,
+            torch.is_autocast_enabled(state.device.type),
+        )
+        random = self.random
+        random.active = self._root.training
+        random.step += random.active
+        kept = random.state()
+        try:
+            return self._executor.run(kind, body, len(calls), before_last_backward)
+        finally:
+            random.active = False
+            random.restore(kept)
+
+    def backward(
+        self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
+    ) -> None:
+        """Note that the current microbatch's backward starts at `roots`."""
+        current().backward(roots, [None] * len(roots) if grads is None else grads, scale)
+
+    def abandon(self) -> None:
+        """Forget a step that an exception ended."""
+        if self._executor is not None:
+            self._executor.abandon()
+
+
+def _fake_run(body: Callable[..., Any], call: Call) -> None:
+    with fake_mode() as mode:
+        args, kwargs = map_tensors(
+            lambda tensor: tensor if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor),
+            (call.args, call.kwargs),
+        )
+        body(*args, **kwargs)

@@ -1,0 +1,59 @@
+"""What one rank of the pipeline is and holds: its place, its connections, and what it knows of the others' calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpkit.torch.pipeline.random import RandomStreams
+from smpkit.torch.pipeline.specs import Call
+from smpkit.torch.pipeline.transport import Transport
+
+__all__ = ["Stage"]
+
+
+class Stage:
+    """One rank of a pipeline.
+
+    Args:
+        rank, size: pp_rank and pp_size.
+        device: where this rank computes.
+        transport: the way to the other ranks.
+        random: streams of random numbers.
+        owners: by parameter (its id), the ranks that hold it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        transport: Transport,
+        random: RandomStreams,
+        owners: Mapping[int, frozenset[int]],
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.transport = transport
+        self.random = random
+        self.specs: dict[Call, Any] = {}
+        """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
+        self.inside = False
+        """Whether a placed module runs here now: what it calls is its own business."""
+        self.python_values: dict[str, int] = {}
+        """How often Python needed a value, by the function that asked."""
+        self._owners = owners
+
+    def owner_of(self, parameter: nn.Parameter) -> int | None:
+        """Return the rank where operations with this parameter run; None if every rank holds it."""
+        owners = self._owners.get(id(parameter))
+        return None if owners is None or len(owners) == self.size else min(owners)
+
+    def count_python_value(self, func: Callable[..., Any]) -> None:
+        """Note that Python needed a value: each time, ranks wait for each other."""
+        name = getattr(func, "__name__", str(func))
+        self.python_values[name] = self.python_values.get(name, 0) + 1
