@@ -53,7 +53,7 @@ class _Optimizer(Protocol):
 # --- the calls --------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(  # noqa: PLR0917 - SMP v1's signature
+def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str,
     partial: bool = True,
@@ -92,12 +92,13 @@ def save_checkpoint(  # noqa: PLR0917 - SMP v1's signature
     except BaseException:
         _discard(save)
         raise
-    _all_succeed(f"checkpoint `{tag}` is saved, but not marked as newest", lambda: _mark_newest(save))
-    if partial and num_kept_partial_checkpoints is not None and save.leads:
-        _prune(save, num_kept_partial_checkpoints)
+    _all_succeed(
+        f"checkpoint `{tag}` is saved, but not marked as newest",
+        lambda: _mark_newest(save, num_kept_partial_checkpoints),
+    )
 
 
-def resume_from_checkpoint(  # noqa: PLR0917 - SMP v1's signature
+def resume_from_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,
     partial: bool = True,
@@ -335,10 +336,14 @@ def _publish_full(save: _Save) -> None:
     save.staged.rmdir()
 
 
-def _mark_newest(save: _Save) -> None:
-    if save.leads:
-        with files.as_checkpoint_error(f"{save.path / files.NEWEST} cannot be written"):
-            files.whole_write(save.path / files.NEWEST, lambda file: file.write(f"{save.name}\n".encode()))
+def _mark_newest(save: _Save, kept: int | None) -> None:
+    """Write `newest`, and only then remove what it makes superfluous."""
+    if not save.leads:
+        return
+    with files.as_checkpoint_error(f"{save.path / files.NEWEST} cannot be written"):
+        files.whole_write(save.path / files.NEWEST, lambda file: file.write(f"{save.name}\n".encode()))
+    if save.partial and kept is not None:
+        _prune(save, kept)
 
 
 def _discard(save: _Save) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import socket
 import stat
 import tempfile
 import time
@@ -207,7 +208,9 @@ def _accept(launch: Launch, invitation: _Invitation) -> Store | None:
     """Connect, and check that the process there is the one that wrote the invitation."""
     connect = timedelta(seconds=_CONNECT_SECONDS)
     try:
+        # Asked first, because the store's client would try again for seconds when nobody listens.
+        socket.create_connection(("127.0.0.1", invitation.port), _CONNECT_SECONDS).close()
         store = TCPStore("127.0.0.1", invitation.port, launch.world_size, False, connect, wait_for_workers=False)
         return store if store.get("smpkit/token").decode() == invitation.token else None
-    except dist.DistError:
+    except (dist.DistError, OSError):
         return None

@@ -24,7 +24,7 @@ from smpkit.torch.state import state
 __all__ = ["load", "read_file", "save", "write_file"]
 
 
-def save(  # noqa: PLR0917 - SMP v1's signature
+def save(
     obj: Any,
     f: str | os.PathLike[str],
     partial: bool = True,
@@ -44,7 +44,7 @@ def save(  # noqa: PLR0917 - SMP v1's signature
     write_file(Path(name), obj, pickle_module, pickle_protocol)
 
 
-def load(  # noqa: PLR0917 - SMP v1's signature
+def load(
     f: str | os.PathLike[str],
     map_location: Any = None,
     pickle_module: ModuleType | None = None,

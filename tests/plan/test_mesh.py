@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smpkit.errors import ConfigError, UsageError
+from smpkit.plan import mesh as mesh_module
+from smpkit.plan.mesh import PLACEMENT_STRATEGIES, CommGroup, Coordinates, Mesh
+
+MP, DP, TP = CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP
+PP, RDP, WORLD = CommGroup.PP_GROUP, CommGroup.RDP_GROUP, CommGroup.WORLD
+
+
+def groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """Read `02 13` as ((0, 2), (1, 3))."""
+    return tuple(tuple(int(digit) for digit in word) for word in text.split())
+
+
+# strategy, `pp tp rdp` of ranks 0..7, then the groups: PP, TP, RDP, MP, DP
+EIGHT_RANKS = [
+    ("DPT", "000 010 100 110 001 011 101 111", "02 13 46 57", "01 23 45 67", "04 15 26 37", "0123 4567", "0145 2367"),
+    ("DTP", "000 100 010 110 001 101 011 111", "01 23 45 67", "02 13 46 57", "04 15 26 37", "0123 4567", "0246 1357"),
+    ("PDT", "000 010 001 011 100 110 101 111", "04 15 26 37", "01 23 45 67", "02 13 46 57", "0145 2367", "0123 4567"),
+    ("PTD", "000 001 010 011 100 101 110 111", "04 15 26 37", "02 13 46 57", "01 23 45 67", "0246 1357", "0123 4567"),
+    ("TDP", "000 100 001 101 010 110 011 111", "01 23 45 67", "04 15 26 37", "02 13 46 57", "0145 2367", "0246 1357"),
+    ("TPD", "000 001 100 101 010 011 110 111", "02 13 46 57", "04 15 26 37", "01 23 45 67", "0246 1357", "0145 2367"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "places", "pp", "tp", "rdp", "mp", "dp"), EIGHT_RANKS, ids=[r[0] for r in EIGHT_RANKS]
+)
+def test_trap_18_rank_tables_of_eight_ranks(
+    strategy: str, places: str, pp: str, tp: str, rdp: str, mp: str, dp: str
+) -> None:
+    mesh = Mesh.from_world(8, 2, 2, strategy)
+    found = [mesh.coordinates(rank) for rank in range(8)]
+    assert " ".join(f"{place.pp}{place.tp}{place.rdp}" for place in found) == places
+    for kind, expected in ((PP, pp), (TP, tp), (RDP, rdp), (MP, mp), (DP, dp), (WORLD, "01234567")):
+        assert set(mesh.groups(kind)) == set(groups(expected)), kind
+
+
+def test_trap_18_rank_table_of_sixteen_ranks() -> None:
+    mesh = Mesh.from_world(16, 2, 4, "cluster")
+    assert mesh.groups(TP) == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8, 12))
+    assert mesh.groups(PP)[:5] == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12))
+    assert mesh.groups(RDP) == tuple((rank, rank + 8) for rank in range(8))
+    assert mesh.groups(MP) == (tuple(range(8)), tuple(range(8, 16)))
+    assert set(mesh.groups(DP)) == {(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)}
+
+
+@pytest.mark.parametrize(
+    ("partitions", "strategy", "mp", "dp"),
+    [
+        (2, "spread", "04 15 26 37", "0123 4567"),
+        (2, "cluster", "01 23 45 67", "0246 1357"),
+        (4, "spread", "0246 1357", None),
+        (4, "cluster", "0123 4567", None),
+    ],
+    ids=["2-spread", "2-cluster", "4-spread", "4-cluster"],
+)
+def test_trap_18_documented_tables_without_tensor_parallelism(
+    partitions: int, strategy: str, mp: str, dp: str | None
+) -> None:
+    mesh = Mesh.from_world(8, partitions, 1, strategy)
+    assert set(mesh.groups(MP)) == set(groups(mp))
+    if dp is not None:
+        assert set(mesh.groups(DP)) == set(groups(dp))
+
+
+def test_the_documented_dp_rank_of_process_6() -> None:
+    assert Mesh.from_world(8, 2, 1, "spread").index(DP, 6) == 2
+
+
+def test_the_aliases_are_the_strategies_they_stand_for() -> None:
+    for alias, letters in (("cluster", "DPT"), ("spread", "TPD")):
+        assert Mesh(2, 3, 2, alias).groups(TP) == Mesh(2, 3, 2, letters).groups(TP)
+        assert Mesh(2, 3, 2, alias).groups(PP) == Mesh(2, 3, 2, letters).groups(PP)
+
+
+meshes = st.builds(
+    Mesh, st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.sampled_from(PLACEMENT_STRATEGIES)
+)  # fmt: skip
+
+
+@given(meshes)
+def test_trap_18_identities_of_the_sizes(mesh: Mesh) -> None:
+    assert mesh.mp_size * mesh.rdp_size == mesh.pp_size * mesh.dp_size == mesh.size
+    sizes = {MP: mesh.mp_size, DP: mesh.dp_size, TP: mesh.tp_size, PP: mesh.pp_size, RDP: mesh.rdp_size}
+    for kind, size in sizes.items():
+        assert {len(group) for group in mesh.groups(kind)} == {size}
+
+
+@given(meshes)
+def test_every_kind_of_group_partitions_the_world_in_rank_order(mesh: Mesh) -> None:
+    for kind in CommGroup:
+        found = mesh.groups(kind)
+        assert sorted(rank for group in found for rank in group) == list(range(mesh.size))
+        assert all(list(group) == sorted(group) for group in found)
+        for rank in range(mesh.size):
+            assert mesh.group(kind, rank)[mesh.index(kind, rank)] == rank
+
+
+@given(meshes)
+def test_places_and_ranks_are_each_others_inverse(mesh: Mesh) -> None:
+    assert [mesh.rank(mesh.coordinates(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+
+
+@given(meshes)
+def test_a_tensor_group_lies_within_its_model_and_its_data_group(mesh: Mesh) -> None:
+    for rank in range(mesh.size):
+        assert set(mesh.group(TP, rank)) == set(mesh.group(MP, rank)) & set(mesh.group(DP, rank))
+
+
+@pytest.mark.parametrize("arguments", [(6, 4, 1), (8, 3, 1), (2, 2, 2), (4, 0, 1), (0, 1, 1)], ids=str)
+def test_degrees_that_do_not_divide_the_world_are_a_config_error(arguments: Any) -> None:
+    with pytest.raises(ConfigError, match="does not divide the world size"):
+        Mesh.from_world(*arguments)
+
+
+def test_an_unknown_strategy_is_a_config_error_that_lists_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"`dense` is unknown\n.*`cluster`, `spread`, `DPT`"):
+        Mesh(1, 1, 1, "dense")
+
+
+def test_sizes_below_one_are_all_named() -> None:
+    with pytest.raises(ConfigError, match="2 problems"):
+        Mesh(0, 1, -1)
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_rank_outside_the_world_is_a_usage_error(rank: int) -> None:
+    mesh = Mesh.from_world(8, 2, 2)
+    for call in (mesh.coordinates, lambda rank: mesh.group(PP, rank), lambda rank: mesh.index(PP, rank)):
+        with pytest.raises(UsageError, match=f"no rank {rank} in a world of 8"):
+            call(rank)
+
+
+def test_a_place_outside_the_grid_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="outside the grid 2 x 2 x 2"):
+        Mesh.from_world(8, 2, 2).rank(Coordinates(2, 0, 0))
+
+
+def test_the_picture_in_the_docstring_is_what_draw_returns() -> None:
+    drawn = Mesh.from_world(8, 2, 2, "cluster").draw()
+    documented = mesh_module.__doc__ or ""
+    assert "\n".join(f"    {line}" for line in drawn.splitlines()) in documented
+
+
+def test_a_wide_grid_stays_aligned() -> None:
+    lines = Mesh.from_world(256, 2, 16).draw().splitlines()
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert len(lines) == 2 + 8

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import smpkit.torch as smp
+from smpkit.torch.deadline import waiting
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def outcome(call: Any) -> tuple[str, float]:
+    started = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "fine", time.monotonic() - started
+
+
+def one_rank_is_late(call: str) -> tuple[str, float]:
+    smp.init({"ddp": True, "timeout_seconds": 1})
+    smp.barrier()
+    if smp.rank() == 2:
+        time.sleep(4)
+        return "late", 0.0
+    return outcome(
+        {"barrier": smp.barrier, "allgather": lambda: smp.allgather(1), "recv_from": lambda: smp.recv_from(2)}[call]
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [("barrier", "barrier of WORLD"), ("allgather", "allgather of WORLD"), ("recv_from", "recv_from(rank 2)")],
+)
+def test_a_deadline_names_who_waited_for_whom_in_what(call: str, what: str) -> None:
+    told = run_ranks(one_rank_is_late, 3, call)
+    for message, seconds in told[:2]:
+        assert message.startswith("DeadlineError: rank ")
+        assert f"waited 1.0 s in {what} for rank 2" in message
+        assert "timeout_seconds" in message
+        assert seconds < 5.5
+
+
+def nobody_receives() -> tuple[str, float]:
+    smp.init({"ddp": True, "timeout_seconds": 1})
+    smp.barrier()
+    if smp.rank() == 1:
+        time.sleep(4)
+        return "busy", 0.0
+    return outcome(lambda: smp.send("hello", 1))
+
+
+def test_a_send_that_nobody_receives_ends_at_its_deadline() -> None:
+    message, seconds = run_ranks(nobody_receives, 2)[0]
+    assert message.startswith("DeadlineError: rank 0 waited 1.0 s in send to rank 1 for rank 1")
+    assert seconds < 5.5
+
+
+def both_receive() -> tuple[str, float]:
+    smp.init({"ddp": True, "timeout_seconds": 1})
+    return outcome(lambda: smp.recv_from(1 - smp.rank()))
+
+
+def test_a_circle_of_waits_says_where_the_others_were() -> None:
+    told = run_ranks(both_receive, 2)
+    assert all(message.startswith("DeadlineError: rank ") for message, _ in told)
+    assert any("meanwhile rank" in message and "waited in recv_from" in message for message, _ in told)
+
+
+# --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
+
+
+def start(script: str, size: int, folder: Path, agent: bool) -> list[subprocess.Popen[str]]:
+    """Start `size` ranks of a script, with a store of ours as torchrun would serve it, or with one in rank 0."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(script))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not agent:
+        del store
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    common |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent else {}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    if agent:
+        _kept.append(store)
+    return ranks
+
+
+_kept: list[TCPStore] = []
+
+
+def stories(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+    try:
+        return [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+        _kept.clear()
+
+
+FAILS = """
+    import smpkit.torch as smp
+    smp.init({"ddp": True, "timeout_seconds": 60})
+    smp.barrier()
+    if smp.rank() == FAILING:
+        raise ValueError("the learning rate is negative")
+    smp.barrier()
+"""
+
+
+@pytest.mark.parametrize(("failing", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
+def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent: bool, tmp_path: Path) -> None:
+    started = time.monotonic()
+    told = stories(start(FAILS.replace("FAILING", str(failing)), 3, tmp_path, agent))
+    assert time.monotonic() - started < 30
+    assert told[failing].strip().endswith("ValueError: the learning rate is negative")
+    for rank, story in enumerate(told):
+        if rank != failing:
+            assert f"RemoteError: rank {failing} failed: ValueError: the learning rate is negative" in story
+
+
+DIES = """
+    import os, signal
+    import smpkit.torch as smp
+    smp.init({"ddp": True, "timeout_seconds": 60})
+    smp.barrier()
+    if smp.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    smp.barrier()
+"""
+
+
+def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
+    started = time.monotonic()
+    ranks = start(DIES, 3, tmp_path, agent=True)
+    told = stories(ranks)
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert time.monotonic() - started < 30
+    for rank in (0, 2):
+        assert "RemoteError: rank " in told[rank]
+        assert "lost rank 1 in barrier of WORLD" in told[rank]
+
+
+def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
+    script = DIES.replace("smp.rank() == 1", "smp.rank() == 0")
+    told = stories(start(script, 2, tmp_path, agent=False))
+    assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD" in told[1]
+
+
+def wait_in_a_collective() -> tuple[str, float]:
+    smp.init({"ddp": True, "timeout_seconds": 1})
+    smp.barrier()
+    if smp.rank() == 3:
+        time.sleep(4)
+        return "late", 0.0
+    group = smp.get_dp_process_group()
+
+    def reduce() -> None:
+        with waiting("the reduction of gradients", group):
+            dist.all_reduce(torch.ones(8), group=group)
+
+    return outcome(reduce)
+
+
+def test_a_collective_of_torch_is_named_too_when_it_is_wrapped() -> None:
+    for message, seconds in run_ranks(wait_in_a_collective, 4)[:3]:
+        assert message.startswith("DeadlineError: rank ")
+        assert "in the reduction of gradients for rank 3" in message
+        assert seconds < 8
+
+
+def other_errors_pass() -> list[str]:
+    smp.init({"ddp": True})
+    messages = []
+    for error in (ValueError("connection"), RuntimeError("a mere bug"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, waiting("nothing", [1 - smp.rank()]):
+            raise error
+        messages.append(repr(caught.value))
+    return messages
+
+
+def test_errors_that_are_not_of_communication_pass_unchanged() -> None:
+    expected = ["ValueError('connection')", "RuntimeError('a mere bug')", "KeyboardInterrupt()"]
+    assert run_ranks(other_errors_pass, 2) == [expected, expected]
