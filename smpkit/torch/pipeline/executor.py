@@ -8,6 +8,7 @@ take another path, and following the program's own order cannot deadlock whateve
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,12 @@ from smpkit.torch.pipeline.parking import Parked
 from smpkit.torch.pipeline.specs import map_tensors, spec_of
 from smpkit.torch.pipeline.stage import Stage
 
-__all__ = ["Executor", "Policy"]
+__all__ = ["ActionRecorder", "Executor", "Policy"]
 
 _LOOKAHEAD = 2  # actions whose receives are posted before their turn
+
+ActionRecorder = Callable[[str, int, int, int, int], object]
+"""Called with `(kind, segment, microbatch, start_ns, end_ns)`; times are `time.perf_counter_ns()`, waits included."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Executor:
     def __init__(self, stage: Stage, policy: Policy) -> None:
         self.stage = stage
         self.schedules: dict[Hashable, Schedule] = {}
+        self.recorder: ActionRecorder | None = None
+        """Told of every action that has run, in the order in which they ran; None costs nothing."""
         self._policy = policy
         self._plans: dict[Hashable, _Plan | None] = {}
         self._parked: dict[int, Parked] = {}
@@ -76,11 +82,13 @@ class Executor:
             kind: what must be equal for a recorded schedule to serve again: function, shapes, modes.
             before_last_backward: called when the backward that comes next is this rank's last of the step.
         """
-        step = _Step(self.stage, body, count, before_last_backward)
+        step = _Step(self.stage, body, count, before_last_backward, self.recorder)
         self._parked = step.parked
         if kind not in self._plans:
             step.forward_straight(0)
-            self._plans[kind] = self._plan(step.microbatches[0], count)
+            self._plans[kind] = plan = self._plan(step.microbatches[0], count)
+            if plan is not None:
+                self.schedules[kind] = plan.schedule
         plan = self._plans[kind]
         if plan is None:
             step.run_straight()
@@ -169,10 +177,16 @@ class _Step:
     """One step while it runs."""
 
     def __init__(
-        self, stage: Stage, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
+        self,
+        stage: Stage,
+        body: Callable[[int], Any],
+        count: int,
+        before_last_backward: Callable[[], None],
+        recorder: ActionRecorder | None,
     ) -> None:
         self.stage = stage
         self.body = body
+        self._recorder = recorder
         self.microbatches = [Microbatch(stage, index) for index in range(count)]
         self.outputs: dict[int, Any] = {}
         self.parked: dict[int, Parked] = {}
@@ -181,11 +195,13 @@ class _Step:
 
     def forward_straight(self, index: int) -> None:
         """Run a microbatch's forward from end to end."""
+        start_ns = time.perf_counter_ns()
         set_current(self.microbatches[index])
         try:
             self.outputs[index] = self._run_body(index)
         finally:
             set_current(None)
+        self._record(Kind.FORWARD, 0, index, start_ns)
 
     def run_straight(self) -> None:
         """Run all forwards, then all backwards, in the program's own order."""
@@ -202,13 +218,13 @@ class _Step:
                 self._post(plan, coming)
             microbatch = self.microbatches[action.microbatch]
             if action.kind is Kind.FORWARD:
-                self._forward(microbatch, plan.revisited)
+                self._forward(microbatch, action.segment, plan.revisited)
             elif action.segment < microbatch.num_segments[self.stage.rank]:
                 self._backward(microbatch, action.segment)
         # A microbatch that took a longer way than the first has something left to do.
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
-                self._forward(microbatch, plan.revisited)
+                self._forward(microbatch, microbatch.num_segments[self.stage.rank], plan.revisited)
         for microbatch in self.microbatches:
             self._finish(microbatch)
 
@@ -221,7 +237,7 @@ class _Step:
         for move in moves.get(action.segment, ()):
             self.stage.transport.post(microbatch.index, move, backward=backward)
 
-    def _forward(self, microbatch: Microbatch, revisited: bool) -> None:
+    def _forward(self, microbatch: Microbatch, segment: int, revisited: bool) -> None:
         index = microbatch.index
         if index in self.outputs:
             return
@@ -233,11 +249,13 @@ class _Step:
             parked = Parked(lambda: self._run_body(index), self.stage.random, self.stage.device)
             self.parked[index] = parked
             microbatch.before_wait = parked.park
+        start_ns = time.perf_counter_ns()
         set_current(microbatch)
         try:
             parked.resume()
         finally:
             set_current(None)
+        self._record(Kind.FORWARD, segment, index, start_ns)
         if parked.done:
             self.outputs[index] = parked.output
 
@@ -258,9 +276,15 @@ class _Step:
         expected = sum(each.num_segments[self.stage.rank] for each in self.microbatches)
         if self._backwards == expected:
             self._before_last_backward()
+        start_ns = time.perf_counter_ns()
         microbatch.backward_segment(segment)
+        self._record(Kind.BACKWARD, segment, microbatch.index, start_ns)
         if len(microbatch.backward_done) == microbatch.num_segments[self.stage.rank]:
             microbatch.release()
+
+    def _record(self, kind: Kind, segment: int, microbatch: int, start_ns: int) -> None:
+        if self._recorder is not None:
+            self._recorder(kind.value, segment, microbatch, start_ns, time.perf_counter_ns())
 
 
 def _graph(microbatch: Microbatch, size: int) -> SegmentGraph:

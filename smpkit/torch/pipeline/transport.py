@@ -7,8 +7,9 @@ headers, no shapes, no handshakes. Sends are never waited for by compute; receiv
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,11 +21,19 @@ from smpkit.torch.state import state
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Move
 
-__all__ = ["Transport"]
+__all__ = ["MessageRecorder", "Transport"]
 
 _MOVES_PER_MICROBATCH: Final = 1 << 12
 _TEMPLATE_TAG: Final = (1 << 30) + 1
 _Key = tuple[int, int, bool]
+
+MessageRecorder = Callable[[str, int, int, int, int, int], object]
+"""Called with `(direction, peer, num_bytes, tag, start_ns, end_ns)`.
+
+`direction` is "send" or "receive", `peer` a pp_rank, `tag` the same on both ends and in every step. A send lasts as
+long as it kept its caller from other work, a receive from when its data was needed until it was there; times are
+`time.perf_counter_ns()`.
+"""
 
 
 class Transport:
@@ -46,6 +55,8 @@ class Transport:
         self._posted: dict[_Key, tuple[dist.Work, torch.Tensor]] = {}
         self.num_messages = 0
         self.num_bytes = 0
+        self.recorder: MessageRecorder | None = None
+        """Told of every value and gradient that is sent or received; None costs nothing."""
 
     # --- values and gradients ------------------------------------------------------------------------------------
 
@@ -77,6 +88,7 @@ class Transport:
         return self._receive(microbatch, move, move.target, what, backward=True)
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int) -> None:
+        start_ns = time.perf_counter_ns()
         outgoing = tensor.contiguous().cpu()
         self.num_messages += 1
         self.num_bytes += outgoing.nbytes
@@ -84,13 +96,21 @@ class Transport:
         self._sending.append((self._group.send([outgoing], target, tag), outgoing))
         while len(self._sending) > self._window:
             self._finish_oldest_send()
+        self._record("send", target, outgoing.nbytes, tag, start_ns)
 
     def _receive(self, microbatch: int, move: Move, source: int, what: str, *, backward: bool) -> torch.Tensor:
+        start_ns = time.perf_counter_ns()
         self.post(microbatch, move, backward=backward)
         work, buffer = self._posted.pop((microbatch, move.number, backward))
         with waiting(what, [self._ranks[source]]):
             work.wait(state.timeout)
-        return buffer.to(self._device)
+        arrived = buffer.to(self._device)
+        self._record("receive", source, buffer.nbytes, _tag(microbatch, move.number, backward=backward), start_ns)
+        return arrived
+
+    def _record(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int) -> None:
+        if self.recorder is not None:
+            self.recorder(direction, peer, num_bytes, tag, start_ns, time.perf_counter_ns())
 
     def _finish_oldest_send(self) -> None:
         work, _ = self._sending.popleft()
