@@ -31,6 +31,7 @@ from smpkit.torch.comm import (
 from smpkit.torch.initialize import init, shutdown
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.optimizer import DistributedOptimizer
+from smpkit.torch.partitioning.manual import partition, set_partition
 from smpkit.torch.saving import load, save
 from smpkit.torch.state import (
     dp_rank,
@@ -125,6 +126,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "on_stop",
+    "partition",
     "pp_rank",
     "pp_size",
     "rank",
@@ -135,6 +137,7 @@ __all__ = [
     "save",
     "save_checkpoint",
     "send",
+    "set_partition",
     "shutdown",
     "size",
     "state",

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
+from smpkit.torch.gathering import merge_everywhere, merge_on_first
 from smpkit.torch.join import JoinContext
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.reducer import CommHook
@@ -164,6 +165,8 @@ class DistributedModel(nn.Module):
             self.pipeline.prepare(function, first)
             self.partitioned = True
             self._replicate()
+            if state.optimizer is not None:
+                state.optimizer.keep_own_states()
         self._run_hooks(self._post_partition_hooks)
         if self.data_parallel is not None:
             self.data_parallel.begin_step(self.training)
@@ -239,7 +242,7 @@ class DistributedModel(nn.Module):
         return (parameter for _, parameter in self.local_named_parameters())
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return (pair for pair in self.module.named_parameters() if self._holds(pair[1]))
+        return (pair for pair in self.module.named_parameters() if self.holds(pair[1]))
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
         return (buffer for _, buffer in self.local_named_buffers())
@@ -257,33 +260,66 @@ class DistributedModel(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the whole model's state under the user's names.
+        """Return the whole model's state under the user's names; all ranks of a pipeline call this.
 
         Args:
             gather_to_rank0: give every rank of the model but the first an empty dict, to save memory.
         """
-        if gather_to_rank0 and state.mp_rank != 0:
-            return {}
-        result: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return result
+        whole: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        if self.pipeline is None or not self.partitioned:
+            return {} if gather_to_rank0 and state.mp_rank != 0 else whole
+        own = {name: value for name, value in whole.items() if name in self._held_names()}
+        merged = merge_on_first(own) if gather_to_rank0 else merge_everywhere(own)
+        return {name: merged[name] for name in whole if name in merged}
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, plus `_smp_is_partial` = True."""
-        result: dict[str, Any] = self.module.state_dict()
-        result[PARTIAL_KEY] = True
-        return result
+        held = self._held_names()
+        own: dict[str, Any] = {name: value for name, value in self.module.state_dict().items() if name in held}
+        return {**own, PARTIAL_KEY: True}
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a full or partial state dict, whatever `_smp_is_partial` it carries.
+        """Load a full or partial state dict; for a partial one all ranks of a pipeline call this.
 
         Args:
             strict: raise if names do not match, as `nn.Module.load_state_dict` does.
             same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
         """
         values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
-        return self.module.load_state_dict(values, strict=strict, **kwargs)
+        if self.pipeline is None:
+            return self.module.load_state_dict(values, strict=strict, **kwargs)
+        partial = bool(state_dict.get(PARTIAL_KEY))
+        if partial and not same_partition_load:
+            values = merge_everywhere(values)
+        if not self.partitioned:
+            return self.module.load_state_dict(
+                values, strict=strict and not (partial and same_partition_load), **kwargs
+            )
+        held = self._held_names()
+        if strict:
+            self._check_names(values, held if partial and same_partition_load else set(self.module.state_dict()))
+        own = {name: value for name, value in values.items() if name in held}
+        return self.module.load_state_dict(own, strict=False, **kwargs)
+
+    def _held_names(self) -> set[str]:
+        """Return the names of the entries of `state_dict()` that this rank holds."""
+        parameters = {name: self.holds(p) for name, p in self.module.named_parameters(remove_duplicate=False)}
+        return {
+            name
+            for name, value in self.module.state_dict().items()
+            if parameters.get(name, not isinstance(value, torch.Tensor) or value.device.type != "meta")
+        }
+
+    def _check_names(self, values: Mapping[str, Any], expected: set[str]) -> None:
+        missing, surplus = sorted(expected - values.keys()), sorted(values.keys() - expected)
+        if missing or surplus:
+            raise UsageError(
+                f"the state dict does not fit the model: missing {missing or 'nothing'}, "
+                f"unexpected {surplus or 'nothing'}",
+                hint="load it with strict=False to take what fits",
+            )
 
     # --- tensor parallelism: at degree 1 nothing is distributed ---------------------------------------------------
 
@@ -311,7 +347,8 @@ class DistributedModel(nn.Module):
         """Iterate over the parameters whose gradients are reduced over RDP_GROUP."""
         return iter(())
 
-    def _holds(self, parameter: nn.Parameter) -> bool:
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Tell whether this rank holds the data of a parameter."""
         if self.pipeline is None or not self.partitioned:
             return True
         return state.pp_rank in self.pipeline.holders[id(parameter)]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch.gathering import merge_everywhere
 from smpkit.torch.model import PARTIAL_KEY
 from smpkit.torch.state import state
 
@@ -96,13 +97,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer state, in torch's layout."""
-        result: dict[str, Any] = self.optimizer.state_dict()
-        return result
+        """Return the whole optimizer state, in torch's layout; all ranks of a pipeline call this."""
+        result = self.orig_state_dict()
+        if state.pp_size == 1:
+            return result
+        return {**result, "state": merge_everywhere(result["state"])}
 
     def orig_state_dict(self) -> dict[str, Any]:
         """Return the state in torch's layout, as it is on this rank."""
-        return self.state_dict()
+        result: dict[str, Any] = self.optimizer.state_dict()
+        return result
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """Return this rank's state, plus `_smp_is_partial` = True.
@@ -110,11 +114,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             gather_if_shard: with `shard_optimizer_state`, collect the shards of all replicas.
         """
-        return {**self.state_dict(), PARTIAL_KEY: True}
+        return {**self.orig_state_dict(), PARTIAL_KEY: True}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a full or partial state dict, whatever `_smp_is_partial` it carries."""
-        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != PARTIAL_KEY})
+        """Load a full or partial state dict; for a partial one all ranks of a pipeline call this."""
+        values = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
+        if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):
+            values["state"] = merge_everywhere(values["state"])
+        self.optimizer.load_state_dict(values)
+        self.keep_own_states()
+
+    def keep_own_states(self) -> None:
+        """Let go of the states of parameters that other pipeline ranks hold, and keep the others beside theirs."""
+        model = state.model
+        if model is None or model.pipeline is None or not model.partitioned:
+            return
+        for parameter, values in list(self.state.items()):
+            if not model.holds(parameter):
+                del self.state[parameter]
+                continue
+            for key, value in values.items():
+                # Step counts stay where the optimizer put them; moments lie beside their parameter.
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    values[key] = value.to(parameter.device)
 
 
 def _check(optimizer: Any) -> None:
