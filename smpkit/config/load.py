@@ -146,8 +146,8 @@ def _checked(kind: Kind, path: Path, sources: Sources) -> Loaded:
         config = _MODELS[kind].model_validate(sources.value)
     except ValidationError as error:
         problems += map(sources.locate, explain(error))
-    if isinstance(config, JobConfig):
-        problems += map(sources.locate, _file_problems(config, path.parent))
+    if kind == "job":
+        problems += map(sources.locate, _file_problems(sources.value, path.parent))
     if problems or config is None:
         raise ConfigError(sources.in_order(problems), subject=f"{_KIND_NAMES[kind]} {printable(str(path))}")
     notices = sources.in_order(map(sources.locate, _notices(config, sources.value)))
@@ -168,8 +168,15 @@ def _is_uri(location: str) -> bool:
     return "://" in location
 
 
-def _file_problems(config: JobConfig, folder: Path) -> Iterable[Problem]:
-    """Say which sources are not there; what is in a bucket cannot be known here."""
+def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
+    """Say which sources are not there, whatever else is wrong; what is in a bucket cannot be known here."""
+    try:
+        named = {
+            key: value[key] for key in ("entry_point", "source_dir") if isinstance(value, Mapping) and key in value
+        }
+        config = JobConfig.model_validate(named)
+    except ValidationError:
+        return  # their own problems have been reported
     if _is_uri(config.source_dir):
         return
     source_dir = folder / config.source_dir

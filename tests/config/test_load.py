@@ -364,3 +364,11 @@ def test_no_override_makes_anything_but_a_config_error(
     path = write(folder, JOB)
     with suppress(ConfigError):
         load(path, overrides, {"SMPKIT_JOB__" + overrides[0][:3]: overrides[0]} if overrides else {})
+
+
+def test_a_missing_entry_point_is_reported_beside_every_other_problem(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("entry_point: trian.py\ncompute:\n  instance_cuont: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_job(job)
+    assert [problem.where for problem in caught.value.problems] == ["entry_point", "compute.instance_cuont"]
