@@ -80,7 +80,7 @@ def test_trap_14_local_state_dict_is_marked_partial_and_loads_again() -> None:
     model.load_state_dict(Net().state_dict(), same_partition_load=True)
 
 
-def test_load_state_dict_leaves_its_argument_alone_and_is_strict() -> None:
+def test_trap_11_load_state_dict_leaves_its_argument_alone_and_is_strict() -> None:
     model = wrap()
     state = {**model.state_dict(), "_smp_is_partial": False}
     keys = list(state)

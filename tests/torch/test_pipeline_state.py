@@ -88,7 +88,7 @@ def load_after_partition() -> list[float]:
     return train(model, smp.DistributedOptimizer(optimizer_of(model)), range(2, 3))
 
 
-def test_a_plain_state_dict_loads_before_and_after_partitioning() -> None:
+def test_trap_11_a_plain_state_dict_loads_before_and_after_partitioning() -> None:
     module = build()
     module.load_state_dict(plain_state())
     expected = loss_of(module, *batch(2)).item()
