@@ -13,14 +13,14 @@ import smpkit.errors
 import smpkit.torch
 
 DOCUMENTED = """
-    init is_initialized is_tracing shutdown rank size local_rank local_size mp_rank mp_size dp_rank dp_size pp_rank pp_size
-    tp_rank tp_size rdp_rank rdp_size get_mp_group get_dp_group get_tp_group get_pp_group get_rdp_group
+    init is_initialized is_tracing shutdown rank size local_rank local_size mp_rank mp_size dp_rank dp_size pp_rank
+    pp_size tp_rank tp_size rdp_rank rdp_size get_mp_group get_dp_group get_tp_group get_pp_group get_rdp_group
     get_world_process_group get_mp_process_group get_dp_process_group get_tp_process_group get_pp_process_group
     get_rdp_process_group CommGroup RankType WORLD MP_GROUP DP_GROUP TP_GROUP PP_GROUP RDP_GROUP WORLD_RANK MP_RANK
     DP_RANK TP_RANK PP_RANK RDP_RANK send recv_from broadcast allgather barrier dp_barrier mp_barrier step StepOutput
     DistributedModel DistributedOptimizer partition set_partition save load save_checkpoint resume_from_checkpoint
     latest_checkpoint on_stop stop_requested state
-""".split()  # noqa: SIM905 - a page of names reads better than a column
+""".split()  # noqa: SIM905
 
 
 def test_the_runtime_has_the_documented_names_and_no_others() -> None:
