@@ -187,6 +187,8 @@ class DistributedModel(nn.Module):
 
     def abandon_step(self) -> None:
         """Forget a step that an exception ended."""
+        if self.pipeline is not None:
+            self.pipeline.abandon()
         if self.data_parallel is not None:
             self.data_parallel.abandon()
 
