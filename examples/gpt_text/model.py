@@ -69,14 +69,3 @@ def _initialize(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-@torch.no_grad()
-def sample(model: nn.Module, prompt: str, length: int, context: int, temperature: float = 0.7) -> str:
-    """Continue `prompt` by `length` bytes."""
-    device = next(model.parameters()).device
-    tokens = torch.tensor([list(prompt.encode())], device=device)
-    for _ in range(length):
-        scores = model(tokens[:, -context:])[:, -1] / temperature
-        tokens = torch.cat([tokens, torch.multinomial(scores.softmax(-1), 1)], dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")

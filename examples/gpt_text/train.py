@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from data import Batches, standard_library
-from model import GPT, Shape, sample
+from model import GPT, Shape
 from progress import Progress
 from torch.nn import functional
 
@@ -39,6 +39,24 @@ def train_step(model: smp.DistributedModel, tokens: torch.Tensor, targets: torch
 @smp.step
 def test_step(model: smp.DistributedModel, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+@smp.step
+def score_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens)[:, -1]
+
+
+def write(model: smp.DistributedModel, prompt: str, length: int, context: int, temperature: float = 0.7) -> str:
+    """Continue `prompt` by `length` bytes, once per microbatch; every rank takes part, and all write the same."""
+    generator = torch.Generator(smp.state.device).manual_seed(0)
+    tokens = torch.tensor([list(prompt.encode())] * smp.state.cfg.microbatches, device=smp.state.device)
+    model.eval()
+    with torch.no_grad():
+        for _ in range(length):
+            scores = score_step(model, tokens[:, -context:]).concat() / temperature
+            tokens = torch.cat([tokens, torch.multinomial(scores.softmax(-1), 1, generator=generator)], dim=1)
+    model.train()
+    return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
 def evaluate(model: smp.DistributedModel, batches: Batches, count: int = 4) -> float:
@@ -110,12 +128,12 @@ def main() -> None:
         f"held-out loss {first:.2f} -> {last:.2f} nats per byte in {step - started_at} steps, "
         f"{bytes_seen / max(seconds, 1e-9):,.0f} bytes per second"
     )
-    if smp.rank() == 0:
-        written = sample(model.eval(), "    def ", 160, shape.context)
-        progress.say("the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
-        folder = os.environ.get("SM_MODEL_DIR")
-        if folder:
-            torch.save(model.state_dict(), Path(folder) / "model.pt")
+    written = write(model, "    def ", 160, shape.context)
+    progress.say("the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
+    weights = model.state_dict(gather_to_rank0=True)
+    folder = os.environ.get("SM_MODEL_DIR")
+    if folder and smp.rank() == 0:
+        torch.save(weights, Path(folder) / "model.pt")
 
 
 if __name__ == "__main__":

@@ -57,3 +57,14 @@ def test_asked_to_stop_it_saves_and_ends_well(job: Path) -> None:
     assert "held-out loss" in output
     newest = (job.parent / "checkpoints" / "newest").read_text().strip()
     assert re.fullmatch(r"step_\d+_partial", newest)
+
+
+def test_the_same_script_runs_over_a_pipeline(job: Path) -> None:
+    degree = "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree=2"
+    done = subprocess.run(
+        [*command(job, 10), "--set", degree], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pipeline 2 × tensor 1 × data 2" in done.stderr
+    before, after = re.search(r"held-out loss ([\d.]+) -> ([\d.]+) nats per byte in 10 steps", done.stdout).groups()  # type: ignore[union-attr]
+    assert float(after) < float(before) - 0.5
