@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's
 from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
 from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
 from smpkit.plan.mesh import Mesh
-from smpkit.torch import deadline
+from smpkit.torch import deadline, recorder
 from smpkit.torch.context import Launch, launch_from
 from smpkit.torch.groups import Groups, loopback
 from smpkit.torch.rendezvous import gather, meet
@@ -222,6 +222,7 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
         _attach_board(world, timeout)
         groups = world.groups.of_mesh(mesh, launch.rank)
         state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
+        recorder.start()
     except BaseException:
         if not known:
             shutdown()

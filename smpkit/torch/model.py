@@ -16,6 +16,7 @@ from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.gathering import merge_everywhere, merge_on_first
 from smpkit.torch.join import JoinContext
 from smpkit.torch.pipeline.pipeline import Pipeline
+from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import state
 
@@ -142,7 +143,8 @@ class DistributedModel(nn.Module):
             run.backwards += 1
         self._in_backward = True
         try:
-            torch.autograd.backward(roots, grads)
+            with recorded_backward():
+                torch.autograd.backward(roots, grads)
         finally:
             self._in_backward = False
 
@@ -182,7 +184,8 @@ class DistributedModel(nn.Module):
     def end_step(self, run: StepRun) -> None:
         """Make gradients final when the microbatches are done (called by `@smp.step`)."""
         if self.data_parallel is not None:
-            self.data_parallel.end_step(run)
+            with recorded_work("reduce gradients"):
+                self.data_parallel.end_step(run)
         self.run_post_step_hooks()
 
     def abandon_step(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.containers import map_leaves
+from smpkit.torch.recorder import recorded_microbatch, recorded_step
 from smpkit.torch.splitting import Call, Splitter
 from smpkit.torch.state import state
 from smpkit.torch.step_output import StepOutput, collate
@@ -77,6 +78,10 @@ class StepFunction:
         Raises:
             UsageError: inside another step, or with a batch that `microbatches` does not divide.
         """
+        with recorded_step(getattr(self, "__name__", "step")):  # a functools.partial has none
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = state.cfg.microbatches
         model = state.model
         if state.step is not None:
@@ -117,7 +122,8 @@ class StepFunction:
             run.microbatch = index
             if state.model is not None:
                 state.model.begin_microbatch(index)
-            outputs.append(self._finished(self._body(call)))
+            with recorded_microbatch(index):
+                outputs.append(self._finished(self._body(call)))
             run.end_microbatch()
         return outputs
 

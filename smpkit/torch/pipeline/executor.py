@@ -65,6 +65,8 @@ class Executor:
     def __init__(self, stage: Stage, policy: Policy) -> None:
         self.stage = stage
         self.schedules: dict[Hashable, Schedule] = {}
+        self.last_schedule: Schedule | None = None
+        """What the latest step followed; None if its microbatches ran straight through."""
         self.recorder: ActionRecorder | None = None
         """Told of every action that has run, in the order in which they ran; None costs nothing."""
         self._policy = policy
@@ -90,6 +92,7 @@ class Executor:
             if plan is not None:
                 self.schedules[kind] = plan.schedule
         plan = self._plans[kind]
+        self.last_schedule = None if plan is None else plan.schedule
         if plan is None:
             step.run_straight()
         else:

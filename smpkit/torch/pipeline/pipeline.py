@@ -24,6 +24,7 @@ from smpkit.torch.pipeline.specs import map_tensors, signature
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install
+from smpkit.torch.recorder import current as current_recorder
 from smpkit.torch.state import state
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class Pipeline:
         install(self._root, placement, stage)
         policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)
         self._executor = Executor(stage, policy)
+        if (recorder := current_recorder()) is not None:
+            recorder.attach(self._executor)
         if state.rank == 0:
             for line in self.assignment.log_lines():
                 _log.info(line)

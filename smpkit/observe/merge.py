@@ -1,0 +1,170 @@
+"""Put the files of all ranks together: one run, one clock, events by step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Final, TypeVar
+
+from smpkit.errors import ConfigError
+from smpkit.observe.events import (
+    ActionSpan,
+    Counter,
+    Event,
+    EventsError,
+    Header,
+    Mark,
+    MessageSpan,
+    PlannedSchedule,
+    RankLog,
+    StepSpan,
+    WorkSpan,
+    find_events,
+    read_events,
+)
+from smpkit.plan.mesh import CommGroup, Coordinates, Mesh
+
+__all__ = ["RankStep", "Run", "merge", "read_run"]
+
+_LISTED: Final = 8
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank did in one step."""
+
+    span: StepSpan
+    actions: tuple[ActionSpan, ...]
+    messages: tuple[MessageSpan, ...]
+    works: tuple[WorkSpan, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The events of all ranks, on one clock: nanoseconds since the barrier in `smp.init()`."""
+
+    mesh: Mesh
+    logs: tuple[RankLog, ...]
+    """In rank order."""
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The numbers of the steps that every rank finished."""
+        finished = [{event.number for event in _of(log.events, StepSpan)} for log in self.logs]
+        return tuple(sorted(set.intersection(*finished)))
+
+    @cached_property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each pipeline, in the order of its stages."""
+        groups = self.mesh.groups(CommGroup.PP_GROUP)
+        return tuple(tuple(sorted(group, key=lambda rank: self.mesh.coordinates(rank).pp)) for group in groups)
+
+    def step(self, rank: int, number: int) -> RankStep:
+        """Return what a rank did in a step that is in `steps`."""
+        return self._by_step[rank][number]
+
+    @cached_property
+    def _by_step(self) -> tuple[dict[int, RankStep], ...]:
+        return tuple(_steps(log.events) for log in self.logs)
+
+    def schedule_text(self, rank: int, key: str) -> str | None:
+        """Return the planned schedule that a step of a rank refers to."""
+        return next((each.text for each in _of(self.logs[rank].events, PlannedSchedule) if each.key == key), None)
+
+    @property
+    def truncated(self) -> tuple[int, ...]:
+        """The ranks whose file breaks off in a line."""
+        return tuple(log.header.rank for log in self.logs if log.truncated)
+
+
+_Kind = TypeVar("_Kind", bound=Event)
+
+
+def _of(events: Sequence[Event], kind: type[_Kind]) -> list[_Kind]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def _steps(events: Sequence[Event]) -> dict[int, RankStep]:
+    actions: defaultdict[int, list[ActionSpan]] = defaultdict(list)
+    messages: defaultdict[int, list[MessageSpan]] = defaultdict(list)
+    works: defaultdict[int, list[WorkSpan]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, ActionSpan):
+            actions[event.step].append(event)
+        elif isinstance(event, MessageSpan):
+            messages[event.step].append(event)
+        elif isinstance(event, WorkSpan):
+            works[event.step].append(event)
+    return {
+        span.number: RankStep(
+            span,
+            tuple(sorted(actions[span.number], key=lambda each: each.start_ns)),
+            tuple(sorted(messages[span.number], key=lambda each: each.start_ns)),
+            tuple(sorted(works[span.number], key=lambda each: each.start_ns)),
+        )
+        for span in _of(events, StepSpan)
+    }
+
+
+def read_run(folder: Path) -> Run:
+    """Read and merge the events of a run.
+
+    Raises:
+        EventsError: files are missing, damaged, or of different runs.
+    """
+    return merge([read_events(path) for path in find_events(folder)])
+
+
+def merge(logs: Sequence[RankLog]) -> Run:
+    """Put the files of one run on one clock; raises EventsError unless they are those of all its ranks."""
+    mesh = _mesh(logs[0].header)
+    _check(mesh, [log.header for log in logs])
+    offsets = _offsets([log.header for log in logs])
+    return Run(mesh, tuple(_shifted(log, offsets[log.header.clock]) for log in logs))
+
+
+def _mesh(header: Header) -> Mesh:
+    try:
+        return Mesh(header.pp_size, header.tp_size, header.rdp_size, header.placement_strategy)
+    except ConfigError as error:
+        raise EventsError(f"the events are of no possible grid of ranks: {error.problems[0]}") from None
+
+
+def _check(mesh: Mesh, headers: Sequence[Header]) -> None:
+    present = {header.rank for header in headers}
+    missing = [rank for rank in range(mesh.size) if rank not in present]
+    if missing:
+        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        listed = ", ".join(map(str, missing[:_LISTED]))
+        hint = "bring the files of all hosts into one folder"
+        raise EventsError(f"of {mesh.size} ranks, the events of {listed}{more} are missing", hint=hint)
+    for rank, header in enumerate(headers):
+        place = Coordinates(header.pp, header.tp, header.rdp)
+        if header.run != headers[0].run or _mesh(header) != mesh:
+            hint = "record each run into a folder of its own"
+            raise EventsError(f"the events of rank {header.rank} are of another run than those of rank 0", hint=hint)
+        if header.rank != rank or mesh.coordinates(rank) != place:
+            raise EventsError(f"the events of rank {header.rank} claim a place in the grid that is not its own")
+
+
+def _offsets(headers: Sequence[Header]) -> dict[str, int]:
+    """Return what to take off each clock. Who leaves a barrier first left it closest to its end."""
+    anchors: dict[str, int] = {}
+    for header in headers:
+        anchors[header.clock] = min(header.anchor_ns, anchors.get(header.clock, header.anchor_ns))
+    return anchors
+
+
+def _shifted(log: RankLog, offset_ns: int) -> RankLog:
+    return replace(log, events=tuple(_moved(event, offset_ns) for event in log.events))
+
+
+def _moved(event: Event, offset_ns: int) -> Event:
+    if isinstance(event, PlannedSchedule):
+        return event
+    if isinstance(event, Counter | Mark):
+        return replace(event, at_ns=event.at_ns - offset_ns)
+    return replace(event, start_ns=event.start_ns - offset_ns, end_ns=event.end_ns - offset_ns)

@@ -1,0 +1,327 @@
+"""Write down what this rank does where `SMPKIT_EVENTS_DIR` names a folder, for `smpkit timeline`.
+
+While a step runs, an event is a tuple appended to a list; it becomes a line of `events_<rank>.jsonl` after the step.
+Recording ends after `SMPKIT_EVENTS_STEPS` steps (1000), so that a job of days does not fill the disk: an action or
+message takes about 120 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+
+from smpkit.errors import ConfigError, Problem
+from smpkit.observe.events import (
+    ActionSpan,
+    Counter,
+    Event,
+    EventWriter,
+    Header,
+    Mark,
+    MessageSpan,
+    PlannedSchedule,
+    StepSpan,
+    WorkSpan,
+)
+from smpkit.plan.actions import Schedule, to_json
+from smpkit.plan.mesh import CommGroup
+from smpkit.plan.schedule import one_f_one_b
+from smpkit.plan.segments import Kind
+from smpkit.torch.deadline import waiting
+from smpkit.torch.state import state
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.executor import Executor
+
+__all__ = [
+    "EVENTS_DIR",
+    "EVENTS_STEPS",
+    "Recorder",
+    "current",
+    "recorded_backward",
+    "recorded_microbatch",
+    "recorded_step",
+    "recorded_work",
+    "start",
+    "stop",
+]
+
+EVENTS_DIR: Final = "SMPKIT_EVENTS_DIR"
+"""The folder for the files of events, on every host; nothing is recorded without it."""
+EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
+"""How many steps are recorded."""
+
+_DEFAULT_STEPS: Final = 1000
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Recorder:
+    """Collects the events of one step at a time and hands them to the file.
+
+    Args:
+        writer: the file of this rank.
+        max_steps: how many steps to record.
+    """
+
+    def __init__(self, writer: EventWriter, max_steps: int) -> None:
+        self._writer = writer
+        self._max_steps = max_steps
+        self._peers = state.group(CommGroup.PP_GROUP)
+        self._step = -1
+        self._name = ""
+        self._began_ns = 0
+        self._executor: Executor | None = None
+        self._events: list[Event] = []
+        self._actions: list[tuple[str, int, int, int, int]] = []
+        self._messages: list[tuple[str, int, int, int, int, int]] = []
+        self._backwards: list[tuple[int, int]] = []
+        self._schedules: dict[str, str] = {}
+        """Key by text of the schedules that are written."""
+
+    @property
+    def active(self) -> bool:
+        """Whether steps are still recorded."""
+        return self._step < self._max_steps
+
+    # --- what calls while a step runs ---------------------------------------------------------------------------------
+
+    def on_action(self, kind: Kind | str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
+        """Note an action (the executor's hook)."""
+        self._actions.append((str(kind), segment, microbatch, start_ns, end_ns))
+
+    def on_message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
+        """Note a message to or from a rank of this pipeline (the transport's hook)."""
+        self._messages.append((direction, peer, num_bytes, tag, start_ns, end_ns))
+
+    def on_work(self, name: str, start_ns: int, end_ns: int) -> None:
+        """Note something else that took time."""
+        self._events.append(WorkSpan(self._step, name, start_ns, end_ns))
+
+    def on_backward(self, start_ns: int, end_ns: int) -> None:
+        """Note a backward of the current microbatch, where there is no pipeline."""
+        self._backwards.append((start_ns, end_ns))
+
+    def on_microbatch(self, index: int, start_ns: int, end_ns: int) -> None:
+        """Note a whole microbatch, where there is no pipeline: what comes before its backward is its forward."""
+        backwards, self._backwards = self._backwards, []
+        forward_end_ns = backwards[0][0] if backwards else end_ns
+        self.on_action(Kind.FORWARD, 0, index, start_ns, forward_end_ns)
+        if backwards:
+            self.on_action(Kind.BACKWARD, 0, index, forward_end_ns, backwards[-1][1])
+
+    # --- the life of a step -------------------------------------------------------------------------------------------
+
+    def attach(self, executor: Executor) -> None:
+        """Listen to the executor of a pipeline from now on."""
+        self._executor = executor
+        executor.recorder = self.on_action
+        executor.stage.transport.recorder = self.on_message
+
+    def begin_step(self, name: str) -> None:
+        """Start a step; its events are kept until `end_step`."""
+        self._forget()
+        self._step += 1
+        self._name = name
+        if not self.active:
+            self._finish()
+        self._began_ns = time.perf_counter_ns()
+
+    def end_step(self) -> None:
+        """Write the step down; costs nothing while microbatches run."""
+        end_ns = time.perf_counter_ns()
+        if not self.active:
+            return
+        key = self._schedule_key()
+        step = self._step
+        self._events += [ActionSpan(step, *action) for action in self._actions]
+        self._events += [self._message(*message) for message in self._messages]
+        self._events.append(Counter("memory, bytes", _memory_bytes(), end_ns))
+        self._events.append(StepSpan(step, self._name, key, self._began_ns, end_ns))
+        self._writer.write(self._events)
+        self._forget()
+
+    def abandon_step(self, error: BaseException) -> None:
+        """Write down what was recorded of a step that an exception ended."""
+        if not self.active:
+            return
+        self._events += [ActionSpan(self._step, *action) for action in self._actions]
+        self._events += [self._message(*message) for message in self._messages]
+        self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
+        self._writer.write(self._events)
+        self._forget()
+
+    def close(self) -> None:
+        """End the file."""
+        self._detach()
+        self._writer.close()
+
+    def _message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> MessageSpan:
+        return MessageSpan(self._step, direction, self._peers[peer], tag, num_bytes, start_ns, end_ns)
+
+    def _forget(self) -> None:
+        self._events, self._actions, self._messages, self._backwards = [], [], [], []
+
+    def _finish(self) -> None:
+        """Stop listening after the last step that is recorded, and say so in the file."""
+        if self._step == self._max_steps:
+            self._writer.write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
+            self._detach()
+
+    def _detach(self) -> None:
+        if self._executor is not None:
+            self._executor.recorder = None
+            self._executor.stage.transport.recorder = None
+            self._executor = None
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    def _schedule_key(self) -> str:
+        """Return the key of the schedule that the step followed, writing it where it is new; empty without one."""
+        schedule = self._planned()
+        if schedule is None:
+            return ""
+        text = to_json(schedule)
+        if text not in self._schedules:
+            self._schedules[text] = str(len(self._schedules))
+            self._events.append(PlannedSchedule(self._schedules[text], text))
+        return self._schedules[text]
+
+    def _planned(self) -> Schedule | None:
+        if self._executor is not None:
+            return self._executor.last_schedule
+        # Without a pipeline microbatches run one after the other, each with its backward if the step has one.
+        backward = any(kind == str(Kind.BACKWARD) for kind, *_ in self._actions)
+        return one_f_one_b(1, state.cfg.microbatches) if backward else None
+
+
+# --- the recorder of this process -------------------------------------------------------------------------------------
+
+_recorder: Recorder | None = None
+
+
+def current() -> Recorder | None:
+    """Return the recorder of this process, if what it does is recorded."""
+    return _recorder if _recorder is not None and _recorder.active else None
+
+
+def start(environ: Mapping[str, str] | None = None) -> None:
+    """Record from now on, if the environment asks for it; every rank calls this, from `smp.init()`.
+
+    Raises:
+        ConfigError: SMPKIT_EVENTS_STEPS is not a positive number.
+        EventsError: the file cannot be made.
+        DeadlineError, RemoteError: a rank did not come to the barrier that aligns the clocks.
+    """
+    global _recorder  # noqa: PLW0603 - one per process, like the ranks that it records
+    stop()
+    variables = os.environ if environ is None else environ
+    if folder := variables.get(EVENTS_DIR):
+        steps = _steps(variables.get(EVENTS_STEPS, str(_DEFAULT_STEPS)))
+        _recorder = Recorder(EventWriter(Path(folder), _header()), steps)
+        if stop not in state.forgetters:
+            state.forgetters.append(stop)
+
+
+def stop() -> None:
+    """Stop recording; what is recorded is in the file."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    if recorder is not None:
+        recorder.close()
+
+
+@contextmanager
+def recorded_step(name: str) -> Iterator[None]:
+    """Record one call of a step function, if this process records."""
+    recorder = current()
+    if recorder is None:
+        yield
+        return
+    recorder.begin_step(name)
+    try:
+        yield
+    except BaseException as error:
+        recorder.abandon_step(error)
+        raise
+    recorder.end_step()
+
+
+@contextmanager
+def _timed(note: Callable[[Recorder, int, int], None]) -> Iterator[None]:
+    recorder = current()
+    start_ns = time.perf_counter_ns()
+    yield
+    if recorder is not None:
+        note(recorder, start_ns, time.perf_counter_ns())
+
+
+def recorded_microbatch(index: int) -> AbstractContextManager[None]:
+    """Record a microbatch that runs here from end to end."""
+    return _timed(lambda recorder, start_ns, end_ns: recorder.on_microbatch(index, start_ns, end_ns))
+
+
+def recorded_backward() -> AbstractContextManager[None]:
+    """Record a backward inside of `recorded_microbatch`."""
+    return _timed(Recorder.on_backward)
+
+
+def recorded_work(name: str) -> AbstractContextManager[None]:
+    """Record something else that takes time in a step."""
+    return _timed(lambda recorder, start_ns, end_ns: recorder.on_work(name, start_ns, end_ns))
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError([Problem((EVENTS_STEPS,), f"`{text}` is not a positive number")], subject="environment")
+    return int(text)
+
+
+def _header() -> Header:
+    """Meet the other ranks, agree on a name for the run, and note the time."""
+    name = torch.tensor([secrets.randbits(62)])
+    with waiting("the start of recording", state.object_group):
+        dist.broadcast(name, group=state.object_group, group_src=0)
+        dist.barrier(group=state.object_group)
+    anchor_ns, anchor_unix_ns = time.perf_counter_ns(), time.time_ns()
+    mesh, place = state.mesh, state.mesh.coordinates(state.rank)
+    host = socket.gethostname()
+    return Header(
+        rank=state.rank,
+        host=host,
+        run=f"{int(name.item()):x}",
+        clock=_clock_name(host),
+        anchor_ns=anchor_ns,
+        anchor_unix_ns=anchor_unix_ns,
+        pp=place.pp,
+        tp=place.tp,
+        rdp=place.rdp,
+        pp_size=mesh.pp_size,
+        tp_size=mesh.tp_size,
+        rdp_size=mesh.rdp_size,
+        placement_strategy=mesh.strategy,
+    )
+
+
+def _clock_name(host: str) -> str:
+    """Name the kernel whose monotonic clock this is: containers of one machine share it under different host names."""
+    return _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else host
+
+
+def _memory_bytes() -> int:
+    """Return what tensors hold on the GPU, or without one what the process holds of the machine's memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

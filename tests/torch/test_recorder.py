@@ -1,0 +1,162 @@
+"""What real ranks record, and that reading it back gives the step that was planned."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import ConfigError
+from smpkit.observe.events import ActionSpan, Counter, Mark, WorkSpan, read_events
+from smpkit.observe.executed import executed_step
+from smpkit.observe.merge import read_run
+from smpkit.observe.trace import chrome_trace, trace_problems
+from smpkit.torch import recorder
+from tests.ranks import run_ranks
+
+WIDTH, MICROBATCHES, SLEEP = 64, 4, 0.03
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes time forward, and twice of it backward, and no computing: ranks overlap on any machine."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * SLEEP)
+        return gradients[0]
+
+
+class Sleeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Sleep.apply(self.linear(value))
+        return result
+
+
+@smp.step
+def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def failing_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    raise ValueError("boo")
+
+
+def train(degree: int, steps: int = 2) -> None:
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": MICROBATCHES, "skip_tracing": True, "ddp": True})
+    model = smp.DistributedModel(nn.Sequential(*(Sleeper() for _ in range(degree))))
+    for _ in range(steps):
+        train_step(model, torch.ones(MICROBATCHES, WIDTH))
+    smp.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, two steps of 1F1B in which computing is sleeping."""
+    folder = tmp_path_factory.mktemp("events")
+    run_ranks(train, 2, 2, env={recorder.EVENTS_DIR: str(folder)})
+    return folder
+
+
+def test_executed_order_is_the_plan(recorded: Path) -> None:
+    run = read_run(recorded)
+    assert run.steps == (0, 1)
+    step = executed_step(run, 1)
+    assert step.follows_plan
+    assert [" ".join(map(str, actions)) for actions in step.executed.schedule.actions] == [
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_bubble_of_sleeping_1f1b_is_near_the_ideal(recorded: Path) -> None:
+    step = executed_step(read_run(recorded), 1)
+    assert step.planned is not None
+    assert step.planned.bubble == pytest.approx(1 / (MICROBATCHES + 1), abs=0.03)
+    assert step.planned.bubble - 0.03 < step.executed.bubble < 0.45
+    assert step.executed.makespan_seconds >= (MICROBATCHES + 1) * 3 * SLEEP
+    assert step.step_seconds >= step.executed.makespan_seconds
+
+
+def test_one_message_per_boundary_and_direction(recorded: Path) -> None:
+    step = executed_step(read_run(recorded), 1)
+    links = [(link.sender, link.receiver, link.num_messages, link.num_bytes) for link in step.links]
+    assert links == [(0, 1, MICROBATCHES, MICROBATCHES * WIDTH * 4), (1, 0, MICROBATCHES, MICROBATCHES * WIDTH * 4)]
+
+
+def test_the_trace_of_real_ranks_is_sound(recorded: Path) -> None:
+    run = read_run(recorded)
+    assert trace_problems(chrome_trace(run)) == []
+    assert chrome_trace(run).count('"ph":"s"') == 2 * 2 * MICROBATCHES
+
+
+def test_memory_is_counted_at_the_end_of_each_step(recorded: Path) -> None:
+    counters = [event for event in read_events(recorded / "events_1.jsonl").events if isinstance(event, Counter)]
+    assert len(counters) == 2
+    assert all(counter.value > 0 for counter in counters)
+
+
+def test_without_a_pipeline_microbatches_and_reduction_are_recorded(tmp_path: Path) -> None:
+    run_ranks(train, 2, 1, 1, env={recorder.EVENTS_DIR: str(tmp_path)})
+    run = read_run(tmp_path)
+    assert run.pipelines == ((0,), (1,))
+    step = executed_step(run, 0, pipeline=1)
+    assert step.follows_plan
+    assert str(step.executed.schedule) == "rank 0: F0 B0 F1 B1 F2 B2 F3 B3"
+    assert [work.name for work in run.step(1, 0).works] == ["reduce gradients"]
+    assert trace_problems(chrome_trace(run)) == []
+
+
+@pytest.mark.usefixtures("world")
+def test_recording_ends_after_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    monkeypatch.setenv(recorder.EVENTS_STEPS, "2")
+    train(1, steps=4)
+    log = read_events(tmp_path / "events_0.jsonl")
+    assert {event.step for event in log.events if isinstance(event, ActionSpan | WorkSpan)} == {0, 1}
+    assert [event.name for event in log.events if isinstance(event, Mark)] == ["recording ended after 2 steps"]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_step_that_fails_leaves_a_mark_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    smp.init({"microbatches": 1})
+    with pytest.raises(ValueError, match="boo"):
+        failing_step(smp.DistributedModel(nn.Linear(2, 2)), torch.ones(1, 2))
+    smp.shutdown()
+    log = read_events(tmp_path / "events_0.jsonl")
+    assert [event.name for event in log.events if isinstance(event, Mark)] == ["ValueError in step 0"]
+
+
+@pytest.mark.usefixtures("world")
+def test_nothing_is_recorded_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(recorder.EVENTS_DIR, raising=False)
+    smp.init({"microbatches": 1})
+    assert recorder.current() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("text", ["0", "-1", "many", ""])
+def test_a_limit_that_is_no_number_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    monkeypatch.setenv(recorder.EVENTS_STEPS, text)
+    with pytest.raises(ConfigError, match="SMPKIT_EVENTS_STEPS"):
+        smp.init({"microbatches": 1})
