@@ -15,7 +15,7 @@ checkpoints are keyed by them::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Node", "Unit", "UnitTree", "unit_tree"]
@@ -64,7 +64,7 @@ class UnitTree:
     """Bytes of the parameters that spanning modules own themselves, by key; every rank has them."""
 
 
-def unit_tree(model: Node) -> UnitTree:
+def unit_tree(model: Node, split: Collection[str] = ()) -> UnitTree:
     """Cut a model into units.
 
     From the top down, each of these is a unit:
@@ -74,21 +74,24 @@ def unit_tree(model: Node) -> UnitTree:
       children of their own;
     - a module with parameters of its own and no stack below, such as `MultiheadAttention`, which reads its children's
       weights instead of calling them; but not the model itself.
+
+    Args:
+        split: names of modules that are cut in any case, because parts of them were placed apart by hand.
     """
-    found, spanning = _cut(model, in_stack=False)
+    found, spanning = _cut(model, in_stack=False, split=split)
     holders = Counter(key for node in found for key in _parameters(node))
     loose = {key: num_bytes for node in spanning for key, num_bytes in node.parameters.items()}
     return UnitTree(tuple(_unit(node, holders) for node in found), tuple(node.name for node in spanning), loose)
 
 
-def _cut(node: Node, in_stack: bool) -> tuple[list[Node], list[Node]]:
+def _cut(node: Node, in_stack: bool, split: Collection[str]) -> tuple[list[Node], list[Node]]:
     """Return the units and the spanning modules of a subtree."""
-    if _is_unit(node, in_stack):
+    if node.name not in split and _is_unit(node, in_stack):
         return [node], []
     units: list[Node] = []
     spanning = [node]
     for child in node.children:
-        child_units, child_spanning = _cut(child, in_stack=node.is_stack)
+        child_units, child_spanning = _cut(child, node.is_stack or node.name in split, split)
         units += child_units
         spanning += child_spanning
     return units, spanning

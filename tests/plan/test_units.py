@@ -113,3 +113,12 @@ def test_units_do_not_overlap_and_cover_every_leaf() -> None:
         [name for name in found if leaf_name == name or leaf_name.startswith(f"{name}.")] for leaf_name in leaves
     ]
     assert all(len(each) == 1 for each in covering)
+
+
+def test_a_block_whose_parts_are_placed_apart_is_cut_into_them() -> None:
+    model = module("", "Model", stack("layers", block("layers.0"), block("layers.1")))
+    assert [unit.name for unit in unit_tree(model, split={"layers.0"}).units] == [
+        "layers.0.fc",
+        "layers.0.act",
+        "layers.1",
+    ]

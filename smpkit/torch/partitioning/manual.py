@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.state import state
 
-__all__ = ["partition", "pinned_modules", "set_partition"]
+__all__ = ["Pins", "partition", "pinned_modules", "set_partition"]
 
 _chosen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Partition by module, as the user said."""
@@ -56,19 +57,38 @@ def set_partition(module: nn.Module, index: int) -> None:
         _chosen[each] = index
 
 
-def pinned_modules(root: nn.Module) -> dict[str, int]:
-    """Return the chosen partitions by module name.
+@dataclass(frozen=True)
+class Pins:
+    """What the user chose.
 
-    A module that was created in a block but holds others that were created in other blocks is left out: what matters is
-    where its parts are.
+    Args:
+        places: partition by module name; modules whose parts were placed apart are left out.
+        split: names of those.
     """
+
+    places: Mapping[str, int]
+    split: frozenset[str]
+
+    def on(self, units: Collection[str]) -> dict[str, int]:
+        """Return the places of units and of modules around them; parts of a unit are where it is."""
+        around = {name[:end] for name in units for end in _ends(name)}
+        return {name: index for name, index in self.places.items() if name in around}
+
+
+def pinned_modules(root: nn.Module) -> Pins:
+    """Return the chosen partitions by module name."""
     names = {name: _chosen[module] for name, module in root.named_modules() if module in _chosen}
-    mixed = {
+    split = {
         name
         for name, index in names.items()
         if any(other != index for inner, other in names.items() if inner.startswith(f"{name}." if name else ""))
     }
-    return {name: index for name, index in names.items() if name not in mixed}
+    return Pins({name: index for name, index in names.items() if name not in split}, frozenset(split))
+
+
+def _ends(name: str) -> list[int]:
+    """Return where the names of a module and of all around it end; the model's own is empty."""
+    return [0, *(index for index, character in enumerate(name) if character == "."), len(name)]
 
 
 def _check(index: int) -> None:

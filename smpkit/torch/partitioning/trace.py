@@ -7,7 +7,7 @@ A step that looks at values cannot run so; then the sizes of parameters, in the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from smpkit.plan.units import Node, UnitTree, unit_tree
 from smpkit.torch.pipeline.specs import map_tensors
 from smpkit.torch.state import state
 
-__all__ = ["fake_mode", "measure_units", "node_of", "units_of"]
+__all__ = ["measure_units", "node_of", "run_fake", "units_of"]
 
 _log = logging.getLogger("smpkit")
 
@@ -51,9 +51,13 @@ def _statistics(module: nn.Module) -> list[torch.Tensor]:
     return list(module.buffers(recurse=False)) if type(module).__module__.startswith("torch.nn") else []
 
 
-def units_of(module: nn.Module) -> UnitTree:
-    """Cut a model into units; leaves that hold nothing are none, they run where their input is."""
-    tree = unit_tree(node_of(module))
+def units_of(module: nn.Module, split: Collection[str] = ()) -> UnitTree:
+    """Cut a model into units; leaves that hold nothing are none, they run where their input is.
+
+    Args:
+        split: names of modules that are cut in any case.
+    """
+    tree = unit_tree(node_of(module), split)
     placed = tuple(unit for unit in tree.units if unit.parameters_bytes)
     return UnitTree(placed, tree.spanning, tree.loose)
 
@@ -152,6 +156,27 @@ def _bytes_of(output: Any) -> int:
     return total
 
 
-def fake_mode() -> FakeTensorMode:
-    """Return the mode in which a traced step runs; the model's real parameters take part without being copied."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+def run_fake(root: nn.Module, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call `body` on tensors without data; the model's parameters take part without being copied.
+
+    Calling it leaves no trace in the model: buffers that forward changes (running statistics) and attributes that it
+    sets (a mask kept for the next call) are afterwards what they were.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
+
+    args, kwargs = map_tensors(fake, (args, kwargs))
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    try:
+        for module, _, buffers in kept:
+            module._buffers.update({name: None if each is None else fake(each) for name, each in buffers.items()})
+        with mode:
+            body(*args, **kwargs)
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)

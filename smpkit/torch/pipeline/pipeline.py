@@ -16,7 +16,7 @@ from smpkit.plan.partition import assign, partition
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
 from smpkit.torch.partitioning.manual import pinned_modules
-from smpkit.torch.partitioning.trace import fake_mode, measure_units, units_of
+from smpkit.torch.partitioning.trace import measure_units, run_fake, units_of
 from smpkit.torch.pipeline.executor import Executor, Policy
 from smpkit.torch.pipeline.located import current
 from smpkit.torch.pipeline.random import RandomStreams
@@ -113,15 +113,15 @@ class Pipeline:
 
     def _decide(self, body: Callable[..., Any], call: Call) -> Assignment:
         cfg = state.cfg
-        tree = units_of(self._root)
         if not cfg.auto_partition:
-            costs = measure_units(self._root, tree, None)
-            return assign(costs, state.pp_size, pinned_modules(self._root), cfg.default_partition)
+            pins = pinned_modules(self._root)
+            costs = measure_units(self._root, units_of(self._root, pins.split), None)
+            return assign(costs, state.pp_size, pins.on([cost.name for cost in costs]), cfg.default_partition)
+        tree = units_of(self._root)
         if cfg.skip_tracing:
             return partition(measure_units(self._root, tree, None), state.pp_size, cfg.memory_weight)
-        return partition(
-            measure_units(self._root, tree, lambda: _fake_run(body, call)), state.pp_size, cfg.memory_weight
-        )
+        costs = measure_units(self._root, tree, lambda: run_fake(self._root, body, call.args, call.kwargs))
+        return partition(costs, state.pp_size, cfg.memory_weight)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -161,12 +161,3 @@ class Pipeline:
         """Forget a step that an exception ended."""
         if self._executor is not None:
             self._executor.abandon()
-
-
-def _fake_run(body: Callable[..., Any], call: Call) -> None:
-    with fake_mode() as mode:
-        args, kwargs = map_tensors(
-            lambda tensor: tensor if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor),
-            (call.args, call.kwargs),
-        )
-        body(*args, **kwargs)
