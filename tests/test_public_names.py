@@ -18,7 +18,8 @@ DOCUMENTED = """
     get_world_process_group get_mp_process_group get_dp_process_group get_tp_process_group get_pp_process_group
     get_rdp_process_group CommGroup RankType WORLD MP_GROUP DP_GROUP TP_GROUP PP_GROUP RDP_GROUP WORLD_RANK MP_RANK
     DP_RANK TP_RANK PP_RANK RDP_RANK send recv_from broadcast allgather barrier dp_barrier mp_barrier step StepOutput
-    DistributedModel DistributedOptimizer partition set_partition save load save_checkpoint resume_from_checkpoint
+    DistributedModel DistributedOptimizer partition set_partition
+    delay_param_initialization save load save_checkpoint resume_from_checkpoint
     latest_checkpoint on_stop stop_requested state
 """.split()  # noqa: SIM905
 

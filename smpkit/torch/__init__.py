@@ -31,6 +31,7 @@ from smpkit.torch.comm import (
 from smpkit.torch.initialize import init, shutdown
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.optimizer import DistributedOptimizer
+from smpkit.torch.partitioning.delayed import delay_param_initialization
 from smpkit.torch.partitioning.manual import partition, set_partition
 from smpkit.torch.saving import load, save
 from smpkit.torch.state import (
@@ -101,6 +102,7 @@ __all__ = [
     "allgather",
     "barrier",
     "broadcast",
+    "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",

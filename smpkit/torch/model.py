@@ -15,6 +15,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.gathering import merge_everywhere, merge_on_first
 from smpkit.torch.join import JoinContext
+from smpkit.torch.partitioning.delayed import fill, initialize, is_delayed
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
@@ -76,6 +77,8 @@ class DistributedModel(nn.Module):
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         _check_degrees()
+        if state.pp_size == 1:
+            initialize(module, list(module.parameters()), state.device, torch.initial_seed())
         self.module = module if state.pp_size > 1 else module.to(state.device)
         self.pipeline = Pipeline(module) if state.pp_size > 1 else None
         self.partitioned = self.pipeline is None
@@ -293,6 +296,9 @@ class DistributedModel(nn.Module):
             same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
         """
         values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
+        for name, parameter in self.module.named_parameters():
+            if is_delayed(parameter) and name in values:
+                fill(parameter, values[name])
         if self.pipeline is None:
             return self.module.load_state_dict(values, strict=strict, **kwargs)
         partial = bool(state_dict.get(PARTIAL_KEY))

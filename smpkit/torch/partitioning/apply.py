@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from smpkit.torch.partitioning.delayed import initialize
+
 __all__ = ["holders_of", "keep_own_parts"]
 
 
@@ -37,6 +39,8 @@ def keep_own_parts(
     Parameters stay the same objects, which optimizers made earlier hold; those of other ranks keep their shape, over
     one element of NaN, so that using one by mistake shows.
     """
+    held = [parameter for parameter in root.parameters() if rank in holders[id(parameter)]]
+    initialize(root, held, device, torch.initial_seed())
     for parameter in root.parameters():
         if rank in holders[id(parameter)]:
             parameter.data = parameter.data.to(device)

@@ -1,0 +1,131 @@
+"""A model made without memory gets its weights where it is placed, and the same ones for every partition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from tests.ranks import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, padding_idx=0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * self.scale
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@smp.step
+def train_step(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    model.backward(loss)
+    return loss
+
+
+def make() -> Net:
+    with smp.delay_param_initialization():
+        return Net()
+
+
+def storage_bytes(module: nn.Module) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
+
+
+def test_parameters_take_no_memory_and_keep_shapes_ties_and_buffers() -> None:
+    module, plain = make(), Net()
+    assert {n: p.shape for n, p in module.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    assert module.head.weight is module.embedding.weight
+    assert module.scale.item() == 0.5
+    assert storage_bytes(module) <= 8 * len(list(module.parameters()))
+
+
+def test_disabled_it_does_nothing() -> None:
+    with smp.delay_param_initialization(enabled=False):
+        module = Net()
+    assert storage_bytes(module) == sum(p.nbytes for p in module.parameters())
+
+
+def weights(degree: int) -> tuple[dict[str, torch.Tensor], float]:
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2})
+    torch.manual_seed(5)
+    model = smp.DistributedModel(make())
+    loss = train_step(model, torch.arange(8).view(4, 2)).reduce_mean().item()
+    held = sum(p.untyped_storage().nbytes() for p in model.local_parameters())
+    assert held < storage_bytes(Net()) or degree == 1
+    return model.state_dict(), loss
+
+
+def test_weights_do_not_depend_on_the_partition() -> None:
+    ((plain, loss),) = run_ranks(weights, 1, 1)
+    assert not any(value.isnan().any() for value in plain.values())
+    assert plain["embedding.weight"][0].eq(0).all()
+    assert plain["layers.0.0.weight"].std() > 0.05
+    assert not torch.equal(plain["layers.0.0.weight"], plain["layers.1.0.weight"])
+    for state, other in [*run_ranks(weights, 2, 2), *run_ranks(weights, 4, 4)]:
+        assert other == pytest.approx(loss, rel=1e-5)
+        for name, value in plain.items():
+            assert torch.equal(state[name], value), name
+
+
+def load_before() -> float:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    torch.manual_seed(3)
+    state = Net().state_dict()
+    model = smp.DistributedModel(make())
+    model.load_state_dict(state)
+    return train_step(model, torch.arange(8).view(4, 2)).reduce_mean().item()
+
+
+def test_a_state_dict_loads_into_a_model_without_memory() -> None:
+    torch.manual_seed(3)
+    tokens = torch.arange(8).view(4, 2)
+    expected = functional.cross_entropy(Net()(tokens).flatten(0, 1), tokens.flatten()).item()
+    for loss in run_ranks(load_before, 2):
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+class Stubborn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.usefixtures("world")
+def test_a_module_that_nobody_can_initialise_is_named() -> None:
+    smp.init()
+    with smp.delay_param_initialization():
+        module = nn.Sequential(nn.Linear(3, 3), Stubborn())
+    with pytest.raises(UsageError, match=r"parameters of `1` \(Stubborn\)"):
+        smp.DistributedModel(module)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_hugging_face_model_initialises_itself() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    smp.init()
+    with smp.delay_param_initialization():
+        module = transformers.GPT2LMHeadModel(config)
+    model = smp.DistributedModel(module)
+    assert model.get_module() is module
+    assert module.lm_head.weight is module.transformer.wte.weight
+    assert module.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
