@@ -21,7 +21,10 @@ from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST, hyperparameters
 
-__all__ = ["LocalPlan", "LocalRun", "plan_local_run", "run_local"]
+__all__ = ["EVENTS", "LocalPlan", "LocalRun", "plan_local_run", "run_local"]
+
+EVENTS = "events"
+"""The folder of recorded events, in that of the script's other results: writing to it keeps the tree."""
 
 _HOST = "algo-1"
 _WRITABLE = ("model", "output/data", "output/intermediate", "checkpoints")
@@ -93,7 +96,12 @@ def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0) -> LocalPlan
 
 
 def run_local(
-    plan: LocalPlan, arguments: Sequence[str] = (), *, environ: Mapping[str, str] | None = None, keep: bool = False
+    plan: LocalPlan,
+    arguments: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    keep: bool = False,
+    events: bool = False,
 ) -> LocalRun:
     """Run the job and wait for it; its output goes to this process's stdout and stderr.
 
@@ -104,6 +112,7 @@ def run_local(
         arguments: more arguments for the script, after those made of hyperparameters.
         environ: the environment of the launcher, on top of which the job's own goes; default: this process's.
         keep: keep the temporary tree in any case.
+        events: let every rank record what it does, in the folder `events` beside the script's other results.
     """
     tree = Path(tempfile.mkdtemp(prefix=f"smpkit-{plan.job.name}-"))
     try:
@@ -113,7 +122,10 @@ def run_local(
         raise
     command = [*_python(), "-m", "smpkit_container", "train", *(["--", *arguments] if arguments else [])]
     began = time.monotonic()
-    exit_code = _wait_for(command, _environment(plan, tree, os.environ if environ is None else environ))
+    variables = _environment(plan, tree, os.environ if environ is None else environ)
+    if events:
+        variables["SMPKIT_EVENTS_DIR"] = str(tree / "output" / "data" / EVENTS)
+    exit_code = _wait_for(command, variables)
     return _collect(tree, exit_code, time.monotonic() - began, keep)
 
 

@@ -28,11 +28,15 @@ COMMANDS: dict[str, Entry] = {
     "validate": Entry(
         "smpkit.cli.validate:validate", "Check a job file and report every problem, with its line.", "Before"
     ),
+    "plan": Entry("smpkit.cli.plan:plan", "Show what a job would do: ranks, schedule, parts, memory.", "Before"),
     "schema": Entry("smpkit.cli.schema:schema", "Print the JSON Schema of the configuration.", "Before"),
     "run": Entry(
         "smpkit.cli.run:run",
         "Run the job on this machine: the same launcher and ranks, without Docker or a cloud account.",
         "Run",
+    ),
+    "timeline": Entry(
+        "smpkit.cli.timeline:timeline", "Show a step as it was executed, beside the planned one.", "After"
     ),
 }
 """All commands in the order of `--help`, so that it needs no command's imports. A test keeps the texts equal."""

@@ -20,7 +20,8 @@ __all__ = ["run"]
 @job_arguments
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--keep", is_flag=True, help="Keep the temporary tree that stands for /opt/ml, also if nothing is in it.")
-def run(file: Path, overrides: tuple[str, ...], arguments: tuple[str, ...], keep: bool) -> int:
+@click.option("--events", is_flag=True, help="Record what every rank does, for `smpkit timeline`.")
+def run(file: Path, overrides: tuple[str, ...], arguments: tuple[str, ...], keep: bool, events: bool) -> int:
     """Run the job on this machine: the same launcher and ranks, without Docker or a cloud account.
 
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
@@ -36,8 +37,8 @@ def run(file: Path, overrides: tuple[str, ...], arguments: tuple[str, ...], keep
     for note in plan.notes:
         console.note(f"note: {note}")
     console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
-    done = run_local(plan, arguments, keep=keep)
-    _conclude(console, done)
+    done = run_local(plan, arguments, keep=keep, events=events)
+    _conclude(console, done, events)
     return 0 if done.exit_code == 0 else 130 if done.interrupted else 1
 
 
@@ -60,9 +61,10 @@ def _summary(plan: LocalPlan) -> str:
     return f"{ranks}, pipeline {pipeline} × tensor {tensor} × data {plan.ranks // (pipeline * tensor)}"
 
 
-def _conclude(console: _console.Console, done: LocalRun) -> None:
+def _conclude(console: _console.Console, done: LocalRun, events: bool) -> None:
     """Say how it ended, unless the launcher has done so, and where everything is."""
     from smpkit_container.failure import duration
+    from smpkit_estimator.local import EVENTS
 
     if done.exit_code == 0:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
@@ -74,3 +76,5 @@ def _conclude(console: _console.Console, done: LocalRun) -> None:
             console.note(f"{name}: {place}")
     if done.tree is not None:
         console.note(f"kept: {done.tree}")
+    if events and done.output_data is not None and (done.output_data / EVENTS).is_dir():
+        console.hint(f"`smpkit timeline {done.output_data / EVENTS}` shows what the ranks did")

@@ -21,6 +21,7 @@ Options:
 
 Before:
   validate  Check a job file and report every problem, with its line.
+  plan      Show what a job would do: ranks, schedule, parts, memory.
   schema    Print the JSON Schema of the configuration.
 
 Run:

@@ -1,0 +1,223 @@
+"""`smpkit timeline`: a step as it was executed beside the one that was planned, and traces for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from smpkit.cli import _console
+from smpkit.errors import SmpkitError, UsageError
+
+if TYPE_CHECKING:
+    from smpkit.observe.executed import ExecutedStep
+    from smpkit.observe.merge import Run
+    from smpkit.plan.simulate import Timeline
+
+__all__ = ["timeline"]
+
+
+@click.command()
+@click.argument("folder", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@click.option("--step", "number", type=int, help="Which step, from 0. Default: the last that all ranks finished.")
+@click.option("--pipeline", "pipeline", type=int, default=0, help="Which replica of the pipeline, from 0. Default: 0.")
+@click.option("--json", "as_json", is_flag=True, help="Print the step as JSON, times in seconds.")
+@click.option(
+    "--perfetto",
+    "trace",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write a trace of all steps for ui.perfetto.dev; of one step, with --step.",
+)
+def timeline(folder: Path, number: int | None, pipeline: int, as_json: bool, trace: Path | None) -> None:
+    """Show a step as it was executed, beside the planned one.
+
+    RUN_DIR is what `smpkit run --events` printed: a folder with events, or a run's output folder. Any other job records
+    events where the variable SMPKIT_EVENTS_DIR names a folder on every host. The planned step has the actions of the
+    schedule, each as long as measured, over links that cost nothing.
+    """
+    from smpkit.observe.executed import executed_step
+    from smpkit.observe.merge import read_run
+
+    run = read_run(folder)
+    chosen = _chosen(run, number, pipeline)
+    console = _console.current()
+    for rank in run.truncated:
+        console.warn(f"the events of rank {rank} break off in a line, which was left out: the process was ended")
+    step = executed_step(run, chosen, pipeline)
+    if as_json:
+        click.echo(json.dumps(_plain(run, step), indent=2))
+    else:
+        click.echo("\n".join(_report(run, step, pipeline)))
+    if trace is not None:
+        _write_trace(run, trace, None if number is None else [number])
+        console.note(f"trace: {trace}; open it at https://ui.perfetto.dev")
+
+
+def _chosen(run: Run, number: int | None, pipeline: int) -> int:
+    if not 0 <= pipeline < len(run.pipelines):
+        raise UsageError(f"there is no pipeline {pipeline}", hint=f"use {_range(range(len(run.pipelines)))}")
+    if not run.steps:
+        raise SmpkitError("no step was finished by all ranks", hint="let the job run at least one step")
+    if number is not None and number not in run.steps:
+        raise UsageError(f"there is no step {number} that all ranks finished", hint=f"use {_range(run.steps)}")
+    return run.steps[-1] if number is None else number
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _write_trace(run: Run, path: Path, numbers: Sequence[int] | None) -> None:
+    from smpkit.observe.trace import chrome_trace
+
+    try:
+        path.write_text(chrome_trace(run, numbers), encoding="utf-8")
+    except OSError as error:
+        raise SmpkitError(f"the trace cannot be written to `{path}`: {error.strerror}") from None
+
+
+# --- for eyes ---------------------------------------------------------------------------------------------------------
+
+
+def _report(run: Run, step: ExecutedStep, pipeline: int) -> Iterator[str]:
+    from smpkit.config.words import printable
+
+    mesh = run.mesh
+    replica = f", pipeline {pipeline} of {len(run.pipelines)}" if len(run.pipelines) > 1 else ""
+    yield (
+        f"step {step.number} of {_range(run.steps)}, `{printable(step.name)}`: {_duration(step.step_seconds)}, "
+        f"{step.executed.schedule.num_microbatches} microbatches"
+    )
+    yield f"{mesh.size} ranks: pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}{replica}"
+    yield ""
+    yield from _pictures(step)
+    yield ""
+    yield from _idle_table(step)
+    if step.links:
+        yield ""
+        yield from _link_table(step)
+
+
+def _pictures(step: ExecutedStep) -> Iterator[str]:
+    """Draw both to one scale: a column is the shortest planned action, or more where that is too wide."""
+    from smpkit.plan.draw import draw
+
+    column = _column_seconds(step)
+    if step.planned is not None:
+        yield f"planned   {_summary(step.planned)}"
+        yield from _cut(draw(step.planned, column))
+        yield ""
+    remark = "" if step.follows_plan else ", without a schedule" if step.planned is None else ", NOT in planned order"
+    yield f"executed  {_summary(step.executed)}{remark}"
+    yield from _cut(draw(step.executed, column))
+    yield f"(a column is {_duration(column)}; `.` is idle, `--` goes on with the action before it)"
+
+
+def _summary(what: Timeline) -> str:
+    return f"{_duration(what.makespan_seconds)}, bubble {what.bubble:.1%}"
+
+
+def _column_seconds(step: ExecutedStep) -> float:
+    """Choose a scale on which both pictures are as narrow as the terminal, and short actions are still columns."""
+    timelines = [each for each in (step.planned, step.executed) if each is not None]
+    longest = max(each.makespan_seconds for each in timelines)
+    spans = [span for stage in timelines[0].spans for span in stage]
+    shortest = min((span.end_seconds - span.start_seconds for span in spans), default=0.0)
+    cell = 1 + max((len(str(span.action)) for span in spans), default=2)
+    columns = max(20, (_width() - len("stage 00  ")) // cell)
+    return max(shortest, longest / columns, 1e-9)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+
+
+def _cut(picture: str) -> list[str]:
+    """Keep lines in one row of the terminal: short actions each take a column, whatever the scale."""
+    width = max(_width(), 40)
+    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in picture.splitlines()]
+
+
+def _idle_table(step: ExecutedStep) -> Iterator[str]:
+    from smpkit.plan.simulate import Cause
+
+    rows = [["stage", "rank", "busy", "idle", *(cause.value for cause in Cause), "other", "live"]]
+    makespan = step.executed.makespan_seconds
+    for stage, rank in enumerate(step.ranks):
+        idle = step.executed.idle_seconds[stage]
+        stalls = step.executed.stall_seconds(stage)
+        causes = [_duration(stalls[cause]) for cause in Cause]
+        live = str(step.executed.peak_live_microbatches[stage])
+        busy = f"{1 - idle / makespan:.1%}" if makespan else "–"
+        rows.append([str(stage), str(rank), busy, _duration(idle), *causes, _duration(step.other_seconds(stage)), live])
+    yield from _table(rows)
+
+
+def _link_table(step: ExecutedStep) -> Iterator[str]:
+    rows = [["link", "messages", "bytes", "waited"]]
+    for link in step.links:
+        name = f"{link.sender} → {link.receiver}"
+        rows.append([name, str(link.num_messages), _size(link.num_bytes), _duration(link.waited_seconds)])
+    yield from _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _duration(seconds: float) -> str:
+    """Say `1.23 s`, `45.6 ms` or `789 µs`."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def _size(num_bytes: int) -> str:
+    amount, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+# --- for programs -----------------------------------------------------------------------------------------------------
+
+
+def _plain(run: Run, step: ExecutedStep) -> dict[str, Any]:
+    return {
+        "step": step.number,
+        "steps": list(run.steps),
+        "name": step.name,
+        "mesh": {"pipeline": run.mesh.pp_size, "tensor": run.mesh.tp_size, "data": run.mesh.rdp_size},
+        "ranks": list(step.ranks),
+        "step_seconds": step.step_seconds,
+        "follows_plan": step.follows_plan,
+        "planned": None if step.planned is None else _plain_timeline(step.planned),
+        "executed": {
+            **_plain_timeline(step.executed),
+            "other_seconds": [step.other_seconds(stage) for stage in range(len(step.ranks))],
+        },
+        "links": [vars(link) for link in step.links],
+        "truncated_ranks": list(run.truncated),
+    }
+
+
+def _plain_timeline(what: Timeline) -> dict[str, Any]:
+    stages = range(len(what.spans))
+    return {
+        "makespan_seconds": what.makespan_seconds,
+        "bubble": what.bubble,
+        "idle_seconds": list(what.idle_seconds),
+        "stall_seconds": [{cause.value: s for cause, s in what.stall_seconds(stage).items()} for stage in stages],
+        "peak_live_microbatches": list(what.peak_live_microbatches),
+        "spans": [[[str(s.action), s.start_seconds, s.end_seconds] for s in stage] for stage in what.spans],
+    }

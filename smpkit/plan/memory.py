@@ -1,0 +1,164 @@
+"""How many bytes each rank of a pipeline holds, by kind: parameters, gradients, optimizer states, activations.
+
+What is counted is what tensors hold. An allocator's gaps, the framework's own gigabyte on a GPU, and what an operation
+needs while it runs come on top.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from smpkit.errors import SmpkitError
+from smpkit.plan.assignment import Assignment, UnitCost
+
+__all__ = ["OPTIMIZERS", "ModelFacts", "RankMemory", "TensorFacts", "UnitFacts", "memory_of_ranks"]
+
+OPTIMIZERS: Final[Mapping[str, int]] = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
+"""How many numbers an optimizer keeps per trained one, each in the parameter's dtype, as those of torch.optim do."""
+
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A parameter or buffer of a model."""
+
+    name: str
+    """The first of its names."""
+    dtype: str
+    num_elements: int
+    num_bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """A unit, what it costs, and the tensors it holds."""
+
+    cost: UnitCost
+    tensors: tuple[str, ...]
+    """Names, as in `ModelFacts.tensors`."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What planning needs to know of a model."""
+
+    name: str
+    units: tuple[UnitFacts, ...]
+    """In execution order, or without a trace in that of definition."""
+    tensors: Mapping[str, TensorFacts]
+    """By name; tied ones once."""
+    loose: tuple[str, ...]
+    """Tensors of modules that span ranks: every rank has them."""
+    traced: bool
+    """Whether compute and activations of the units are known."""
+
+    @property
+    def costs(self) -> list[UnitCost]:
+        """What the partitioner takes."""
+        return [unit.cost for unit in self.units]
+
+    def to_json(self) -> str:
+        """Write it as text that `from_json` reads."""
+        content = {**asdict(self), "tensors": [asdict(tensor) for tensor in self.tensors.values()]}
+        return json.dumps({"format": _FORMAT, **content})
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelFacts:
+        """Read what `to_json` wrote; raise SmpkitError if it is not that."""
+        try:
+            content = json.loads(text)
+            if content.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            return cls._of(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SmpkitError(f"not a description of a model: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _of(cls, content: dict[str, Any]) -> ModelFacts:
+        units = tuple(UnitFacts(UnitCost(**unit["cost"]), tuple(unit["tensors"])) for unit in content["units"])
+        tensors = {each["name"]: TensorFacts(**each) for each in content["tensors"]}
+        return cls(str(content["name"]), units, tensors, tuple(content["loose"]), bool(content["traced"]))
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds."""
+
+    num_parameters: int
+    """Elements of parameters and buffers."""
+    dtypes: Mapping[str, int]
+    """Bytes of parameters and buffers by dtype."""
+    parameters_bytes: int
+    """Parameters and buffers."""
+    gradients_bytes: int
+    reduction_bytes: int
+    """Buffers in which gradients travel to the ranks that hold the same parameters."""
+    optimizer_bytes: int
+    activations_bytes: int | None
+    """What the live microbatches keep for their backward; None if the model was not traced."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is known."""
+        known = self.parameters_bytes + self.gradients_bytes + self.reduction_bytes + self.optimizer_bytes
+        return known + (self.activations_bytes or 0)
+
+
+def memory_of_ranks(
+    model: ModelFacts,
+    assignment: Assignment,
+    *,
+    live_microbatches: Sequence[int],
+    states_per_parameter: int,
+    replicated: bool,
+) -> tuple[RankMemory, ...]:
+    """Return the memory of each pipeline rank at its peak.
+
+    Args:
+        live_microbatches: for each rank, how many microbatches it holds at a time.
+        states_per_parameter: numbers that the optimizer keeps per trained one; see OPTIMIZERS.
+        replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
+    """
+    places = assignment.partition_of
+    held = [_held(model, places, rank) for rank in range(assignment.num_partitions)]
+    alone = {name for name in model.tensors if sum(name in names for names in held) == 1}
+    found = []
+    for rank, names in enumerate(held):
+        tensors = [model.tensors[name] for name in sorted(names)]
+        trained = [tensor for tensor in tensors if tensor.trainable]
+        reduced = trained if replicated else [tensor for tensor in trained if tensor.name not in alone]
+        activation = assignment.loads[rank].activation_bytes * live_microbatches[rank]
+        found.append(
+            RankMemory(
+                num_parameters=sum(tensor.num_elements for tensor in tensors),
+                dtypes=_by_dtype(tensors),
+                parameters_bytes=_bytes(tensors),
+                gradients_bytes=_bytes(trained),
+                reduction_bytes=_bytes(reduced),
+                optimizer_bytes=states_per_parameter * _bytes(trained),
+                activations_bytes=activation if model.traced else None,
+            )
+        )
+    return tuple(found)
+
+
+def _held(model: ModelFacts, places: Mapping[str, int], rank: int) -> set[str]:
+    """Return the names of the tensors that a rank holds, each once however many of its units use it."""
+    own = {name for unit in model.units if places[unit.cost.name] == rank for name in unit.tensors}
+    return own | set(model.loose)
+
+
+def _bytes(tensors: Iterable[TensorFacts]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors)
+
+
+def _by_dtype(tensors: Iterable[TensorFacts]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for tensor in tensors:
+        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.num_bytes
+    return dict(sorted(found.items()))

@@ -1,0 +1,185 @@
+"""`python -m smpkit.torch.partitioning.describe module:factory`: what a model is made of, as JSON, for `smpkit plan`.
+
+The model is made of tensors without data, so one that fits no machine can be described on a laptop. A factory that
+needs values gets to run again with real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smpkit.errors import SmpkitError, UsageError
+from smpkit.plan.assignment import UnitCost
+from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts
+from smpkit.torch.partitioning.trace import measure_units, units_of
+
+__all__ = ["describe", "main"]
+
+_FORM: Final = "write `module:factory`, such as `model:build`"
+
+
+def describe(factory: Callable[[], Any]) -> ModelFacts:
+    """Return what planning needs to know of the model that `factory()` returns.
+
+    Args:
+        factory: returns a module, or a pair of a module and the arguments for one microbatch (a tuple, a dict, or one
+            tensor), with which compute and activations become known too.
+
+    Raises:
+        UsageError: it fails, or returns something else.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode:
+            made = factory()
+    except Exception:  # user code on tensors without data may fail in any way
+        mode, made = FakeTensorMode(allow_non_fake_inputs=True), _really(factory)
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the factory returned an object of type `{type(model).__name__}`",
+            hint="return a torch.nn.Module, or a pair of it and the arguments for one microbatch",
+        )
+    return _facts(model, None if inputs is None else _call(model, inputs, mode))
+
+
+def _really(factory: Callable[[], Any]) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(f"the factory failed: {type(error).__name__}: {error}", hint="`-v` shows where") from None
+
+
+def _call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], object]:
+    """Return a call of the model that needs no data."""
+    args = inputs if isinstance(inputs, tuple | list) else () if isinstance(inputs, dict) else (inputs,)
+    kwargs = inputs if isinstance(inputs, dict) else {}
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    def call() -> object:
+        with mode:
+            return model(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _facts(model: nn.Module, call: Callable[[], object] | None) -> ModelFacts:
+    tree = units_of(model)
+    costs = measure_units(model, tree, call)
+    names = _first_names(model)
+    units = tuple(_unit(model, cost, names) for cost in costs)
+    placed = {name for unit in units for name in unit.tensors}
+    return ModelFacts(
+        name=type(model).__name__,
+        units=units,
+        tensors={name: _tensor(name, tensor) for name, tensor in _tensors(model) if name == names[id(tensor)]},
+        loose=tuple(name for name in dict.fromkeys(names.values()) if name not in placed),
+        traced=any(cost.activation_bytes for cost in costs),
+    )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _first_names(model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter and buffer by its id, the first one of tied ones."""
+    names: dict[int, str] = {}
+    for name, tensor in _tensors(model):
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
+    """Name the tensors of a unit; the planner's keys of shared ones are ids, which mean nothing elsewhere."""
+    module = model.get_submodule(cost.name)
+    held: Iterable[torch.Tensor] = [*module.parameters(), *module.buffers()]
+    shared = {names[int(key)]: num_bytes for key, num_bytes in cost.shared.items()}
+    values = {name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}
+    return UnitFacts(UnitCost(**{**values, "shared": shared}), tuple(dict.fromkeys(names[id(each)] for each in held)))
+
+
+def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
+    return TensorFacts(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        num_elements=tensor.numel(),
+        num_bytes=tensor.numel() * tensor.element_size(),
+        trainable=isinstance(tensor, nn.Parameter) and tensor.requires_grad,
+    )
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the description of `module:factory` (the first argument), found in the folders that follow, or the error.
+
+    Whatever user code prints goes to stderr, so that stdout is one JSON object.
+    """
+    with _only_ours_on_stdout() as write:
+        try:
+            target, *folders = arguments
+            sys.path[:0] = folders
+            write(describe(_find(target)).to_json())
+        except SmpkitError as error:
+            write(json.dumps({"error": error.message, "hint": error.hint, "exit_code": error.exit_code}))
+            return error.exit_code
+    return 0
+
+
+@contextlib.contextmanager
+def _only_ours_on_stdout() -> Iterator[Callable[[str], None]]:
+    """Point file descriptor 1 at stderr meanwhile, which also catches what C code prints."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+
+    def write(text: str) -> None:
+        with open(ours, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor, not a path
+            file.write(text)
+
+    try:
+        yield write
+    finally:
+        sys.stdout.flush()
+
+
+def _find(target: str) -> Callable[[], Any]:
+    module_name, colon, attributes = target.partition(":")
+    if not (module_name and colon and attributes):
+        raise UsageError(f"`{target}` names no factory", hint=_FORM)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(
+            f"module `{module_name}` cannot be imported: {type(error).__name__}: {error}", hint=_FORM
+        ) from None
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise UsageError(f"module `{module_name}` has no `{attributes}`", hint=_FORM)
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise UsageError(f"`{target}` is not callable", hint=_FORM)
+    factory: Callable[[], Any] = found
+    return factory
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

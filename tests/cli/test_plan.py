@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smpkit.cli.plan import _OPTIMIZERS
+from smpkit.plan.memory import OPTIMIZERS
+from tests.cli.conftest import Smpkit
+
+REPORT = """\
+train: 16 ranks on 2 hosts
+
+mesh      pipeline 2 × tensor 2 × data 4, cluster
+                  pp 0       pp 1
+                  tp 0 tp 1  tp 0 tp 1
+          rdp 0      0    1     2    3
+          rdp 1      4    5     6    7
+          rdp 2      8    9    10   11
+          rdp 3     12   13    14   15
+
+hosts     0–7  8–15
+mp groups 0–3  4–7  8–11  12–15
+dp groups 0,1,4,5,8,9,12,13  2,3,6,7,10,11,14,15
+tp groups 0,1  2,3  4,5  6,7  8,9  10,11  12,13  14,15
+
+schedule  interleaved, 4 microbatches, at most 4 active, predicted bubble 20.0%
+stage 0  F0 F1 .  B0 F2 B1 F3 B2 .  B3
+stage 1  .  F0 B0 F1 B1 F2 B2 F3 B3 .
+live      2  1   (microbatches that each stage holds at its peak)
+"""
+
+ZOO = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1000, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+        self.head = nn.Linear(64, 1000, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+def traced():
+    return Net(), torch.zeros(4, 16, dtype=torch.int64)
+
+def failing():
+    raise ValueError("no such weights")
+"""
+
+
+@pytest.fixture
+def zoo(folder: Path) -> Path:
+    """The job's folder, with models in it."""
+    (folder / "zoo.py").write_text(ZOO)
+    return folder
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_job_shows_ranks_groups_and_schedule(smpkit: Smpkit) -> None:
+    result = smpkit("-q", "plan", "job.yaml")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == REPORT
+
+
+def test_degrees_are_enough(smpkit: Smpkit) -> None:
+    result = smpkit("plan", "--pp", "4", "--microbatches", "8", "--json")
+    content = json.loads(result.stdout)
+    assert (content["ranks"], content["hosts"]) == (4, 1)
+    assert content["schedule"]["bubble"] == pytest.approx(3 / 11)
+    assert content["schedule"]["peak_live_microbatches"] == [4, 3, 2, 1]
+    assert content["schedule"]["actions"][3].startswith("F0 B0 F1 B1")
+
+
+def test_parameters_alone_can_be_planned(tmp_path: Path, smpkit: Smpkit) -> None:
+    (tmp_path / "mp.json").write_text('{"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": true}')
+    content = json.loads(smpkit("plan", str(tmp_path / "mp.json"), "--ranks", "8", "--hosts", "2", "--json").stdout)
+    assert content["mesh"] == {"pipeline": 2, "tensor": 1, "data": 4, "placement": "cluster"}
+    assert content["groups"]["dp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_model_shows_its_parts_and_memory(zoo: Path, smpkit: Smpkit) -> None:
+    arguments = ("--set", "distribution.smdistributed.modelparallel.parameters.tensor_parallel_degree=1")
+    result = smpkit("plan", "job.yaml", *arguments, "--model", "zoo:Net", "--memory-gib", "0.001")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert "parts     of Net, by parameter sizes (as with skip_tracing); the busiest has 1.00 × the mean" in lines
+    assert "shared    embed.weight" in lines
+    assert "does not fit" in lines[-3]
+    assert "hint: raise `pipeline_parallel_degree`, or lower `active_microbatches`\n" in result.stderr
+
+
+def test_json_counts_every_byte_of_a_model(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "mp.json").write_text('{"pipeline_parallel_degree": 2, "microbatches": 4}')
+    result = smpkit(
+        "plan", "mp.json", "--model", "zoo:traced", "--optimizer", "momentum", "--memory-gib", "1", "--json"
+    )
+    content = json.loads(result.stdout)
+    first, last = content["stages"]
+    block = 64 * 256 + 256 + 256 * 64 + 64
+    assert first["num_parameters"] + last["num_parameters"] == 6 * block + 2 * 64000
+    assert first["parameters_bytes"] == first["gradients_bytes"] == first["optimizer_bytes"]
+    assert first["reduction_bytes"] == 4 * 64000
+    assert content["shared_parameters"] == ["embed.weight"]
+    assert content["traced"]
+    assert first["activations_bytes"] > last["activations_bytes"] > 0
+    assert (first["fits"], last["fits"]) == (True, True)
+    assert first["units"][0] == "embed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "error: neither a file nor a degree is given\nhint: try `smpkit plan job.yaml`, or `--pp 4`\n"),
+        (["job.yaml", "--pp", "2"], 2, "error: `--pipeline-parallel-degree` cannot be given beside a file\n"),
+        (["--set", "a=1"], 2, "error: `--set` changes a setting of a file, and none is given\n"),
+        (["--pp", "2", "--ranks", "3"], 2, "error: 1 problem in the plan"),
+        (["--pp", "2", "--ranks", "4", "--hosts", "3"], 2, "4 ranks cannot be spread evenly over 3 hosts"),
+        (["--pp", "0"], 2, "pipeline_parallel_degree"),
+        (["--pp", "99", "--model", "zoo:Net"], 2, "too few for 99 partitions"),
+        (["--pp", "2", "--model", "zoo:failing"], 2, "error: the factory failed: ValueError: no such weights\n"),
+        (["--pp", "2", "--model", "zoo"], 2, "error: `zoo` names no factory\nhint: write `module:factory`"),
+        (["--pp", "2", "--model", "absent:Net"], 2, "error: module `absent` cannot be imported: ModuleNotFoundError"),
+    ],
+    ids=["nothing", "both", "set", "ranks", "hosts", "zero", "units", "raises", "form", "module"],
+)
+def test_what_cannot_be_is_said(arguments: list[str], code: int, message: str, zoo: Path, smpkit: Smpkit) -> None:
+    from tests.cli.conftest import process
+
+    done = process("plan", *arguments, NO_COLOR="1")
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("zoo")
+def test_placing_by_hand_is_not_guessed(smpkit: Smpkit, tmp_path: Path) -> None:
+    (tmp_path / "mp.json").write_text(
+        '{"pipeline_parallel_degree": 2, "auto_partition": false, "default_partition": 0}'
+    )
+    result = smpkit("plan", "mp.json", "--model", "zoo:Net", standalone_mode=False)
+    assert "auto_partition: false" in str(result.exception)
+
+
+def test_the_choice_of_optimizers_is_that_of_the_planner() -> None:
+    assert list(OPTIMIZERS) == list(_OPTIMIZERS)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smpkit.observe.events import EventWriter
+from smpkit.observe.trace import trace_problems
+from smpkit.plan.simulate import simulate
+from tests.cli.conftest import Smpkit, process
+from tests.observe.logs import COSTS, chain, logs_of
+
+REPORT = """\
+step 1 of 0 to 1, `train_step`: 15.4 ms, 4 microbatches
+2 ranks: pipeline 2 × tensor 1 × data 1
+
+planned   15.0 ms, bubble 20.0%
+stage 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
+stage 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
+
+executed  15.4 ms, bubble 22.1%
+stage 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
+stage 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
+(a column is 1.0 ms; `.` is idle, `--` goes on with the action before it)
+
+stage  rank   busy    idle    fill  forward  backward    link   drain  other  live
+    0     0  77.9%  3.4 ms    0 µs     0 µs    3.1 ms  300 µs    0 µs   0 µs     2
+    1     1  77.9%  3.4 ms  1.0 ms   100 µs      0 µs  200 µs  2.1 ms   0 µs     1
+
+ link  messages    bytes  waited
+0 → 1         4  4.0 KiB  1.3 ms
+1 → 0         4  4.0 KiB  3.4 ms
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The events of two steps of two ranks, which ran as simulated."""
+    for log in logs_of(chain(2, 4), num_steps=2):
+        writer = EventWriter(tmp_path / "output" / "data" / "events", log.header)
+        writer.write(log.events)
+        writer.close()
+    return tmp_path
+
+
+def test_the_report_shows_plan_and_execution_to_one_scale(folder: Path, smpkit: Smpkit) -> None:
+    result = smpkit("timeline", str(folder))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == REPORT
+
+
+def test_json_holds_the_numbers(folder: Path, smpkit: Smpkit) -> None:
+    result = smpkit("timeline", str(folder), "--json", "--step", "0")
+    content = json.loads(result.stdout)
+    simulated = simulate(chain(2, 4), COSTS)
+    assert (content["step"], content["steps"], content["follows_plan"]) == (0, [0, 1], True)
+    assert content["executed"]["bubble"] == pytest.approx(simulated.bubble)
+    assert content["planned"]["bubble"] == pytest.approx(1 / 5)
+    assert content["executed"]["peak_live_microbatches"] == [2, 1]
+    assert [span[0] for span in content["executed"]["spans"][1]] == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+    assert content["links"][0]["num_messages"] == 4
+
+
+def test_the_trace_is_written_and_sound(folder: Path, smpkit: Smpkit) -> None:
+    result = smpkit("timeline", str(folder), "--perfetto", str(folder / "trace.json"))
+    text = (folder / "trace.json").read_text()
+    assert result.exit_code == 0
+    assert result.stderr == f"trace: {folder / 'trace.json'}; open it at https://ui.perfetto.dev\n"
+    assert trace_problems(text) == []
+    assert "train_step 0" in text
+
+
+def test_the_trace_of_one_step_has_that_step(folder: Path, smpkit: Smpkit) -> None:
+    smpkit("timeline", str(folder), "--step", "1", "--perfetto", str(folder / "trace.json"))
+    assert "train_step 0" not in (folder / "trace.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "code"),
+    [
+        (["--step", "9"], "error: there is no step 9 that all ranks finished\nhint: use 0 to 1\n", 2),
+        (["--pipeline", "1"], "error: there is no pipeline 1\nhint: use 0\n", 2),
+        (["--perfetto", "no/where.json"], "error: the trace cannot be written to `no/where.json`: No such file", 1),
+    ],
+    ids=["step", "pipeline", "trace"],
+)
+def test_what_cannot_be_is_said(arguments: list[str], error: str, code: int, folder: Path, smpkit: Smpkit) -> None:
+    result = smpkit("timeline", str(folder), *arguments)
+    assert result.exit_code == code
+    assert result.stderr.startswith(error)
+
+
+def test_no_events_are_an_error_with_a_hint(tmp_path: Path, smpkit: Smpkit) -> None:
+    result = smpkit("timeline", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"error: there are no events in `{tmp_path}`\n"
+        "hint: record them with `smpkit run --events`, or with the variable SMPKIT_EVENTS_DIR\n"
+    )
+
+
+def test_damaged_events_are_an_error_that_names_the_line(folder: Path, smpkit: Smpkit) -> None:
+    path = folder / "output" / "data" / "events" / "events_1.jsonl"
+    path.write_text(path.read_text().replace('"kind":"B"', '"kind":7', 1))
+    result = smpkit("timeline", str(folder))
+    assert result.exit_code == 1
+    assert "events_1.jsonl:5: ActionSpan with a missing, unknown or wrong `kind`" in result.stderr
+
+
+def test_a_file_that_breaks_off_is_a_warning(folder: Path, smpkit: Smpkit) -> None:
+    path = folder / "output" / "data" / "events" / "events_1.jsonl"
+    path.write_text(path.read_text()[:-20])
+    result = smpkit("timeline", str(folder))
+    assert result.exit_code == 0
+    assert result.stderr.startswith("warning: the events of rank 1 break off")
+    assert result.stdout.startswith("step 0 of 0, ")
+
+
+SCRIPT = """
+import torch
+import smpkit.torch as smp
+
+smp.init()
+model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+
+@smp.step
+def train_step(model, batch):
+    model.backward(model(batch).sum())
+
+for _ in range(2):
+    train_step(model, torch.ones(8, 4))
+"""
+
+RUN = """
+entry_point: train.py
+distribution:
+  smdistributed: {modelparallel: {enabled: true, parameters: {pipeline_parallel_degree: 2, microbatches: 4}}}
+  mpi: {enabled: true, processes_per_host: 2}
+output: ./out
+"""
+
+
+def test_a_run_with_events_can_be_looked_at(tmp_path: Path, smpkit: Smpkit) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "job.yaml").write_text(RUN)
+    done = process("run", str(tmp_path / "job.yaml"), "--events", OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    events = tmp_path / "out" / "data" / "events"
+    assert done.stderr.endswith(f"hint: `smpkit timeline {events}` shows what the ranks did\n")
+    result = smpkit("timeline", str(tmp_path / "out"))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("step 1 of 0 to 1, `train_step`: ")
+    assert "\nexecuted  " in result.stdout
+    assert "NOT in planned order" not in result.stdout

@@ -1,0 +1,104 @@
+"""What is read out of events equals what was put into them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from smpkit.observe.events import ActionSpan, EventsError, PlannedSchedule, RankLog, StepSpan
+from smpkit.observe.executed import ExecutedStep, executed_step
+from smpkit.observe.merge import merge
+from smpkit.plan.simulate import Cause, simulate
+from tests.observe.logs import COSTS, chain, logs_of
+
+
+def executed(logs: list[RankLog], number: int = 0) -> ExecutedStep:
+    return executed_step(merge(logs), number)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_step_that_ran_as_simulated_is_read_as_simulated(num_ranks: int, number: int) -> None:
+    schedule = chain(num_ranks, 6)
+    simulated = simulate(schedule, COSTS)
+    step = executed(logs_of(schedule, num_steps=3), number)
+    assert step.follows_plan
+    assert step.executed.bubble == pytest.approx(simulated.bubble)
+    for stage in range(num_ranks):
+        starts = [span.start_seconds for span in simulated.spans[stage]]
+        assert [span.start_seconds for span in step.executed.spans[stage]] == pytest.approx(starts)
+        assert step.executed.idle_seconds[stage] == pytest.approx(simulated.idle_seconds[stage])
+        stalls = simulated.stall_seconds(stage)
+        assert step.executed.stall_seconds(stage) == pytest.approx(stalls, abs=1e-9)
+        assert step.other_seconds(stage) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_planned_step_takes_measured_times_over_free_links() -> None:
+    step = executed(logs_of(chain(4, 8)))
+    assert step.planned is not None
+    assert step.planned.makespan_seconds == pytest.approx((8 + 3) * 3e-3)
+    assert step.planned.bubble == pytest.approx(3 / 11)
+    assert step.executed.makespan_seconds > step.planned.makespan_seconds
+
+
+def test_links_count_what_was_sent_and_how_long_it_was_waited_for() -> None:
+    step = executed(logs_of(chain(3, 4)))
+    found = [(link.sender, link.receiver, link.num_messages, link.num_bytes) for link in step.links]
+    assert found == [(0, 1, 4, 4096), (1, 0, 4, 4096), (1, 2, 4, 4096), (2, 1, 4, 4096)]
+    waits = [stall for stage in step.executed.stalls for stall in stage if stall.cause is not Cause.DRAIN]
+    waited = sum(stall.end_seconds - stall.start_seconds for stall in waits)
+    assert sum(link.waited_seconds for link in step.links) == pytest.approx(waited)
+
+
+def test_another_order_than_planned_is_noticed() -> None:
+    logs = logs_of(chain(2, 2))
+    swap = {0: 1, 1: 0}
+    events = tuple(
+        replace(each, microbatch=swap[each.microbatch]) if isinstance(each, ActionSpan) else each
+        for each in logs[0].events
+    )
+    step = executed([replace(logs[0], events=events), logs[1]])
+    assert not step.follows_plan
+    assert str(step.executed.schedule).splitlines()[0] == "rank 0: F1 F0 B1 B0"
+
+
+def test_a_step_without_a_schedule_has_no_plan() -> None:
+    logs = [
+        replace(each, events=tuple(replace(e, schedule="") if isinstance(e, StepSpan) else e for e in each.events))
+        for each in logs_of(chain(2, 2))
+    ]
+    step = executed(logs)
+    assert step.planned is None
+    assert not step.follows_plan
+    assert step.executed.bubble > 0
+
+
+def test_a_step_in_which_nothing_ran_is_empty() -> None:
+    logs = [
+        replace(each, events=tuple(e for e in each.events if isinstance(e, StepSpan | PlannedSchedule)))
+        for each in logs_of(chain(2, 2))
+    ]
+    step = executed(logs)
+    assert step.executed.makespan_seconds == 0
+    assert step.links == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({PlannedSchedule: {"text": "{}"}}, "the planned schedule of step 0 is damaged"),
+        ({PlannedSchedule: {"key": "7"}}, "refers to a schedule `0` that was not recorded"),
+        ({ActionSpan: {"kind": "Z"}}, "`Z` is no kind of action"),
+        ({ActionSpan: {"segment": 3}}, "belong to no schedule"),
+    ],
+    ids=["damaged", "missing", "kind", "segment"],
+)
+def test_events_that_contradict_each_other_are_refused(change: dict[type, dict[str, object]], message: str) -> None:
+    logs = [
+        replace(each, events=tuple(replace(e, **change.get(type(e), {})) for e in each.events))  # type: ignore[arg-type]
+        for each in logs_of(chain(2, 2))
+    ]
+    with pytest.raises(EventsError) as caught:
+        executed(logs)
+    assert message in caught.value.message

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+
+from smpkit.errors import SmpkitError
+from smpkit.plan.assignment import UnitCost
+from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, TensorFacts, UnitFacts, memory_of_ranks
+from smpkit.plan.partition import assign
+
+
+def tensor(name: str, elements: int, dtype: str = "float32", *, trainable: bool = True) -> TensorFacts:
+    return TensorFacts(name, dtype, elements, elements * (2 if dtype == "bfloat16" else 4), trainable)
+
+
+def model(*, traced: bool = True) -> ModelFacts:
+    """An embedding tied to a head, a block with a frozen half and a buffer, and a loose scale that every rank has."""
+    tensors = [
+        tensor("embed", 100),
+        tensor("block.weight", 50, "bfloat16"),
+        tensor("block.frozen", 30, trainable=False),
+        tensor("scale", 7),
+    ]
+    shared = {"embed": 400}
+    units = (
+        UnitFacts(UnitCost("embed", 400, 1000, shared=shared), ("embed",)),
+        UnitFacts(UnitCost("block", 220, 2000), ("block.weight", "block.frozen")),
+        UnitFacts(UnitCost("head", 400, 500, shared=shared), ("embed",)),
+    )
+    return ModelFacts("Net", units, {each.name: each for each in tensors}, ("scale",), traced)
+
+
+def memory(places: dict[str, int], *, traced: bool = True, replicated: bool = False) -> tuple[RankMemory, ...]:
+    facts = model(traced=traced)
+    return memory_of_ranks(
+        facts,
+        assign(facts.costs, 2, places, 0),
+        live_microbatches=(3, 1),
+        states_per_parameter=2,
+        replicated=replicated,
+    )
+
+
+APART = {"embed": 0, "block": 0, "head": 1}
+TOGETHER = {"embed": 0, "block": 1, "head": 0}
+
+
+def test_every_kind_is_counted() -> None:
+    first, last = memory(APART)
+    assert first.parameters_bytes == 400 + 100 + 120 + 28
+    assert first.gradients_bytes == 400 + 100 + 28
+    assert first.optimizer_bytes == 2 * (400 + 100 + 28)
+    assert first.activations_bytes == 3 * (1000 + 2000)
+    assert first.total_bytes == 648 + 528 + 1056 + (400 + 28) + 9000
+    assert (last.parameters_bytes, last.activations_bytes) == (428, 500)
+
+
+def test_bytes_are_split_by_dtype() -> None:
+    assert memory(APART)[0].dtypes == {"bfloat16": 100, "float32": 548}
+    assert memory(APART)[0].num_parameters == 187
+
+
+def test_a_tied_parameter_counts_once_on_each_of_its_ranks() -> None:
+    assert [each.parameters_bytes for each in memory(TOGETHER)] == [428, 248]
+    assert [each.num_parameters for each in memory(APART)] == [187, 107]
+
+
+def test_what_several_ranks_hold_is_reduced_in_buffers() -> None:
+    assert [each.reduction_bytes for each in memory(APART)] == [428, 428]  # the tied one and the loose one
+    assert [each.reduction_bytes for each in memory(TOGETHER)] == [28, 28]
+    assert [each.reduction_bytes for each in memory(TOGETHER, replicated=True)] == [428, 128]
+
+
+def test_unknown_activations_are_not_zero() -> None:
+    first, _ = memory(APART, traced=False)
+    assert first.activations_bytes is None
+    assert first.total_bytes == 648 + 528 + 1056 + 428
+
+
+def test_json_gives_the_same_model() -> None:
+    assert ModelFacts.from_json(model().to_json()) == model()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "units": 3}'], ids=["empty", "list", "{}", "old", "units"]
+)
+def test_what_is_no_model_is_refused(text: str) -> None:
+    with pytest.raises(SmpkitError, match="not a description of a model"):
+        ModelFacts.from_json(text)
+
+
+def test_torchs_optimizers_keep_as_much_as_we_say() -> None:
+    torch = pytest.importorskip("torch")
+    makers = {
+        "sgd": torch.optim.SGD,
+        "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        "rmsprop": torch.optim.RMSprop,
+        "adagrad": torch.optim.Adagrad,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    assert makers.keys() == OPTIMIZERS.keys()
+    for name, maker in makers.items():
+        parameter = torch.nn.Parameter(torch.zeros(1000))
+        optimizer = maker([parameter])
+        parameter.grad = torch.ones(1000)
+        optimizer.step()
+        kept = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
+        assert sum(each.numel() for each in kept) // 1000 == OPTIMIZERS[name]

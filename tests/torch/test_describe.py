@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.plan.memory import ModelFacts
+from smpkit.torch.partitioning.describe import describe
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; a buffer and a scale belong to the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.block(self.embed(tokens)))
+        return result
+
+
+def test_tied_tensors_are_one_and_loose_ones_are_on_every_rank() -> None:
+    model = describe(Tied)
+    assert (model.name, model.traced) == ("Tied", False)
+    assert {unit.cost.name: unit.tensors for unit in model.units}["head"] == ("embed.weight",)
+    assert {unit.cost.name: dict(unit.cost.shared) for unit in model.units}["head"] == {"embed.weight": 160}
+    assert set(model.loose) == {"scale", "mask"}
+    assert {name for name, each in model.tensors.items() if each.trainable} == {
+        *("embed.weight", "block.0.weight", "block.0.bias", "block.1.weight", "block.1.bias")
+    }
+    assert model.tensors["mask"].dtype == "bool"
+    assert sum(each.num_bytes for each in model.tensors.values()) == sum(
+        each.nbytes for each in [*Tied().parameters(), *Tied().buffers()]
+    )
+
+
+def with_inputs() -> tuple[nn.Module, torch.Tensor]:
+    return Tied(), torch.zeros(6, dtype=torch.int64)
+
+
+def with_arguments() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Tied(), {"tokens": torch.zeros(6, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("factory", [with_inputs, with_arguments])
+def test_with_inputs_compute_and_activations_are_known(factory: Any) -> None:
+    model = describe(factory)
+    costs = {cost.name: cost for cost in model.costs}
+    assert model.traced
+    assert costs["head"].flops == 2 * 6 * 4 * 10
+    assert costs["head"].activation_bytes >= 6 * 4 * 4
+
+
+def test_a_model_too_large_for_any_machine_is_described() -> None:
+    model = describe(lambda: nn.Sequential(nn.Linear(2**20, 2**20, bias=False), nn.Linear(2**20, 2**20, bias=False)))
+    assert sum(each.num_bytes for each in model.tensors.values()) == 2 * 4 * 2**40
+
+
+class NeedsValues(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2 + int(torch.ones(1).item())))
+
+
+def test_a_factory_that_needs_values_gets_them() -> None:
+    assert describe(NeedsValues).tensors["0.weight"].num_elements == 6
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [(lambda: 3, "returned an object of type `int`"), (lambda: 1 / 0, "failed: ZeroDivisionError")],
+    ids=["no module", "raises"],
+)
+def test_a_factory_that_makes_no_model_is_refused(factory: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        describe(factory)
+
+
+def run(folder: Path, target: str) -> tuple[int, Any]:
+    command = [sys.executable, "-m", "smpkit.torch.partitioning.describe", target, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout
+
+
+def test_stdout_is_json_whatever_the_module_prints(tmp_path: Path) -> None:
+    source = (
+        "import os\nfrom torch import nn\nprint('hello'); os.system('echo hello')\nbuild = lambda: nn.Linear(2, 2)\n"
+    )
+    (tmp_path / "zoo.py").write_text(source)
+    code, out = run(tmp_path, "zoo:build")
+    assert code == 0
+    assert ModelFacts.from_json(out).name == "Linear"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("zoo", "`zoo` names no factory"),
+        ("absent:build", "module `absent` cannot be imported: ModuleNotFoundError"),
+        ("zoo:none", "module `zoo` has no `none`"),
+        ("zoo:number", "`zoo:number` is not callable"),
+    ],
+    ids=["form", "module", "attribute", "callable"],
+)
+def test_a_target_that_is_none_is_told_in_json(target: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "zoo.py").write_text("number = 3\n")
+    code, out = run(tmp_path, target)
+    assert code == 2
+    assert message in json.loads(out)["error"]
