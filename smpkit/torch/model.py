@@ -288,12 +288,11 @@ def _check_arguments(
 
 
 def _check_degrees() -> None:
-    for name, degree in (("tensor_parallel_degree", state.cfg.tensor_parallel_degree),):
-        if degree > 1:
-            raise UnsupportedError(
-                f"this version trains models at {name} 1, the configuration says {degree}",
-                hint=f"set {name} to 1 and `ddp: True` to train replicas",
-            )
+    if state.tp_size > 1:
+        raise UnsupportedError(
+            f"this version trains models at tensor_parallel_degree 1, the configuration says {state.tp_size}",
+            hint="set tensor_parallel_degree to 1 and `ddp: True` to train replicas",
+        )
 
 
 def _answer_to_module(module: nn.Module) -> None:
@@ -308,15 +307,19 @@ def _answer_to_module(module: nn.Module) -> None:
 
 def _scaled(
     roots: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None] | None, scale: float
-) -> list[torch.Tensor | None] | None:
-    """Return the gradients to start backward from, times `scale`; None for roots start at 1."""
+) -> list[torch.Tensor | None]:
+    """Return the gradients that backward starts from, times `scale`."""
     given: list[torch.Tensor | None] = [None] * len(roots) if grads is None else list(grads)
+    return [_scaled_start(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
+
+
+def _scaled_start(root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
     if scale == 1.0:
-        return given
-    return [
-        torch.full_like(root, scale) if grad is None and root.numel() == 1 else grad if grad is None else grad * scale
-        for root, grad in zip(roots, given, strict=True)
-    ]
+        return grad
+    if grad is not None:
+        return grad * scale
+    # Without a gradient a root must be a scalar, and starts at 1; of any other, torch says what is wrong with it.
+    return torch.full_like(root, scale) if root.numel() == 1 else None
 
 
 def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableHandle:
