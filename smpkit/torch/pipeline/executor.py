@@ -1,32 +1,33 @@
 """Run the microbatches of a step over the ranks of a pipeline, in the order that the schedule says.
 
 The first microbatch of a new kind of step runs straight through all ranks and is recorded; from its moves every rank
-derives the same segment graph and schedule, and runs its own list of actions of it. A step in which Python asked for a
+derives the same segment graph and schedule, and runs its own list of actions of it. After the second step the schedule
+is made again from measured times (see `replan`). A step in which Python asked for a
 value that a branch may hang on keeps going straight through, microbatch after microbatch: there the next microbatch may
 take another path, and following the program's own order cannot deadlock whatever path that is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-import zlib
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-import torch
-
-from smpkit.errors import UsageError
 from smpkit.plan.schedule import Action, Kind, Schedule, Segment, SegmentGraph, Transfer, check, interleaved, simple
-from smpkit.torch.pipeline.located import Located, set_current
+from smpkit.torch.pipeline.ending import Ending
+from smpkit.torch.pipeline.located import set_current
 from smpkit.torch.pipeline.microbatch import Microbatch, Move
 from smpkit.torch.pipeline.parking import Parked
-from smpkit.torch.pipeline.specs import map_tensors, spec_of
+from smpkit.torch.pipeline.replan import Meter, replan
 from smpkit.torch.pipeline.stage import Stage
 
 __all__ = ["ActionRecorder", "Executor", "Policy"]
 
-_LOOKAHEAD = 2  # actions whose receives are posted before their turn
+_LOOKAHEAD: Final = 2  # actions whose receives are posted before their turn
+_REPLAN_AFTER: Final = 2  # steps; the first one is slow for other reasons, the last of them is measured
 
 ActionRecorder = Callable[[str, int, int, int, int], object]
 """Called with `(kind, segment, microbatch, start_ns, end_ns)`; times are `time.perf_counter_ns()`, waits included."""
@@ -47,6 +48,13 @@ class Policy:
             return simple(graph, count)
         return interleaved(graph, count, self.active_microbatches)
 
+    def can_replan(self, schedule: Schedule) -> bool:
+        """Whether there is a choice: other depths fit under `active_microbatches`, and several ranks take part."""
+        graph = schedule.graph
+        limit = min(self.active_microbatches, schedule.num_microbatches)
+        deeper = any(live < limit for live in schedule.peak_live_microbatches)
+        return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and deeper
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -57,6 +65,16 @@ class _Plan:
     revisited: bool
     forward_receives: dict[int, tuple[Move, ...]]
     backward_receives: dict[int, tuple[Move, ...]]
+    places: Mapping[tuple[int, bool, int, int], int]
+    """Index in its rank's list, by pp_rank, whether backward, segment and microbatch."""
+
+    def follow(self, schedule: Schedule, rank: int) -> _Plan:
+        """Return the plan of the same step in another order."""
+        return replace(self, schedule=schedule, actions=schedule.actions[rank], places=_places(schedule))
+
+    def place(self, rank: int, backward: bool, segment: int, microbatch: int) -> int | None:
+        """Return where an action stands in the list of its rank; None if the schedule does not have it."""
+        return self.places.get((rank, backward, segment, microbatch))
 
 
 class Executor:
@@ -71,6 +89,7 @@ class Executor:
         """Told of every action that has run, in the order in which they ran; None costs nothing."""
         self._policy = policy
         self._plans: dict[Hashable, _Plan | None] = {}
+        self._steps: Counter[Hashable] = Counter()
         self._parked: dict[int, Parked] = {}
 
     def run(
@@ -84,22 +103,26 @@ class Executor:
             kind: what must be equal for a recorded schedule to serve again: function, shapes, modes.
             before_last_backward: called when the backward that comes next is this rank's last of the step.
         """
-        step = _Step(self.stage, body, count, before_last_backward, self.recorder)
+        meter = Meter() if self._steps[kind] == _REPLAN_AFTER - 1 else None
+        step = _Step(self.stage, body, count, before_last_backward, self.recorder, meter)
         self._parked = step.parked
         if kind not in self._plans:
             step.forward_straight(0)
-            self._plans[kind] = plan = self._plan(step.microbatches[0], count)
-            if plan is not None:
-                self.schedules[kind] = plan.schedule
+            self._plans[kind] = self._plan(step.microbatches[0], count)
         plan = self._plans[kind]
         self.last_schedule = None if plan is None else plan.schedule
         if plan is None:
             step.run_straight()
         else:
+            self.schedules[kind] = plan.schedule
             step.run_plan(plan)
-        outputs = self._share([step.outputs[index] for index in range(count)])
+        assert step.ending is not None, "forwards are left"
+        outputs = step.ending.finish()
         self.stage.transport.flush()
-        self._compare(step.microbatches)
+        self._steps[kind] += 1
+        if plan is not None and meter is not None and self._policy.can_replan(plan.schedule):
+            schedule = replan(self.stage, plan.schedule, self._policy.active_microbatches, meter)
+            self._plans[kind] = plan.follow(schedule, self.stage.rank)
         return outputs
 
     def abandon(self) -> None:
@@ -119,60 +142,14 @@ class Executor:
         schedule = self._policy.schedule(_graph(microbatch, self.stage.size), count)
         check(schedule)
         segments = range(microbatch.num_segments[rank])
+        returning = [move for move in microbatch.moves if move.spec.requires_grad and microbatch.has_backward]
         return _Plan(
             schedule,
             schedule.actions[rank],
             len(segments) > 1,
             {s: tuple(m for m in microbatch.moves if (m.target, m.target_segment) == (rank, s)) for s in segments},
-            {
-                s: tuple(
-                    m for m in microbatch.moves if (m.source, m.source_segment) == (rank, s) and m.spec.requires_grad
-                )
-                for s in segments
-            }
-            if microbatch.has_backward
-            else {},
-        )
-
-    # --- what everyone gets at the end -------------------------------------------------------------------------------
-
-    def _share(self, outputs: list[Any]) -> list[Any]:
-        """Give every rank the data of located outputs: one broadcast per home and dtype."""
-        found: dict[tuple[int, torch.dtype], dict[int, Located]] = {}
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, Located):
-                found.setdefault((tensor.home, tensor.dtype), {})[id(tensor)] = tensor
-            return tensor
-
-        map_tensors(note, outputs)
-        data: dict[int, torch.Tensor] = {}
-        for (home, dtype), values in found.items():
-            data.update(self._broadcast(home, dtype, list(values.values())))
-        return [map_tensors(lambda tensor: data.get(id(tensor), tensor), output) for output in outputs]
-
-    def _broadcast(self, home: int, dtype: torch.dtype, values: Sequence[Located]) -> dict[int, torch.Tensor]:
-        shapes = [spec_of(value).shape for value in values]
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        if home == self.stage.rank:
-            packed = torch.cat([value.value.detach().reshape(-1) for value in values if value.value is not None])
-        else:
-            packed = torch.empty(sum(sizes), dtype=dtype, device=self.stage.device)
-        packed = self.stage.transport.broadcast(packed, home)
-        pieces = torch.split(packed, sizes)
-        return {id(value): piece.view(shape) for value, piece, shape in zip(values, pieces, shapes, strict=True)}
-
-    def _compare(self, microbatches: Sequence[Microbatch]) -> None:
-        """Raise where ranks took different ways through a step: what they computed does not belong together."""
-        paths = [zlib.crc32("\n".join(microbatch.path).encode()) for microbatch in microbatches]
-        mine = torch.tensor(paths, dtype=torch.int64)
-        first = self.stage.transport.broadcast(mine, 0).cpu()
-        if torch.equal(mine, first):
-            return
-        index = int((mine != first).nonzero()[0])
-        raise UsageError(
-            f"pipeline rank {self.stage.rank} took another way through microbatch {index} than pipeline rank 0",
-            hint="a step runs on every pipeline rank and must not branch on the rank or on data of its own",
+            {s: tuple(m for m in returning if (m.source, m.source_segment) == (rank, s)) for s in segments},
+            _places(schedule),
         )
 
 
@@ -186,25 +163,24 @@ class _Step:
         count: int,
         before_last_backward: Callable[[], None],
         recorder: ActionRecorder | None,
+        meter: Meter | None,
     ) -> None:
         self.stage = stage
         self.body = body
-        self._recorder = recorder
         self.microbatches = [Microbatch(stage, index) for index in range(count)]
         self.outputs: dict[int, Any] = {}
         self.parked: dict[int, Parked] = {}
+        self.ending: Ending | None = None
+        self._recorder = recorder
+        self._meter = meter
         self._before_last_backward = before_last_backward
         self._backwards = 0
 
     def forward_straight(self, index: int) -> None:
         """Run a microbatch's forward from end to end."""
-        start_ns = time.perf_counter_ns()
-        set_current(self.microbatches[index])
-        try:
-            self.outputs[index] = self._run_body(index)
-        finally:
-            set_current(None)
-        self._record(Kind.FORWARD, 0, index, start_ns)
+        with self._action(Kind.FORWARD, 0, self.microbatches[index]):
+            output = self._run_body(index)
+        self._returned(index, output)
 
     def run_straight(self) -> None:
         """Run all forwards, then all backwards, in the program's own order."""
@@ -216,8 +192,11 @@ class _Step:
 
     def run_plan(self, plan: _Plan) -> None:
         """Run this rank's actions."""
+        self.stage.transport.place = plan.place
+        for coming in plan.actions[:_LOOKAHEAD]:
+            self._post(plan, coming)
         for number, action in enumerate(plan.actions):
-            for coming in plan.actions[number : number + 1 + _LOOKAHEAD]:
+            for coming in plan.actions[number + _LOOKAHEAD : number + _LOOKAHEAD + 1]:
                 self._post(plan, coming)
             microbatch = self.microbatches[action.microbatch]
             if action.kind is Kind.FORWARD:
@@ -230,6 +209,7 @@ class _Step:
                 self._forward(microbatch, microbatch.num_segments[self.stage.rank], plan.revisited)
         for microbatch in self.microbatches:
             self._finish(microbatch)
+        self.stage.transport.place = None
 
     def _post(self, plan: _Plan, action: Action) -> None:
         microbatch = self.microbatches[action.microbatch]
@@ -252,15 +232,16 @@ class _Step:
             parked = Parked(lambda: self._run_body(index), self.stage.random, self.stage.device)
             self.parked[index] = parked
             microbatch.before_wait = parked.park
-        start_ns = time.perf_counter_ns()
-        set_current(microbatch)
-        try:
+        with self._action(Kind.FORWARD, segment, microbatch):
             parked.resume()
-        finally:
-            set_current(None)
-        self._record(Kind.FORWARD, segment, index, start_ns)
         if parked.done:
-            self.outputs[index] = parked.output
+            self._returned(index, parked.output)
+
+    def _returned(self, index: int, output: Any) -> None:
+        """Keep what a microbatch returned; after the last one, let everyone know."""
+        self.outputs[index] = output
+        if len(self.outputs) == len(self.microbatches):
+            self.ending = Ending(self.stage, self.microbatches, [self.outputs[i] for i in range(len(self.outputs))])
 
     def _run_body(self, index: int) -> Any:
         self.stage.random.begin_microbatch(index)
@@ -276,18 +257,38 @@ class _Step:
 
     def _backward(self, microbatch: Microbatch, segment: int) -> None:
         self._backwards += 1
-        expected = sum(each.num_segments[self.stage.rank] for each in self.microbatches)
-        if self._backwards == expected:
+        if self.ending is not None and self._backwards == self._num_segments():
             self._before_last_backward()
-        start_ns = time.perf_counter_ns()
-        microbatch.backward_segment(segment)
-        self._record(Kind.BACKWARD, segment, microbatch.index, start_ns)
+        with self._action(Kind.BACKWARD, segment, microbatch):
+            microbatch.backward_segment(segment)
         if len(microbatch.backward_done) == microbatch.num_segments[self.stage.rank]:
             microbatch.release()
 
-    def _record(self, kind: Kind, segment: int, microbatch: int, start_ns: int) -> None:
+    def _num_segments(self) -> int:
+        return sum(each.num_segments[self.stage.rank] for each in self.microbatches)
+
+    @contextlib.contextmanager
+    def _action(self, kind: Kind, segment: int, microbatch: Microbatch) -> Iterator[None]:
+        """Do something for a microbatch, and tell those who listen what it took."""
+        start_ns, waited_ns = time.perf_counter_ns(), self.stage.transport.waited_ns
+        set_current(microbatch if kind is Kind.FORWARD else None)
+        try:
+            yield
+        finally:
+            set_current(None)
+        end_ns = time.perf_counter_ns()
+        if self._meter is not None:
+            self._meter.note(kind, segment, end_ns - start_ns - (self.stage.transport.waited_ns - waited_ns))
         if self._recorder is not None:
-            self._recorder(kind.value, segment, microbatch, start_ns, time.perf_counter_ns())
+            self._recorder(kind.value, segment, microbatch.index, start_ns, end_ns)
+
+
+def _places(schedule: Schedule) -> dict[tuple[int, bool, int, int], int]:
+    return {
+        (rank, action.kind is not Kind.FORWARD, action.segment, action.microbatch): place
+        for rank, actions in enumerate(schedule.actions)
+        for place, action in enumerate(actions)
+    }
 
 
 def _graph(microbatch: Microbatch, size: int) -> SegmentGraph:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from smpkit.errors import UsageError
 from smpkit.plan.assignment import Assignment
 from smpkit.plan.partition import assign, partition
 from smpkit.torch.comm import CommGroup
@@ -18,6 +16,7 @@ from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
 from smpkit.torch.partitioning.manual import pinned_modules
 from smpkit.torch.partitioning.trace import measure_units, run_fake, units_of
 from smpkit.torch.pipeline.executor import Executor, Policy
+from smpkit.torch.pipeline.inputs import inputs_of_first
 from smpkit.torch.pipeline.located import current
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, signature
@@ -66,19 +65,9 @@ class Pipeline:
             return tensor
 
         map_tensors(note, arguments)
-        self._check_same_shapes(tensors)
-        shared = {id(tensor): self._transport.broadcast(tensor.detach(), 0) for tensor in tensors}
+        others = inputs_of_first(self._transport, state.pp_rank, state.pp_size, state.device, tensors)
+        shared = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
         return map_tensors(lambda tensor: shared.get(id(tensor), tensor), arguments)
-
-    def _check_same_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
-        shapes = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
-        mine = torch.tensor([zlib.crc32(" ".join(shapes).encode())])
-        if not torch.equal(mine, self._transport.broadcast(mine, 0).cpu()):
-            raise UsageError(
-                f"pipeline rank {state.pp_rank} was given tensors {', '.join(shapes) or 'none'} for the step, "
-                "and pipeline rank 0 others",
-                hint="feed every rank of a pipeline the same batches: shard data by smp.dp_rank(), not by smp.rank()",
-            )
 
     # --- partitioning ----------------------------------------------------------------------------------------------
 

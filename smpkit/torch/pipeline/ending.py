@@ -1,0 +1,131 @@
+"""The end of a step: every rank gets what the step returned, and learns whether all ranks went the same way.
+
+Both travel as soon as a rank's last forward is over, while backwards still run, so at the end there is little left to
+wait for; and from neighbour to neighbour, so nobody sends more than two messages. What is compared with the rank before
+is a checksum of the calls that each microbatch made.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from smpkit.errors import UsageError
+from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.microbatch import Microbatch
+from smpkit.torch.pipeline.specs import TensorSpec, map_tensors, spec_of
+from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.transport import Tag, pack, packed_bytes, unpack
+
+__all__ = ["Ending"]
+
+_CHECKSUM_BITS: Final = (1 << 24) - 1
+_WHAT: Final = "the end of the step"
+
+
+class Ending:
+    """Begun when all forwards of a step have run on this rank.
+
+    Args:
+        outputs: what the microbatches returned, in order; located values anywhere in it.
+    """
+
+    def __init__(self, stage: Stage, microbatches: Sequence[Microbatch], outputs: list[Any]) -> None:
+        self._stage = stage
+        self._outputs = outputs
+        self._located = _located_by_home(outputs)
+        self._paths = _checksums(microbatches, self._located)
+        self._waits: dict[int, Callable[[], torch.Tensor]] = {}
+        self._paths_before: Callable[[], torch.Tensor] | None = None
+        self._begin_paths()
+        for home, values in self._located.items():
+            self._begin_outputs(home, values)
+
+    def _begin_paths(self) -> None:
+        transport, rank = self._stage.transport, self._stage.rank
+        if rank < self._stage.size - 1:
+            transport.send_bytes(self._paths.view(torch.uint8), rank + 1, Tag.PATHS)
+        if rank > 0:
+            self._paths_before = transport.expect_bytes(self._paths.nbytes, rank - 1, Tag.PATHS, _WHAT)
+
+    def _begin_outputs(self, home: int, values: list[Located]) -> None:
+        rank = self._stage.rank
+        if home == rank:
+            packed = pack([value.value for value in values if value.value is not None])
+            self._hand_on(home, packed, values)
+            return
+        source = rank + 1 if rank < home else rank - 1
+        num_bytes = packed_bytes([spec_of(value) for value in values])
+        self._waits[home] = self._stage.transport.expect_bytes(num_bytes, source, _tag(values), _WHAT)
+
+    def _hand_on(self, home: int, packed: torch.Tensor, values: list[Located]) -> None:
+        """Send the outputs of `home` to the neighbours that are further away from it."""
+        rank = self._stage.rank
+        targets = [rank - 1] * (rank <= home) + [rank + 1] * (rank >= home)
+        for target in targets:
+            if 0 <= target < self._stage.size:
+                self._stage.transport.send_bytes(packed, target, _tag(values))
+
+    def finish(self) -> list[Any]:
+        """Return the outputs with the data of their homes.
+
+        Raises:
+            UsageError: this rank went another way through the step than the one before.
+        """
+        if self._paths_before is not None:
+            self._compare(self._paths_before().view(torch.int64))
+        data: dict[int, torch.Tensor] = {}
+        for home, values in self._located.items():
+            data.update((id(value), tensor) for value, tensor in zip(values, self._data(home, values), strict=True))
+        return [map_tensors(lambda tensor: data.get(id(tensor), tensor), output) for output in self._outputs]
+
+    def _data(self, home: int, values: list[Located]) -> list[torch.Tensor]:
+        if home == self._stage.rank:
+            return [value.value.detach() for value in values if value.value is not None]
+        packed = self._waits[home]()
+        self._hand_on(home, packed, values)
+        # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
+        return [tensor.to(self._stage.device, copy=True) for tensor in unpack(packed, [spec_of(v) for v in values])]
+
+    def _compare(self, before: torch.Tensor) -> None:
+        if torch.equal(self._paths, before):
+            return
+        index = int((self._paths != before).nonzero()[0])
+        where = f"microbatch {index}" if index < len(before) - 1 else "what the step returns"
+        rank = self._stage.rank
+        raise UsageError(
+            f"pipeline rank {rank} took another way through {where} than pipeline rank {rank - 1}",
+            hint="a step runs on every pipeline rank and must not branch on the rank or on data of its own",
+        )
+
+
+def _located_by_home(outputs: list[Any]) -> dict[int, list[Located]]:
+    """Return the located values of all outputs, each once, in the order in which they are returned."""
+    found: dict[int, dict[int, Located]] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, Located):
+            found.setdefault(tensor.home, {})[id(tensor)] = tensor
+        return tensor
+
+    map_tensors(note, outputs)
+    return {home: list(found[home].values()) for home in sorted(found)}
+
+
+def _checksums(microbatches: Sequence[Microbatch], located: dict[int, list[Located]]) -> torch.Tensor:
+    """Return a checksum per microbatch of the way it took, and one of what the step returns."""
+    paths = [zlib.crc32("\n".join(microbatch.path).encode()) for microbatch in microbatches]
+    returned = zlib.crc32(str([(home, _checksum(values)) for home, values in located.items()]).encode())
+    return torch.tensor([*paths, returned], dtype=torch.int64)
+
+
+def _tag(values: Sequence[Located]) -> int:
+    return Tag.OUTPUTS + _checksum(values)
+
+
+def _checksum(values: Sequence[Located]) -> int:
+    specs: list[TensorSpec] = [spec_of(value) for value in values]
+    return zlib.crc32(" ".join(map(str, specs)).encode()) & _CHECKSUM_BITS

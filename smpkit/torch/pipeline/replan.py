@@ -1,0 +1,128 @@
+"""Plan a step again once it is known what its actions and messages take.
+
+The first schedule follows from the graph alone. After the second step, every rank tells pp_rank 0 the median time that
+its segments computed and how fast the link to the next rank is. pp_rank 0 plans with these costs and tells everyone
+the schedule, so it is the same everywhere: a slow link is hidden by holding more microbatches, as far as
+`active_microbatches` allows. The order in which a rank accumulates gradients, ascending microbatches, stays.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from typing import Final
+
+import torch
+
+from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, check, from_json, interleaved, to_json
+from smpkit.plan.simulate import simulate
+from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.transport import Tag
+
+__all__ = ["Meter", "replan"]
+
+_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD)
+_WORTH: Final = 0.01
+"""Another schedule must be predicted to be faster by this share: times are measured, and it holds more memory."""
+_NUM_PINGS: Final = 5
+_NS_PER_SECOND: Final = 1e9
+_WHAT: Final = "the measured times of a step"
+
+
+class Meter:
+    """Collects how long this rank's actions computed, without their waits for messages."""
+
+    def __init__(self) -> None:
+        self._spent_ns: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
+
+    def note(self, kind: Kind, segment: int, spent_ns: int) -> None:
+        """Add one action."""
+        self._spent_ns[kind, segment].append(spent_ns)
+
+    def seconds(self, num_segments: int) -> list[float]:
+        """Return the median time of each kind of action, by segment."""
+        spent = [self._spent_ns.get((kind, segment), [0]) for segment in range(num_segments) for kind in _KINDS]
+        return [statistics.median(times) / _NS_PER_SECOND for times in spent]
+
+
+def replan(stage: Stage, schedule: Schedule, active_microbatches: int, meter: Meter) -> Schedule:
+    """Return the schedule to run from now on; all ranks call this at the same time."""
+    largest_bytes = max((transfer.num_bytes for transfer in schedule.graph.transfers), default=0)
+    latency_seconds, seconds_per_byte = _measure_link(stage, largest_bytes)
+    counts = schedule.graph.counts
+    mine = [*meter.seconds(counts[stage.rank]), latency_seconds, seconds_per_byte]
+    if stage.rank:
+        stage.transport.send_bytes(torch.tensor(mine, dtype=torch.float64).view(torch.uint8), 0, Tag.COSTS)
+        return _agreed(schedule, stage.transport.receive_object(0, "the schedule"))
+    measured = [mine]
+    for rank in range(1, stage.size):
+        num_bytes = torch.float64.itemsize * (len(_KINDS) * counts[rank] + 2)
+        measured.append(stage.transport.receive_bytes(num_bytes, rank, Tag.COSTS, _WHAT).view(torch.float64).tolist())
+    text = _better(schedule, active_microbatches, _costs(counts, measured))
+    stage.transport.broadcast_object(text)
+    return _agreed(schedule, text)
+
+
+def _agreed(schedule: Schedule, text: str) -> Schedule:
+    if not text:
+        return schedule
+    other = from_json(text)
+    check(other)
+    return other
+
+
+def _better(schedule: Schedule, active_microbatches: int, costs: Costs) -> str:
+    """Return a schedule that is worth the change as JSON, or nothing."""
+    other = interleaved(schedule.graph, schedule.num_microbatches, active_microbatches, costs)
+    before, after = (simulate(each, costs).makespan_seconds for each in (schedule, other))
+    return to_json(other) if after < before * (1 - _WORTH) else ""
+
+
+def _costs(counts: tuple[int, ...], measured: list[list[float]]) -> Costs:
+    """Put together what the ranks measured; every link counts as the slowest one."""
+    forward, backward = {}, {}
+    for rank, count in enumerate(counts):
+        for index in range(count):
+            forward[Segment(rank, index)], backward[Segment(rank, index)] = measured[rank][2 * index : 2 * index + 2]
+    return Costs(
+        forward,
+        backward,
+        latency_seconds=max(each[-2] for each in measured),
+        seconds_per_byte=max(each[-1] for each in measured),
+    )
+
+
+def _measure_link(stage: Stage, num_bytes: int) -> tuple[float, float]:
+    """Return latency and seconds per byte of the link to the next rank; 0 on the last one, which has none.
+
+    Even ranks ping first, then odd ones, so that all links of a host are as busy as in a step.
+    """
+    found = (0.0, 0.0)
+    for parity in (0, 1):
+        pings = stage.rank % 2 == parity
+        peer = stage.rank + 1 if pings else stage.rank - 1
+        if not 0 <= peer < stage.size:
+            continue
+        empty_seconds = _ping(stage, peer, 1, first=pings)
+        full_seconds = _ping(stage, peer, max(num_bytes, 1), first=pings)
+        if pings:
+            found = empty_seconds, max(0.0, full_seconds - empty_seconds) / max(num_bytes, 1)
+    return found
+
+
+def _ping(stage: Stage, peer: int, num_bytes: int, *, first: bool) -> float:
+    """Send a message to and fro some times; return the median seconds of one way."""
+    transport = stage.transport
+    seconds = []
+    for _ in range(_NUM_PINGS):
+        message = torch.zeros(num_bytes, dtype=torch.uint8)
+        start = time.perf_counter()
+        if first:
+            transport.send_bytes(message, peer, Tag.PING)
+        message = transport.receive_bytes(num_bytes, peer, Tag.PING, _WHAT)
+        if not first:
+            transport.send_bytes(message, peer, Tag.PING)
+        transport.flush()
+        seconds.append((time.perf_counter() - start) / 2)
+    return statistics.median(seconds)

@@ -1,0 +1,309 @@
+"""What runs is what was planned: order, live microbatches, messages; and a slow link makes the plan deeper."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, from_json, interleaved
+from smpkit.torch.pipeline.executor import Executor, Policy
+from smpkit.torch.pipeline.replan import Meter, _better
+from smpkit.torch.state import state
+from tests.ranks import RankFailed, run_ranks
+
+WIDTH = 8
+
+
+@smp.step
+def train_step(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    loss = model(inputs).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(inputs)
+    return result
+
+
+class Tied(nn.Module):
+    """Goes back to its first layer at the end, so the rank that holds it is visited twice."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, self.layers[0]]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def start(degree: int, microbatches: int, *, tied: bool = False, **more: Any) -> Any:
+    smp.init(
+        {
+            "pipeline_parallel_degree": degree,
+            "microbatches": microbatches,
+            "auto_partition": False,
+            "default_partition": 0,
+            "ddp": True,
+            **more,
+        }
+    )
+    torch.manual_seed(3)
+    module = Tied(degree) if tied else nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(degree)])
+    for rank, layer in enumerate(module.layers if isinstance(module, Tied) else module):
+        smp.set_partition(layer, rank)
+    return smp.DistributedModel(module)
+
+
+def executor() -> Executor:
+    assert state.model is not None
+    assert state.model.pipeline is not None
+    found = state.model.pipeline._executor
+    assert found is not None
+    return found
+
+
+def record(degree: int, microbatches: int, tied: bool, more: dict[str, Any]) -> tuple[Schedule, list[str], list[int]]:
+    """Return the schedule of the fourth step, the actions that ran in it, and how many graphs were kept after each."""
+    model = start(degree, microbatches, tied=tied, **more)
+    inputs = torch.randn(4 * microbatches, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        train_step(model, inputs)
+    ran: list[str] = []
+    live: set[int] = set()
+    peaks = []
+
+    def note(kind: str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
+        assert start_ns <= end_ns <= time.perf_counter_ns()
+        ran.append(f"{kind}{microbatch}" + (f".{segment}" if segment else ""))
+        live.add(microbatch)
+        peaks.append(len(live))
+        if kind == "B" and segment == 0:
+            live.remove(microbatch)
+
+    executor().recorder = note
+    train_step(model, inputs)
+    (schedule,) = executor().schedules.values()
+    smp.shutdown()
+    return schedule, ran, peaks
+
+
+@pytest.mark.parametrize(
+    ("degree", "microbatches", "tied", "more"),
+    [
+        (2, 4, False, {}),
+        (4, 8, False, {}),
+        (4, 8, False, {"active_microbatches": 2}),
+        (2, 4, False, {"pipeline": "simple", "active_microbatches": 4}),
+        (2, 6, True, {}),
+    ],
+    ids=["pp2", "pp4", "pp4, two live", "simple", "a rank visited twice"],
+)
+def test_actions_run_in_the_planned_order_with_the_planned_live_microbatches(
+    degree: int, microbatches: int, tied: bool, more: dict[str, Any]
+) -> None:
+    found = run_ranks(record, degree, degree, microbatches, tied, more)
+    schedules = [schedule for schedule, _, _ in found]
+    assert all(schedule == schedules[0] for schedule in schedules)
+    for rank, (schedule, ran, peaks) in enumerate(found):
+        assert ran == [str(action) for action in schedule.actions[rank]]
+        assert max(peaks) == schedule.peak_live_microbatches[rank]
+        assert max(peaks) <= more.get("active_microbatches", degree + 2)
+
+
+def count(degree: int, microbatches: int) -> list[dict[str, Any]]:
+    """Return for three steps after the schedule is settled what this rank's transport did."""
+    model = start(degree, microbatches)
+    inputs = torch.randn(4 * microbatches, WIDTH)
+    for _ in range(2):
+        train_step(model, inputs)
+    transport = executor().stage.transport
+    messages: list[tuple[str, int, int, int]] = []
+    transport.recorder = lambda direction, peer, size, tag, begin, end: messages.append((direction, peer, size, tag))
+    objects: list[object] = []
+
+    def broadcast_object(value: object) -> None:
+        objects.append(value)
+
+    transport.broadcast_object = broadcast_object  # type: ignore[method-assign]
+    steps = []
+    for _ in range(3):
+        messages.clear()
+        before = transport.num_messages
+        train_step(model, inputs)
+        steps.append({"messages": list(messages), "sent": transport.num_messages - before, "objects": len(objects)})
+    smp.shutdown()
+    return steps
+
+
+def test_steady_state_sends_one_message_per_boundary_tensor_and_direction_and_no_objects() -> None:
+    degree, microbatches = 3, 4
+    value_bytes = 4 * WIDTH * 4
+    for rank, steps in enumerate(run_ranks(count, degree, degree, microbatches)):
+        for step in steps:
+            assert step["objects"] == 0
+            neighbours = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < degree]
+            for direction, peer in itertools.product(["send", "receive"], neighbours):
+                found = [message for message in step["messages"] if message[:2] == (direction, peer)]
+                assert len(found) == microbatches
+                assert {size for _, _, size, _ in found} == {value_bytes}
+            # Besides: inputs and way to the next rank, what the step returned to the one before.
+            others = 2 * (rank < degree - 1) + (rank > 0)
+            assert step["sent"] == microbatches * len(neighbours) + others
+        assert steps[0] == steps[1] == steps[2]
+
+
+def outstanding(microbatches: int) -> int:
+    """Return the most messages that this rank's transport held at a time."""
+    model = start(2, microbatches)
+    inputs = torch.randn(4 * microbatches, WIDTH)
+    for _ in range(3):
+        train_step(model, inputs)
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, sum(map(len, executor().stage.transport._sending)))
+
+    executor().recorder = look
+    train_step(model, inputs)
+    smp.shutdown()
+    return most
+
+
+def test_sent_tensors_are_let_go_while_the_step_runs() -> None:
+    # Two messages at the start and end, and those of live microbatches: not one for each of 24 microbatches.
+    assert max(run_ranks(outstanding, 2, 24)) <= 8
+
+
+def slow_second_step(degree: int, microbatches: int) -> tuple[list[str], list[str], list[Any]]:
+    """Make the link slow by what rank 0 measures, and return the schedule before and after, and the losses."""
+    import smpkit.torch.pipeline.replan as room
+
+    room._measure_link = lambda stage, num_bytes: (0.01, 0.0)
+    model = start(degree, microbatches, active_microbatches=8)
+    inputs = torch.randn(4 * microbatches, WIDTH, generator=torch.Generator().manual_seed(1))
+    gradients: list[Any] = []
+    texts = []
+    for _ in range(4):
+        model.zero_grad()
+        train_step(model, inputs)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        texts.append(str(next(iter(executor().schedules.values()))))
+    smp.shutdown()
+    assert all(torch.equal(a, b) for other in gradients for a, b in zip(gradients[0], other, strict=True))
+    return texts[:2], texts[2:], gradients
+
+
+def test_measured_times_make_the_schedule_deeper_everywhere_and_gradients_stay_the_same_to_the_bit() -> None:
+    found = run_ranks(slow_second_step, 2, 2, 8)
+    before, after, _ = found[0]
+    assert before[0] == before[1] != after[0] == after[1]
+    assert [f"{b}{a}" for b, a, _ in found] == [f"{before}{after}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("costs", "deeper"),
+    [(Costs(0.02, 0.04, latency_seconds=0.01), True), (Costs(0.02, 0.04), False)],
+    ids=["slow link", "no link time"],
+)
+def test_another_schedule_must_be_worth_it(costs: Costs, deeper: bool) -> None:
+    schedule = interleaved(SegmentGraph.chain(4, num_bytes=8), 16, 8)
+    text = _better(schedule, 8, costs)
+    assert bool(text) is deeper
+    assert not deeper or sum(from_json(text).peak_live_microbatches) > sum(schedule.peak_live_microbatches)
+
+
+def test_meter_takes_medians_by_segment_and_kind() -> None:
+    meter = Meter()
+    for spent in (10, 30, 1000):
+        meter.note(Kind.FORWARD, 0, spent)
+    meter.note(Kind.BACKWARD, 1, 7)
+    assert meter.seconds(2) == pytest.approx([30e-9, 0, 0, 7e-9])
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [(Policy("interleaved", 4), True), (Policy("interleaved", 1), False), (Policy("simple", 4), False)],
+    ids=["room for more", "at the cap", "simple"],
+)
+def test_schedules_are_made_again_only_where_there_is_a_choice(policy: Policy, expected: bool) -> None:
+    graph = SegmentGraph.chain(2)
+    assert graph.segments[0] == Segment(0, 0)
+    assert policy.can_replan(policy.schedule(graph, 4)) is expected
+
+
+def outputs(degree: int) -> list[Any]:
+    model = start(degree, 2)
+    inputs = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
+    with torch.no_grad():
+        whole = evaluate(model, inputs).concat()
+    smp.shutdown()
+    return whole.tolist()
+
+
+def test_every_rank_gets_what_the_step_returned() -> None:
+    torch.manual_seed(3)
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    expected = module(torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)).tolist()
+    for found in run_ranks(outputs, 3, 3):
+        assert found == [pytest.approx(row) for row in expected]
+
+
+def diverge() -> None:
+    model = start(2, 2)
+
+    @smp.step
+    def step(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(inputs)
+        return result.abs() if smp.pp_rank() == 1 else result.exp()
+
+    with torch.no_grad():
+        step(model, torch.zeros(4, WIDTH))
+
+
+def test_ranks_that_go_different_ways_hear_of_it() -> None:
+    with pytest.raises(RankFailed, match="took another way through microbatch 0 than pipeline rank 0"):
+        run_ranks(diverge, 2)
+
+
+def big_inputs(shapes: Sequence[Sequence[int]]) -> bool:
+    """Return whether rank 1 saw the inputs of rank 0: small ones, and such as need a second message."""
+    smp.init({"pipeline_parallel_degree": 3, "microbatches": 3, "ddp": True})
+    from smpkit.torch.pipeline.inputs import inputs_of_first
+    from smpkit.torch.pipeline.pipeline import Pipeline
+
+    transport = Pipeline(nn.Linear(1, 1))._transport
+    expected = [torch.randn(shape, generator=torch.Generator().manual_seed(9)) for shape in shapes]
+    mine = expected if smp.pp_rank() == 0 else [torch.zeros_like(tensor) for tensor in expected]
+    found = inputs_of_first(transport, smp.pp_rank(), 3, torch.device("cpu"), mine)
+    transport.flush()
+    smp.shutdown()
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shapes", [[], [[3], [2, 0], [], [1, 1]], [[300, 100], [5]]], ids=["none", "small", "two messages"]
+)
+def test_inputs_of_the_first_rank_reach_all(shapes: list[list[int]]) -> None:
+    assert all(run_ranks(big_inputs, 3, shapes))
+
+
+def different_inputs() -> None:
+    model = start(2, 1)
+    train_step(model, torch.zeros(2 + smp.rank(), WIDTH))
+
+
+def test_different_batches_are_named() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 was given tensors float32\[3, 8\] for the step, and pipeline rank 0"):
+        run_ranks(different_inputs, 2)

@@ -1,0 +1,151 @@
+"""Messages carry exact bytes, early receives are found, and what was taken is let go without a wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import smpkit.torch as smp
+from smpkit.torch.comm import CommGroup
+from smpkit.torch.pipeline.microbatch import Move
+from smpkit.torch.pipeline.specs import TensorSpec, spec_of
+from smpkit.torch.pipeline.transport import Tag, Transport, pack, packed_bytes, unpack
+from smpkit.torch.state import state
+from tests.ranks import run_ranks
+
+VALUE = torch.arange(6.0).view(2, 3)
+TENSORS = [
+    torch.tensor(True),
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.empty(0, 3),
+    torch.tensor([[1 + 2j]], dtype=torch.complex64),
+    torch.arange(6).view(2, 3).t(),
+    torch.ones(1).expand(3),
+]
+
+
+def open_transport() -> Transport:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    return Transport(state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device)
+
+
+def move_of(number: int, source: int = 0) -> Move:
+    spec = TensorSpec((2, 3), (3, 1), torch.float32, requires_grad=True)
+    return Move(number, source, 1 - source, 0, 0, spec)
+
+
+def test_packed_tensors_come_out_as_they_went_in() -> None:
+    packed = pack(TENSORS)
+    specs = [spec_of(tensor) for tensor in TENSORS]
+    assert packed.nbytes == packed_bytes(specs)
+    for before, after in zip(TENSORS, unpack(packed, specs), strict=True):
+        assert after.dtype == before.dtype
+        assert after.is_contiguous()
+        assert torch.equal(before, after)
+
+
+def test_packed_tensors_do_not_follow_the_originals() -> None:
+    tensor = torch.zeros(3)
+    packed = pack([tensor])
+    tensor.fill_(7)
+    assert unpack(packed, [spec_of(tensor)])[0].tolist() == [0, 0, 0]
+
+
+def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
+    """Send two values in one order, receive them in the other, and send gradients back."""
+    transport = open_transport()
+    seen: list[tuple[str, int, int]] = []
+    tags: list[int] = []
+
+    def note(direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
+        assert start_ns <= end_ns
+        seen.append((direction, peer, num_bytes))
+        tags.append(tag)
+
+    transport.recorder = note
+    got = []
+    if smp.pp_rank() == 0:
+        for microbatch in (0, 1):
+            transport.send(VALUE.t().contiguous().t() + microbatch, microbatch, move_of(5))
+        got = [transport.receive_gradient(microbatch, move_of(5)).tolist() for microbatch in (0, 1)]
+    else:
+        transport.post(0, move_of(5), backward=False)
+        transport.post(1, move_of(5), backward=False)
+        transport.post(1, move_of(5), backward=False)  # posted already
+        got = [transport.receive(microbatch, move_of(5)).tolist() for microbatch in (1, 0)]
+        for microbatch in (0, 1):
+            transport.send_gradient(VALUE * 10 + microbatch, microbatch, move_of(5))
+    transport.flush()
+    smp.shutdown()
+    return got, seen, len(set(tags))
+
+
+def test_values_go_forward_and_gradients_back_under_tags_of_their_own() -> None:
+    (gradients, sender, tags), (values, receiver, _) = run_ranks(values_and_gradients, 2)
+    assert values == [(VALUE + 1).tolist(), VALUE.tolist()]
+    assert gradients == [(VALUE * 10).tolist(), (VALUE * 10 + 1).tolist()]
+    assert sender == [("send", 1, 24)] * 2 + [("receive", 1, 24)] * 2
+    assert receiver == [("receive", 0, 24)] * 2 + [("send", 0, 24)] * 2
+    assert tags == 4
+
+
+def lets_go() -> list[int]:
+    """Send values of three microbatches; return how many messages are held after each gradient came back."""
+    transport = open_transport()
+    # The list of both ranks: F0 F1 F2 B0 B1 B2.
+    transport.place = lambda rank, backward, segment, microbatch: 3 * backward + microbatch
+    held = []
+    if smp.pp_rank() == 0:
+        transport.send(VALUE, 9, Move(7, 0, 1, 0, 0, move_of(7).spec))
+        for microbatch in range(3):
+            transport.send(VALUE, microbatch, move_of(0))
+        held.append(len(transport._sending[1]))
+        transport.receive_gradient(0, move_of(0))
+        held.append(len(transport._sending[1]))
+        transport.receive(9, move_of(8, source=1))
+    else:
+        for microbatch in range(3):
+            transport.receive(microbatch, move_of(0))
+        transport.send_gradient(VALUE, 0, move_of(0))
+        transport.receive(9, move_of(7))
+        transport.send(VALUE, 9, move_of(8, source=1))
+    transport.flush()
+    held.append(len(transport._sending[1 - smp.pp_rank()]))
+    smp.shutdown()
+    return held
+
+
+def test_a_receive_lets_go_of_what_the_sender_has_taken_before() -> None:
+    # The first value is of microbatch 9, which comes after everything in the list, so the gradient says nothing of it.
+    assert run_ranks(lets_go, 2)[0] == [4, 1, 0]
+
+
+def objects_and_bytes() -> tuple[Any, list[int]]:
+    transport = open_transport()
+    if smp.pp_rank() == 0:
+        transport.broadcast_object({"shape": (2, 3)})
+        transport.send_bytes(torch.arange(5, dtype=torch.uint8), 1, Tag.PING)
+        found: tuple[Any, list[int]] = {}, []
+    else:
+        coming = transport.expect_bytes(5, 0, Tag.PING, "a test")
+        found = transport.receive_object(0, "a test"), coming().tolist()
+    transport.flush()
+    smp.shutdown()
+    return found
+
+
+def test_objects_and_bytes_arrive() -> None:
+    assert run_ranks(objects_and_bytes, 2)[1] == ({"shape": (2, 3)}, [0, 1, 2, 3, 4])
+
+
+def gives_up() -> None:
+    transport = open_transport()
+    if smp.pp_rank() == 1:
+        transport.receive(4, move_of(2))
+
+
+def test_a_value_that_never_comes_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"forward of microbatch 4 \(float32\[2, 3\]\)"):
+        run_ranks(gives_up, 2)
