@@ -16,7 +16,10 @@ from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.join import JoinContext
 from smpkit.torch.model_state import PARTIAL_KEY, ModelState
 from smpkit.torch.partitioning.delayed import initialize
+from smpkit.torch.partitioning.trace import units_of
 from smpkit.torch.pipeline.pipeline import Pipeline
+from smpkit.torch.pipeline.random import RandomStreams
+from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import state
@@ -77,6 +80,7 @@ class DistributedModel(ModelState):
         self.module = module if state.pp_size > 1 else module.to(state.device)
         self.pipeline = Pipeline(module) if state.pp_size > 1 else None
         self.partitioned = self.pipeline is None
+        self.random: RandomStreams | None = None
         self.trace_memory_usage = trace_memory_usage
         self.find_unused_parameters = find_unused_parameters
         self.average_grads_across_microbatches = average_grads_across_microbatches
@@ -171,8 +175,20 @@ class DistributedModel(ModelState):
         if self.data_parallel is not None:
             self.data_parallel.begin_step(self.training)
 
+    def training_step(self) -> contextlib.AbstractContextManager[None]:
+        """Lead random numbers while microbatches run here, as over a pipeline (called by `@smp.step`)."""
+        if self.random is None:
+            # torch.compile of the whole model traces through the calls of its modules: leave those alone.
+            if hasattr(self.module, "_orig_mod"):
+                return contextlib.nullcontext()
+            self.random = RandomStreams(torch.initial_seed() + state.dp_rank, state.device)
+            install_streams(self.module, [unit.name for unit in units_of(self.module).units], self.random)
+        return self.random.training_step(training=self.module.training)
+
     def begin_microbatch(self, index: int) -> None:
         """Start the random numbers of a microbatch (called by `@smp.step`)."""
+        if self.random is not None:
+            self.random.begin_microbatch(index)
 
     def before_last_backward(self) -> None:
         """Let gradients be reduced while the backward that comes next runs."""

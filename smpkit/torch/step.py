@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ class StepFunction:
             if model is not None and model.pipeline is not None:
                 outputs = model.pipeline.run(self, lambda i: self._body(calls[i]), calls, model.before_last_backward)
             else:
-                outputs = self._run_here(run, calls)
+                with contextlib.nullcontext() if model is None else model.training_step():
+                    outputs = self._run_here(run, calls)
         except BaseException:
             if model is not None:
                 model.abandon_step()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["Located", "current", "set_current"]
+__all__ = ["Located", "current", "data_on", "is_running", "set_current"]
 
 T = torch.Tensor
 
@@ -48,6 +48,11 @@ def current() -> Microbatch:
 def set_current(microbatch: Microbatch | None) -> None:
     """Say whose code runs from now on."""
     _Current.microbatch = microbatch
+
+
+def is_running() -> bool:
+    """Return whether a microbatch's code runs now; if not, a module that is called is being recomputed in backward."""
+    return _Current.microbatch is not None
 
 
 class Located(torch.Tensor):
@@ -129,6 +134,19 @@ class Located(torch.Tensor):
         raise UsageError(
             "a value of another pipeline rank cannot be saved inside the step", hint="return it and save what you get"
         )
+
+
+def data_on(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the data of a value as rank `rank`, which runs this, has it."""
+    if not isinstance(tensor, Located):
+        return tensor
+    here = tensor if tensor.home == rank else tensor.copies.get(rank)
+    if here is None or here.value is None:
+        raise UsageError(
+            "a value of another pipeline rank was used in backward",
+            hint="recompute whole modules: pass one to torch.utils.checkpoint, not a function around several",
+        )
+    return here.value
 
 
 def _attribute(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:

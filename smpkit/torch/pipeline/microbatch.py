@@ -30,17 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Microbatch", "Move"]
 
-_RANDOM: Final = frozenset(
-    {
-        *("dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_"),
-        *("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_dropout", "feature_dropout_"),
-        *("rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_"),
-        *("uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "poisson"),
-        *("rrelu", "rrelu_", "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"),
-    }
-)
-"""Operations that draw random numbers."""
-
 _DYNAMIC: Final = frozenset(
     {torch.Tensor.__bool__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.__contains__, torch.equal}
 )
@@ -108,7 +97,7 @@ class Microbatch:
                 hint="write `x = x + y` instead of `x += y`",
             )
         home = target.home if target is not None else self._home_of((args, kwargs))
-        result = self.run_at(home, func, name, func, args, kwargs, streamed=name in _RANDOM)
+        result = self.run_at(home, func, name, func, args, kwargs)
         return result if target is None else self._changed(target, result)
 
     def run_at(
@@ -121,22 +110,22 @@ class Microbatch:
         kwargs: Any,
         modes: Any = (),
         *,
-        streamed: bool = True,
+        stream: bool | None = None,
     ) -> Any:
         """Run `function` on rank `home` and make ghosts of its result everywhere else.
 
         Args:
             target: what the cache knows the call by.
-            name: the unit or operation, for messages and for its stream of random numbers.
+            name: the module or operation, for messages and for its stream of random numbers.
             modes: what else decides the result, such as a module's `training`.
-            streamed: whether the call has a stream of random numbers of its own.
+            stream: whether its stream of random numbers is a closed one; None if it has none of its own.
         """
         stage = self.stage
         args, kwargs = map_tensors(lambda tensor: self._bring(tensor, home), (args, kwargs))
         call = Call(target, (*_modes(stage.device), *modes), signature((args, kwargs)))
         self.path.append(name)
         if home != stage.rank:
-            if streamed:
+            if stream is not None:
                 stage.random.skip()
             template = stage.specs.get(call)
             if template is None:
@@ -144,7 +133,7 @@ class Microbatch:
                 stage.specs[call] = template
             return _ghosts(template, stage.device, home)
         args, kwargs = map_tensors(self._real, (args, kwargs))
-        with stage.random.stream(name) if streamed else contextlib.nullcontext():
+        with contextlib.nullcontext() if stream is None else stage.random.stream(name, closed=stream):
             output = function(*args, **kwargs)
         self._announce(call, name, output)
         segment = self._segment

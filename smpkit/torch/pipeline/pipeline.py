@@ -131,14 +131,16 @@ class Pipeline:
             torch.is_autocast_enabled(state.device.type),
         )
         random = self.random
-        random.active = self._root.training
-        random.step += random.active
-        kept = random.state()
-        try:
-            return self._executor.run(kind, body, len(calls), before_last_backward)
-        finally:
-            random.active = False
-            random.restore(kept)
+
+        def streamed(index: int) -> Any:
+            with random.between_units():  # again, because a parked microbatch runs in a thread of its own
+                output = body(index)
+            microbatch = current()
+            microbatch.dynamic = microbatch.dynamic or random.asked  # chance may lead the next one elsewhere
+            return output
+
+        with random.training_step(training=self._root.training):
+            return self._executor.run(kind, streamed, len(calls), before_last_backward)
 
     def backward(
         self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float

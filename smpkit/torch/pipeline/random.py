@@ -5,20 +5,43 @@ stream of its own, seeded by that number and the module's name. So a call costs 
 inside, and a rank that skips the module takes the number too: dropout is the same for every partition and schedule, and
 what all ranks compute alike (LayerDrop's coin) comes out alike. Recomputation in backward repeats it exactly, because
 checkpointing restores the caller's stream.
+
+[Note: open and closed streams] Operations between units (`F.dropout` in a spanning module) are calls too: a mode of
+torch gives each a stream. Inside a unit they draw from the unit's own, at native speed. Which of the two holds is the
+lowest bit of the stream's seed. Recomputation runs where torch has put the mode aside, with the caller's generator
+restored; so operations between units that will be recomputed draw from their caller's stream both times.
 """
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 __all__ = ["RandomStreams"]
 
 _WORD: Final = (1 << 64) - 1
+
+_OPERATIONS: Final = frozenset(
+    {
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_"),
+        *("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_dropout", "feature_dropout_"),
+        *("rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_"),
+        *("uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "poisson"),
+        *("rrelu", "rrelu_", "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"),
+    }
+)
+"""Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
+
+
+_CHANCES: Final = frozenset({"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"})
+"""Functions whose result a branch may hang on (LayerDrop's coin)."""
+
+_QUESTIONS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
 
 class RandomStreams:
@@ -34,6 +57,10 @@ class RandomStreams:
         self.step = 0
         self.active = False
         """Whether a training step runs; evaluation draws nothing, and outside a step the generators are the user's."""
+        self.drawn = False
+        """Whether code between units has drawn numbers in this microbatch."""
+        self.asked = False
+        """Whether Python has then looked at a tensor: what it does next may hang on chance."""
         self._cuda = device if device.type == "cuda" else None
         self._names: dict[str, int] = {}
 
@@ -47,10 +74,36 @@ class RandomStreams:
         if state[1] is not None and self._cuda is not None:
             torch.cuda.set_rng_state(state[1], self._cuda)
 
+    @contextlib.contextmanager
+    def training_step(self, *, training: bool) -> Iterator[None]:
+        """Lead the generators while a step runs, if it trains, and give them back as they were."""
+        if not training:
+            yield
+            return
+        self.step += 1
+        kept = self.state()
+        self.active = True
+        try:
+            with self.between_units():
+                yield
+        finally:
+            self.active = False
+            self.restore(kept)
+
+    @contextlib.contextmanager
+    def between_units(self) -> Iterator[None]:
+        """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
+        if not self.active:
+            yield
+            return
+        with _Operations(self):
+            yield
+
     def begin_microbatch(self, index: int) -> None:
         """Start the stream of a microbatch."""
+        self.drawn = self.asked = False
         if self.active:
-            self._seed(_mixed(self.seed, self.step, index))
+            self._seed(_mixed(self.seed, self.step, index), closed=False)
 
     def skip(self) -> None:
         """Take the number that a call takes which another rank runs."""
@@ -58,8 +111,13 @@ class RandomStreams:
             _draw()
 
     @contextlib.contextmanager
-    def stream(self, name: str) -> Iterator[None]:
-        """Run a call under a stream of its own."""
+    def stream(self, name: str, *, closed: bool) -> Iterator[None]:
+        """Run a call under a stream of its own.
+
+        Args:
+            name: of the module or operation.
+            closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
+        """
         if not self.active:
             yield
             return
@@ -68,20 +126,49 @@ class RandomStreams:
             key = self._names[name] = zlib.crc32(name.encode())
         seed = _mixed(_draw(), key)
         kept = self.state()
-        self._seed(seed)
+        self._seed(seed, closed=closed)
         try:
-            yield
+            # At native speed: no Python at each operation inside.
+            aside = closed and type(_get_current_function_mode()) is _Operations  # type: ignore[no-untyped-call]
+            with _pop_mode_temporarily() if aside else contextlib.nullcontext():
+                yield
         finally:
             self.restore(kept)
 
-    def _seed(self, seed: int) -> None:
+    def _seed(self, seed: int, *, closed: bool) -> None:
+        seed = seed | 1 if closed else seed & ~1
         torch.default_generator.manual_seed(seed)
         if self._cuda is not None:
             torch.cuda.manual_seed(seed)
 
 
+class _Operations(TorchFunctionMode):
+    """Gives operations between units streams of their own."""
+
+    def __init__(self, random: RandomStreams) -> None:
+        super().__init__()
+        self._random = random
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, random = getattr(func, "__name__", ""), self._random
+        random.drawn = random.drawn or name in _CHANCES
+        random.asked = random.asked or (random.drawn and name in _QUESTIONS)
+        if name not in _OPERATIONS or torch.default_generator.initial_seed() & 1 or _will_be_recomputed():
+            return func(*args, **(kwargs or {}))
+        with random.stream(name, closed=True):
+            return func(*args, **(kwargs or {}))
+
+
+def _will_be_recomputed() -> bool:
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def _draw() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+    with torch._C.DisableTorchFunction():  # the mode must not give this draw a stream
+        return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 def _mixed(*keys: int) -> int:

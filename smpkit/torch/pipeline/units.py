@@ -6,12 +6,13 @@ Neighbouring units of one rank are called together, through the largest subtree 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
 
-from smpkit.torch.pipeline.located import Located, current
+from smpkit.torch.pipeline.located import Located, current, data_on, is_running
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors
 from smpkit.torch.pipeline.stage import Stage
@@ -34,12 +35,20 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None
         if above is not None:
             homes = {placement[above]}
         if len(homes) == 1 and not isinstance(module, _CONTAINERS):
-            inner = above is not None and above != name
-            _route(module, name or "model", homes.pop(), stage, streamed=not inner)
+            kind = _Kind.AROUND if above is None else _Kind.UNIT if above == name else _Kind.INNER
+            _route(module, name or "model", homes.pop(), stage, kind)
         elif not homes and _is_torch_leaf(module):
             _follow(module, name, stage)
         elif len(homes) > 1 and not isinstance(module, _CONTAINERS):
-            _span(module, name or "model", stage.random)
+            _span(module, name or "model", stage.random, closed=False)
+
+
+class _Kind(Enum):
+    """Where a module that lies on one rank is, seen from the units."""
+
+    AROUND = auto()
+    UNIT = auto()
+    INNER = auto()
 
 
 def install_streams(root: nn.Module, units: Collection[str], random: RandomStreams) -> None:
@@ -52,7 +61,7 @@ def install_streams(root: nn.Module, units: Collection[str], random: RandomStrea
         if isinstance(module, _CONTAINERS) or _unit_above(name.rpartition(".")[0], placed) is not None:
             continue
         if name in placed or name in above or _is_torch_leaf(module):
-            _span(module, name or "model", random)
+            _span(module, name or "model", random, closed=name not in above)
 
 
 def _ancestors(name: str) -> list[str]:
@@ -72,9 +81,10 @@ def _is_torch_leaf(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())
 
 
-def _route(module: nn.Module, name: str, home: int, stage: Stage, *, streamed: bool) -> None:
-    """Run the module on its home only; `streamed` says that it is a unit or above one, and not inside one."""
+def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -> None:
+    """Run the module on its home only."""
     plain = _plain_call(module)
+    closed = kind is not _Kind.AROUND
 
     def run(*args: Any, **kwargs: Any) -> Any:
         stage.inside = True
@@ -84,11 +94,13 @@ def _route(module: nn.Module, name: str, home: int, stage: Stage, *, streamed: b
             stage.inside = False
 
     def routed(*args: Any, **kwargs: Any) -> Any:
-        if not stage.inside:
-            return current().run_at(home, name, name, run, args, kwargs, (module.training,))
-        if not streamed:
+        if not stage.inside and is_running():
+            return current().run_at(home, name, name, run, args, kwargs, (module.training,), stream=closed)
+        if not stage.inside:  # recomputation in backward, which comes past no other place
+            args, kwargs = map_tensors(lambda tensor: data_on(tensor, stage.rank), (args, kwargs))
+        if kind is _Kind.INNER:
             return plain(*args, **kwargs)
-        with stage.random.stream(name):
+        with stage.random.stream(name, closed=closed):
             return plain(*args, **kwargs)
 
     _replace_call(module, routed)
@@ -106,22 +118,22 @@ def _follow(module: nn.Module, name: str, stage: Stage) -> None:
                 homes.append(tensor.home)
             return tensor
 
-        if not stage.inside:
+        if not stage.inside and is_running():
             map_tensors(note, (args, kwargs))
         if not homes:
-            with stage.random.stream(name):
+            with stage.random.stream(name, closed=True):
                 return plain(*args, **kwargs)
-        return current().run_at(homes[0], name, name, plain, args, kwargs, (module.training,))
+        return current().run_at(homes[0], name, name, plain, args, kwargs, (module.training,), stream=True)
 
     _replace_call(module, followed)
 
 
-def _span(module: nn.Module, name: str, random: RandomStreams) -> None:
-    """Run the module on every rank, each with what it holds."""
+def _span(module: nn.Module, name: str, random: RandomStreams, *, closed: bool) -> None:
+    """Run the module on every rank, each with what it holds; `closed` says that it is no more than a unit."""
     plain = _plain_call(module)
 
     def spanning(*args: Any, **kwargs: Any) -> Any:
-        with random.stream(name):
+        with random.stream(name, closed=closed):
             return plain(*args, **kwargs)
 
     _replace_call(module, spanning)
