@@ -427,3 +427,17 @@ def test_buffers_follow_the_first_replica_at_the_start_of_each_step(broadcast: b
     assert other.norm.running_mean is not None
     torch.testing.assert_close(second, other.norm.running_mean if broadcast else own.norm.running_mean)
     assert not torch.equal(first, second)
+
+
+def count_messages_per_step() -> list[int]:
+    model = start(backward_passes_per_step=2)
+    counts = []
+    for _ in range(4):
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            branch_step(model, torch.ones(4, 3), (0, 1, 2, 3))
+        counts.append(all_reduce.call_count)
+    return counts
+
+
+def test_accumulation_sends_nothing_until_its_last_step() -> None:
+    assert run_ranks(count_messages_per_step, 2) == [[0, 4, 0, 4]] * 2
