@@ -67,13 +67,24 @@ class ExecutedStep:
 
     @cached_property
     def follows_plan(self) -> bool:
-        """Whether every rank ran the actions that were planned, in that order."""
-        return self.planned is not None and self.planned.schedule.actions == self.executed.schedule.actions
+        """Whether every rank ran the actions that were planned, in that order.
+
+        The first microbatch of a new kind of step runs straight through, so that the schedule can be made: its later
+        forward segments are part of its first action.
+        """
+        if self.planned is None:
+            return False
+        planned, ran = self.planned.schedule.actions, self.executed.schedule.actions
+        return planned == ran or tuple(map(_straight, planned)) == ran
 
     def other_seconds(self, stage: int) -> float:
         """Return how long a stage was idle without waiting for anybody: Python between actions, and sending."""
         stalled = sum(stall.end_seconds - stall.start_seconds for stall in self.executed.stalls[stage])
         return max(0.0, self.executed.idle_seconds[stage] - stalled)
+
+
+def _straight(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    return tuple(each for each in actions if (each.kind, each.microbatch) != (Kind.FORWARD, 0) or not each.segment)
 
 
 def executed_step(run: Run, number: int, pipeline: int = 0) -> ExecutedStep:

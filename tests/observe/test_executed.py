@@ -9,8 +9,10 @@ import pytest
 from smpkit.observe.events import ActionSpan, EventsError, PlannedSchedule, RankLog, StepSpan
 from smpkit.observe.executed import ExecutedStep, executed_step
 from smpkit.observe.merge import merge
+from smpkit.plan.actions import to_json
+from smpkit.plan.schedule import Segment, SegmentGraph, simple
 from smpkit.plan.simulate import Cause, simulate
-from tests.observe.logs import COSTS, chain, logs_of
+from tests.observe.logs import COSTS, chain, header, logs_of
 
 
 def executed(logs: list[RankLog], number: int = 0) -> ExecutedStep:
@@ -61,6 +63,19 @@ def test_another_order_than_planned_is_noticed() -> None:
     step = executed([replace(logs[0], events=events), logs[1]])
     assert not step.follows_plan
     assert str(step.executed.schedule).splitlines()[0] == "rank 0: F1 F0 B1 B0"
+
+
+def test_a_first_microbatch_that_ran_straight_through_follows_the_plan() -> None:
+    # Rank 0 has a second segment. While the schedule is not known yet, F0 runs both of them in one action.
+    graph = SegmentGraph.path([Segment(0, 0), Segment(1, 0), Segment(0, 1)])
+    schedule = simple(graph, 2)
+    logs = []
+    for rank, actions in enumerate(schedule.actions):
+        ran = [each for each in actions if str(each) != "F0.1"]
+        spans = [ActionSpan(0, e.kind.value, e.segment, e.microbatch, 10 * i, 10 * i + 9) for i, e in enumerate(ran)]
+        events = (PlannedSchedule("0", to_json(schedule)), *spans, StepSpan(0, "step", "0", 0, 999))
+        logs.append(RankLog(header(rank, 2), events, truncated=False))
+    assert executed(logs).follows_plan
 
 
 def test_a_step_without_a_schedule_has_no_plan() -> None:

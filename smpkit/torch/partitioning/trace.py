@@ -7,7 +7,7 @@ A step that looks at values cannot run so; then the sizes of parameters, in the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
     measured: dict[str, UnitCost] = {}
     counter = FlopCounterMode(display=False)
     started: dict[str, tuple[int, int]] = {}
-    saved = _SavedBytes({id(parameter) for parameter in root.parameters()})
+    saved = _SavedBytes(root.parameters())
 
     def before(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -126,22 +126,37 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
 
 
 class _SavedBytes:
-    """Counts what autograd keeps for backward, each storage once, parameters not at all."""
+    """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
 
-    def __init__(self, parameters: set[int]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.total = 0
-        self._parameters = parameters
-        self._seen: set[int] = set()
+        self._parameters = list(parameters)
+        # The tensors are kept, or the address of a storage that is gone could be that of another one later on.
+        self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in self._parameters}
+        self._modes: set[int] = set()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = id(tensor.untyped_storage()) if not isinstance(tensor, FakeTensor) else id(tensor)
-        if id(tensor) not in self._parameters and key not in self._seen:
-            self._seen.add(key)
-            self.total += tensor.numel() * tensor.element_size()
+        if isinstance(tensor, FakeTensor) and id(tensor.fake_mode) not in self._modes:
+            self._meet(tensor.fake_mode)
+        if _storage_key(tensor) not in self._seen:
+            self._seen[_storage_key(tensor)] = tensor
+            self.total += tensor.untyped_storage().nbytes()
         return tensor
+
+    def _meet(self, mode: FakeTensorMode) -> None:
+        """Know the parameters again as this mode shows them to operations: it makes one fake tensor of each."""
+        self._modes.add(id(mode))
+        for parameter in self._parameters:
+            if not isinstance(parameter, FakeTensor):
+                shown = mode.from_tensor(parameter)
+                self._seen[_storage_key(shown)] = shown
 
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes_of(output: Any) -> int:
