@@ -123,3 +123,16 @@ def test_a_full_checkpoint_of_a_pipeline_loads_into_the_plain_model(tmp_path: Pa
     module.load_state_dict(stored.get("model", stored))
     torch.testing.assert_close(module.norm.weight, plain_state()["norm.weight"], rtol=1e-11, atol=1e-11)
     assert isinstance(module, nn.Module)
+
+
+def announce_partition() -> None:
+    model, optimizer = start()
+    train(model, optimizer, range(1))
+
+
+def test_partition_assignments_are_logged_once_as_smp_v1_did(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(announce_partition, 2)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines.count("Partition assignments:") == 1
+    assert "  embedding: 0" in lines
+    assert "  shrink: 1" in lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from smpkit.plan.assignment import Assignment
 from smpkit.plan.partition import assign, partition
+from smpkit.torch.announce import announce
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
 from smpkit.torch.partitioning.manual import pinned_modules
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from smpkit.torch.splitting import Call
 
 __all__ = ["Pipeline"]
-
-_log = logging.getLogger("smpkit")
 
 
 class Pipeline:
@@ -97,8 +95,7 @@ class Pipeline:
         if (recorder := current_recorder()) is not None:
             recorder.attach(self._executor)
         if state.rank == 0:
-            for line in self.assignment.log_lines():
-                _log.info(line)
+            announce(self.assignment.log_lines())
 
     def _decide(self, body: Callable[..., Any], call: Call) -> Assignment:
         cfg = state.cfg

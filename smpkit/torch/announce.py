@@ -1,0 +1,25 @@
+"""Say once, on one rank, what a user looks for in the job's log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+
+__all__ = ["announce"]
+
+
+def announce(lines: Iterable[str]) -> None:
+    """Log `lines` at INFO on the logger `smpkit.announce`, which shows them unless the script configured logging.
+
+    SMP v1 wrote its partition assignments to the log, and its documentation tells users to look there; a script
+    that sets up logging of its own decides by its own levels.
+    """
+    logger = logging.getLogger("smpkit.announce")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    for line in lines:
+        logger.info("%s", line)
