@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,7 @@ from smpkit.errors import ConfigError, DeadlineError, Problem, SmpkitError, Unsu
 
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
+    from smpkit.plan.actions import Schedule
     from smpkit.plan.assignment import Assignment
     from smpkit.plan.memory import ModelFacts, RankMemory
     from smpkit.plan.mesh import Mesh
@@ -83,7 +84,8 @@ def plan(file: Path | None, overrides: tuple[str, ...], as_json: bool, **options
     """Show what a job would do: ranks, schedule, parts, memory.
 
     FILE is a job, a distribution, or modelparallel parameters; without it the degrees are options. Nothing is started
-    and no GPU is needed.
+    and no GPU is needed. The schedule is the one that training begins with; after two steps it may become a deeper one,
+    from measured times.
 
     MODULE:FACTORY is imported from the job's `source_dir`, or the current folder. It returns a torch.nn.Module, or a
     pair of it and the arguments for one microbatch; then compute and activations are known too. Its tensors have no
@@ -179,7 +181,7 @@ def _plan_of(world: _World) -> _Plan:
     return _Plan(world, mesh, simulate(_schedule(cfg)))
 
 
-def _schedule(cfg: ModelParallelConfig) -> Any:
+def _schedule(cfg: ModelParallelConfig) -> Schedule:
     """Choose the order as the runtime does, for a model in which every rank hands on to the next."""
     from smpkit.plan.schedule import SegmentGraph, interleaved, simple
 
@@ -206,7 +208,7 @@ def _with_model(made: _Plan, options: dict[str, Any]) -> _Plan:
     seconds = {Segment(rank, 0): load.flops for rank, load in enumerate(assignment.loads)}
     if any(seconds.values()):
         costs = Costs(seconds, {segment: 2 * flops for segment, flops in seconds.items()})
-        made = _replaced(made, timeline=simulate(made.timeline.schedule, costs))
+        made = replace(made, timeline=simulate(made.timeline.schedule, costs))
     memory = memory_of_ranks(
         model,
         assignment,
@@ -215,15 +217,9 @@ def _with_model(made: _Plan, options: dict[str, Any]) -> _Plan:
         replicated=cfg.ddp and made.mesh.dp_size > 1,
     )
     limit = options["memory_gib"]
-    return _replaced(
+    return replace(
         made, model=model, assignment=assignment, memory=memory, optimizer=options["optimizer"], limit_gib=limit
     )
-
-
-def _replaced(made: _Plan, **changes: Any) -> _Plan:
-    from dataclasses import replace
-
-    return replace(made, **changes)
 
 
 def _describe(target: str, source: Path) -> ModelFacts:

@@ -13,12 +13,14 @@ several hosts on one axis; processes of one machine share the clock, so among th
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from smpkit.errors import SmpkitError
 
@@ -186,13 +188,18 @@ class EventWriter:
         path = folder / file_name(header.rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = path.open("w", encoding="utf-8")
+            # Unbuffered: what the disk did not take must not be tried again when the file is closed.
+            self._file = path.open("wb", buffering=0)
         except OSError as error:
-            raise EventsError(f"events cannot be written to `{path}`: {error.strerror}") from None
-        self._put([{"type": "header", "format": FORMAT, **vars(header)}])
+            raise _unwritable(path, error) from None
+        try:
+            self._put([{"type": "header", "format": FORMAT, **vars(header)}])
+        except OSError as error:
+            self._file.close()
+            raise _unwritable(path, error) from None
 
     def write(self, events: Iterable[Event]) -> None:
-        """Append events."""
+        """Append events; raise OSError if the disk does not take them."""
         self._put({"type": _TYPE_NAMES[type(event)], **vars(event)} for event in events)
 
     def close(self) -> None:
@@ -200,8 +207,13 @@ class EventWriter:
         self._file.close()
 
     def _put(self, objects: Iterable[Mapping[str, Any]]) -> None:
-        self._file.write("".join(json.dumps(each, separators=(",", ":")) + "\n" for each in objects))
-        self._file.flush()
+        data = "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in objects).encode()
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _unwritable(path: Path, error: OSError) -> EventsError:
+    return EventsError(f"events cannot be written to `{path}`: {error.strerror}")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -237,7 +249,10 @@ def find_events(folder: Path) -> list[Path]:
 
 
 def _listing(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    try:
+        return list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise EventsError(f"`{folder}` cannot be read: {error.strerror}") from None
 
 
 def read_events(path: Path) -> RankLog:

@@ -7,12 +7,13 @@ message takes about 120 bytes.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -54,6 +55,8 @@ __all__ = [
     "start",
     "stop",
 ]
+
+_log = logging.getLogger("smpkit")
 
 EVENTS_DIR: Final = "SMPKIT_EVENTS_DIR"
 """The folder for the files of events, on every host; nothing is recorded without it."""
@@ -146,7 +149,7 @@ class Recorder:
         self._events += [self._message(*message) for message in self._messages]
         self._events.append(Counter("memory, bytes", _memory_bytes(), end_ns))
         self._events.append(StepSpan(step, self._name, key, self._began_ns, end_ns))
-        self._writer.write(self._events)
+        self._write(self._events)
         self._forget()
 
     def abandon_step(self, error: BaseException) -> None:
@@ -156,13 +159,23 @@ class Recorder:
         self._events += [ActionSpan(self._step, *action) for action in self._actions]
         self._events += [self._message(*message) for message in self._messages]
         self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
-        self._writer.write(self._events)
+        self._write(self._events)
         self._forget()
 
     def close(self) -> None:
         """End the file."""
         self._detach()
-        self._writer.close()
+        with suppress(OSError):  # of a full disk, which has been told of
+            self._writer.close()
+
+    def _write(self, events: Sequence[Event]) -> None:
+        """Hand events to the file; where the disk takes no more, training goes on without a record."""
+        try:
+            self._writer.write(events)
+        except OSError as error:
+            _log.warning("recording ended: events cannot be written: %s", error.strerror)
+            self._max_steps = -1
+            self._detach()
 
     def _message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> MessageSpan:
         return MessageSpan(self._step, direction, self._peers[peer], tag, num_bytes, start_ns, end_ns)
@@ -173,7 +186,7 @@ class Recorder:
     def _finish(self) -> None:
         """Stop listening after the last step that is recorded, and say so in the file."""
         if self._step == self._max_steps:
-            self._writer.write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
+            self._write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
             self._detach()
 
     def _detach(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from smpkit.observe.events import ActionSpan, EventsError, PlannedSchedule, RankLog, StepSpan
+from smpkit.observe.events import ActionSpan, Event, EventsError, PlannedSchedule, RankLog, StepSpan
 from smpkit.observe.executed import ExecutedStep, executed_step
 from smpkit.observe.merge import merge
 from smpkit.plan.actions import to_json
@@ -72,9 +72,9 @@ def test_a_first_microbatch_that_ran_straight_through_follows_the_plan() -> None
     logs = []
     for rank, actions in enumerate(schedule.actions):
         ran = [each for each in actions if str(each) != "F0.1"]
-        spans = [ActionSpan(0, e.kind.value, e.segment, e.microbatch, 10 * i, 10 * i + 9) for i, e in enumerate(ran)]
-        events = (PlannedSchedule("0", to_json(schedule)), *spans, StepSpan(0, "step", "0", 0, 999))
-        logs.append(RankLog(header(rank, 2), events, truncated=False))
+        events: list[Event] = [PlannedSchedule("0", to_json(schedule)), StepSpan(0, "step", "0", 0, 999)]
+        events += [ActionSpan(0, e.kind.value, e.segment, e.microbatch, 10 * i, 10 * i + 9) for i, e in enumerate(ran)]
+        logs.append(RankLog(header(rank, 2), tuple(events), truncated=False))
     assert executed(logs).follows_plan
 
 

@@ -145,6 +145,27 @@ def test_a_step_that_fails_leaves_a_mark_and_no_step(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("world")
+def test_a_full_disk_ends_the_record_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    smp.init({"microbatches": 1})
+    recording = recorder.current()
+    assert recording is not None
+    recording._writer._file.close()
+    recording._writer._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the recorder closes it
+    model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))
+    with caplog.at_level("WARNING", "smpkit"):
+        for _ in range(2):
+            train_step(model, torch.ones(1, WIDTH))
+    assert [record.message for record in caplog.records] == [
+        "recording ended: events cannot be written: No space left on device"
+    ]
+    assert recorder.current() is None
+    smp.shutdown()
+
+
+@pytest.mark.usefixtures("world")
 def test_nothing_is_recorded_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(recorder.EVENTS_DIR, raising=False)
