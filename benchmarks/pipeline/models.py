@@ -1,0 +1,144 @@
+"""What is run through the pipelines: layers that sleep instead of computing, and a small GPT that computes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FORWARD_SECONDS = 0.020
+BACKWARD_SECONDS = 0.040
+
+
+class _Sleep(torch.autograd.Function):
+    """Hands its input on after a sleep, and the gradient after a longer one; costs no CPU time."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        time.sleep(FORWARD_SECONDS)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        time.sleep(BACKWARD_SECONDS)
+        return gradient, torch.ones_like(weight)
+
+
+class SleepLayer(nn.Module):
+    """One stage: it makes a value of `num_floats` from a small input, or hands such a value on."""
+
+    def __init__(self, num_floats: int) -> None:
+        super().__init__()
+        self.num_floats = num_floats
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, value: Tensor) -> Tensor:
+        if value.shape[-1] != self.num_floats:
+            value = value.new_zeros(1, self.num_floats)
+        result: Tensor = _Sleep.apply(value, self.weight)
+        return result
+
+
+def sleep_loss(output: Tensor, _target: Tensor) -> Tensor:
+    """Touch all of the output, as a loss does."""
+    return output.mean()
+
+
+@dataclass(frozen=True)
+class GPTSize:
+    """The GPT and its batch."""
+
+    vocabulary: int = 4096
+    context: int = 128
+    width: int = 256
+    num_layers: int = 8
+    num_heads: int = 4
+    num_microbatches: int = 8
+    microbatch_size: int = 2
+
+
+class Embedding(nn.Module):
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.places = nn.Embedding(size.context, size.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        return result
+
+
+class Block(nn.Module):
+    """A transformer layer: normalise, attend, normalise, multiply."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.num_heads = size.num_heads
+        self.before_attention = nn.LayerNorm(size.width)
+        self.attention = nn.Linear(size.width, 3 * size.width)
+        self.project = nn.Linear(size.width, size.width)
+        self.before_mlp = nn.LayerNorm(size.width)
+        self.grow = nn.Linear(size.width, 4 * size.width)
+        self.shrink = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.project(self._attend(self.attention(self.before_attention(x))))
+        result: Tensor = x + self.shrink(functional.gelu(self.grow(self.before_mlp(x))))
+        return result
+
+    def _attend(self, mixed: Tensor) -> Tensor:
+        batch, context, width = mixed.shape[0], mixed.shape[1], mixed.shape[2] // 3
+        parts = mixed.view(batch, context, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        return attended.transpose(1, 2).reshape(batch, context, width)
+
+
+class Head(nn.Module):
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.width)
+        self.logits = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.logits(self.norm(x))
+        return result
+
+
+def gpt(size: GPTSize) -> nn.Sequential:
+    """Build the GPT as a list of layers, the form that every contestant can cut; the same weights each time."""
+    torch.manual_seed(11)
+    return nn.Sequential(Embedding(size), *[Block(size) for _ in range(size.num_layers)], Head(size))
+
+
+def gpt_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt_batch(size: GPTSize) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shape = (size.num_microbatches * size.microbatch_size, size.context + 1)
+    tokens = torch.randint(size.vocabulary, shape, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def cut(num_layers: int, num_chunks: int) -> list[range]:
+    """Cut a GPT's layers (with embedding and head) into contiguous chunks; the head counts as a layer and a half.
+
+    In two chunks of nine: embedding and five blocks, three blocks and the head.
+    """
+    costs = [0.0, *[1.0] * num_layers, 1.5]
+    total, chunks, start, done = sum(costs), [], 0, 0.0
+    for chunk in range(num_chunks):
+        end = start
+        while end < len(costs) and done + costs[end] / 2 <= total * (chunk + 1) / num_chunks:
+            done += costs[end]
+            end += 1
+        chunks.append(range(start, end))
+        start = end
+    return chunks
