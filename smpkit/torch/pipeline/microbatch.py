@@ -152,6 +152,7 @@ class Microbatch:
         for root, grad in zip(roots, grads, strict=True):
             # A loss that no unit took part in is known to all ranks; it must count once.
             home = root.home if isinstance(root, Located) else 0
+            self._bring(root, home)
             start = None if grad is None else self._bring(grad, home)
             if home == self.stage.rank:
                 value = self._real(root)
@@ -201,7 +202,10 @@ class Microbatch:
 
     def _bring(self, tensor: torch.Tensor, home: int) -> torch.Tensor:
         """Return the value as rank `home` has it, moving it there the first time."""
-        if not isinstance(tensor, Located) or tensor.home == home:
+        if not isinstance(tensor, Located):
+            return tensor
+        _refuse_foreign_graph(tensor)
+        if tensor.home == home:
             return tensor
         copy = tensor.copies.get(home)
         if copy is None:
@@ -292,6 +296,18 @@ def _start(
     if grad is None:
         return None if scale == 1.0 or root.numel() != 1 else torch.full_like(root, scale)
     return real(grad) * scale
+
+
+def _refuse_foreign_graph(tensor: Located) -> None:
+    """Raise if torch has put a graph of its own on a ghost: its backward would end there, and nobody would notice."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad_fn = tensor.grad_fn
+    if grad_fn is not None:
+        raise UsageError(
+            f"`{grad_fn.name().removesuffix('Backward')}`, a custom autograd.Function, was applied to a value that"
+            " another pipeline rank may hold",
+            hint="put the code that calls it into a torch.nn.Module, which is placed as a whole",
+        )
 
 
 def _changes_in_place(func: Callable[..., Any], name: str) -> bool:

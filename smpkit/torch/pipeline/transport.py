@@ -45,6 +45,9 @@ Place = Callable[[int, bool, int, int], int | None]
 """`place(pp_rank, backward, segment, microbatch)`: where in the list of its rank an action stands, if anywhere."""
 
 
+_NUM_EPOCHS: Final = 1 << 6
+
+
 class Tag:
     """Tags of everything that is no value or gradient of a microbatch."""
 
@@ -86,6 +89,9 @@ class Transport:
         self._device = device
         self._others = [peer for peer in range(len(self._ranks)) if peer != self._rank]
         self._sending: list[list[_Sent]] = [[] for _ in self._ranks]
+        self._orphans: list[object] = []
+        self._num_abandoned = 0
+        """How many steps an exception has ended; all ranks count alike, for none ends a step alone."""
         self._posted: dict[_Key, tuple[dist.Work, torch.Tensor]] = {}
         self.place: Place | None = None
         """Where actions of the step that runs stand, if the executor knows."""
@@ -112,7 +118,7 @@ class Transport:
         if key not in self._posted:
             buffer = torch.empty(move.spec.shape, dtype=move.spec.dtype)
             source = move.target if backward else move.source
-            work = self._group.recv([buffer], source, _tag(microbatch, move.number, backward=backward))
+            work = self._group.recv([buffer], source, self._tag(microbatch, move, backward=backward))
             self._posted[key] = (work, buffer)
 
     def receive(self, microbatch: int, move: Move) -> torch.Tensor:
@@ -128,7 +134,7 @@ class Transport:
     def _send_move(self, tensor: torch.Tensor, microbatch: int, move: Move, *, backward: bool) -> None:
         start_ns = time.perf_counter_ns()
         target, segment = (move.source, move.source_segment) if backward else (move.target, move.target_segment)
-        tag = _tag(microbatch, move.number, backward=backward)
+        tag = self._tag(microbatch, move, backward=backward)
         taken_at = None if self.place is None else self.place(target, backward, segment, microbatch)
         self._send(tensor, target, tag, taken_at)
         self._record("send", target, tensor.nbytes, tag, start_ns)
@@ -144,8 +150,13 @@ class Transport:
         arrived = buffer.to(self._device)
         if self.place is not None and self._sending[source]:
             self._let_go(source, self.place(source, backward, segment, microbatch))
-        self._record("receive", source, buffer.nbytes, _tag(microbatch, move.number, backward=backward), start_ns)
+        self._record("receive", source, buffer.nbytes, self._tag(microbatch, move, backward=backward), start_ns)
         return arrived
+
+    def _tag(self, microbatch: int, move: Move, *, backward: bool) -> int:
+        assert move.number < _MOVES_PER_MICROBATCH, "more moves in one microbatch than tags"
+        tag = (microbatch * _MOVES_PER_MICROBATCH + move.number) * 2 + backward
+        return tag + (self._num_abandoned % _NUM_EPOCHS << 24)
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int, taken_at: int | None = None) -> None:
         outgoing = tensor.contiguous().cpu()
@@ -177,9 +188,16 @@ class Transport:
                 self._finish(sent, peer)
 
     def abandon(self) -> None:
-        """Forget what an exception interrupted."""
+        """Forget what an exception interrupted; what is under way must not be taken for the next step's.
+
+        Messages under way keep their memory, and nobody waits for them: another rank may have got less far and still
+        take what was sent here; and a receive that goes away after gloo has announced it blocks its connection.
+        """
+        self._orphans += [sent for sending in self._sending for sent in sending]
+        self._orphans += self._posted.values()
         for sending in self._sending:
             sending.clear()
+        self._num_abandoned += 1
         self._posted.clear()
         self.place = None
 
@@ -224,11 +242,6 @@ class Transport:
         size = self.receive_bytes(8, source, Tag.OBJECT_SIZE, what).view(torch.int64)
         data = self.receive_bytes(int(size.item()), source, Tag.OBJECT, what)
         return pickle.loads(data.numpy().tobytes())  # noqa: S301 - our own job's rank
-
-
-def _tag(microbatch: int, number: int, *, backward: bool) -> int:
-    assert number < _MOVES_PER_MICROBATCH, "more moves in one microbatch than tags"
-    return (microbatch * _MOVES_PER_MICROBATCH + number) * 2 + backward
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

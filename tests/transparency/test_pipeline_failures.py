@@ -1,0 +1,285 @@
+"""What goes wrong on one pipeline rank ends every rank within seconds, with an error that names rank and cause."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import smpkit.torch as smp
+from smpkit.errors import SmpkitError, UsageError
+from smpkit.torch import deadline
+from tests.ranks import run_ranks
+from tests.transparency.pipeline_models import WIDTH, block
+
+SECONDS = 3  # `timeout_seconds` of these jobs
+
+
+class Switch(nn.Module):
+    """Does what it is told, where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.trouble: Callable[[], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.trouble is not None:
+            self.trouble()
+        result: Tensor = self.linear(x)
+        return result
+
+
+def begin() -> tuple[Any, Switch]:
+    options = {"microbatches": 4, "ddp": True, "timeout_seconds": SECONDS, "skip_tracing": True}
+    smp.init({"pipeline_parallel_degree": 2, **options})
+    torch.manual_seed(3)
+    switch = Switch()
+    module = nn.Sequential(block(), switch)
+    return smp.DistributedModel(module.double()), switch
+
+
+def data(size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(size, WIDTH, generator=generator, dtype=torch.float64),
+        torch.randn(size, WIDTH, generator=generator, dtype=torch.float64),
+    )
+
+
+@smp.step
+def train_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = functional.mse_loss(model(x), y)
+    model.backward(loss)
+    return loss
+
+
+def told(action: Callable[[], object]) -> tuple[str, float]:
+    """Return the error of `action` and after how long it came, and tell the other ranks, as a script that ends does."""
+    started = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        seconds = time.monotonic() - started
+        deadline.report_failure(error)
+        return f"{type(error).__name__}: {error}", seconds
+    return "", time.monotonic() - started
+
+
+def fail(number: int) -> tuple[str, float]:
+    model, switch = begin()
+    train_step(model, *data())
+
+    def broken() -> None:
+        if smp.pp_rank() == number:
+            raise ValueError("the switch is broken")
+
+    switch.trouble = broken
+    return told(lambda: train_step(model, *data()))
+
+
+def test_a_unit_that_raises_ends_all_ranks_with_its_reason() -> None:
+    told = run_ranks(fail, 2, 1)
+    assert told[1][0] == "ValueError: the switch is broken"
+    assert "rank 1 failed: ValueError: the switch is broken" in told[0][0]
+    assert told[0][1] < SECONDS + 3
+
+
+def die() -> tuple[str, float]:
+    model, switch = begin()
+    train_step(model, *data())
+    if smp.pp_rank() == 0:
+        return told(lambda: train_step(model, *data()))
+    switch.trouble = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    train_step(model, *data())
+    return "", 0.0
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(die_and_tell, 2)
+    assert "RemoteError: rank 0 lost rank 1" in str(caught.value)
+    assert "exit code -9" in str(caught.value)
+
+
+def die_and_tell() -> None:
+    message, seconds = die()
+    raise AssertionError(f"{message} after {seconds:.0f} s")
+
+
+def wait_too_long() -> tuple[str, float]:
+    model, switch = begin()
+    train_step(model, *data())
+    switch.trouble = lambda: time.sleep(SECONDS * 2.5)
+    return told(lambda: train_step(model, *data()))
+
+
+def test_a_rank_that_takes_too_long_is_named() -> None:
+    first, _ = run_ranks(wait_too_long, 2)
+    assert first[0].startswith("DeadlineError: rank 0 waited")
+    assert "for rank 1" in first[0]
+    assert first[1] < SECONDS + 5
+
+
+def other_shapes() -> tuple[str, float]:
+    model, _ = begin()
+    return told(lambda: train_step(model, *data(8 if smp.pp_rank() == 0 else 16)))
+
+
+def test_other_batches_on_other_pipeline_ranks_are_refused() -> None:
+    _, second = run_ranks(other_shapes, 2)
+    assert "pipeline rank 1 was given tensors float64[16, 6], float64[16, 6] for the step" in second[0]
+
+
+@smp.step
+def late_step(model: Any, x: Tensor, y: Tensor, bad: Tensor) -> Tensor:
+    loss = functional.mse_loss(model(x), y)
+    if bad.any():
+        raise ValueError("a bad batch")
+    model.backward(loss)
+    return loss
+
+
+def recover() -> bool:
+    """Fail in the third microbatch, where ranks have got differently far, and train on."""
+    model, _ = begin()
+    bad = torch.tensor([False, False, False, False, True, True, True, True])
+    expected = [loss.item() for loss in late_step(model, *data(), bad & False).outputs]
+    late_step(model, *data(), bad & False)
+    gradients = [each.grad.clone() for each in model.local_parameters() if each.grad is not None]
+    with pytest.raises(ValueError, match="a bad batch"):
+        late_step(model, *data(), bad)
+    model.zero_grad()
+    same = [loss.item() for loss in late_step(model, *data(), bad & False).outputs] == expected
+    late_step(model, *data(), bad & False)
+    again = [each.grad for each in model.local_parameters() if each.grad is not None]
+    return same and bool(gradients) and all(map(torch.equal, again, gradients))
+
+
+def test_after_an_exception_on_all_ranks_the_next_step_is_right() -> None:
+    assert run_ranks(recover, 2) == [True, True]
+
+
+@smp.step
+def diverging_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    loss = functional.mse_loss(out, y) if smp.pp_rank() == 0 else functional.l1_loss(out, y)
+    model.backward(loss)
+    return loss
+
+
+def diverge() -> tuple[str, float]:
+    model, _ = begin()
+    return told(lambda: [diverging_step(model, *data()) for _ in range(3)])
+
+
+def test_a_step_that_branches_on_the_rank_is_an_error() -> None:
+    messages = run_ranks(diverge, 2)
+    assert any("took another way through microbatch 0" in message for message, _ in messages)
+    assert all(message and seconds < SECONDS + 5 for message, seconds in messages)
+
+
+def miss_a_call() -> tuple[str, float]:
+    model, _ = begin()
+    train_step(model, *data())
+    if smp.pp_rank() == 1:
+        time.sleep(SECONDS * 2.5)
+        return "", 0.0
+    return told(lambda: train_step(model, *data()))
+
+
+def test_a_missing_call_is_named() -> None:
+    first, _ = run_ranks(miss_a_call, 2)
+    assert first[0].startswith("DeadlineError: rank 0 waited")
+    assert first[1] < SECONDS + 5
+
+
+# --- fences -------------------------------------------------------------------------------------------------------
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def custom_function(model: Any, x: Tensor) -> Any:
+    loss = Double.apply(model(x)).mean()
+    model.backward(loss)
+    return loss
+
+
+def add_into_plain(model: Any, x: Tensor) -> Any:
+    total = torch.zeros_like(x)
+    total += model(x)
+    return total
+
+
+def copy_deeply(model: Any, x: Tensor) -> Any:
+    return copy.deepcopy(model(x))
+
+
+def save(model: Any, x: Tensor) -> Any:
+    return pickle.dumps(model(x))
+
+
+def assign_data(model: Any, x: Tensor) -> Any:
+    out = model(x)
+    out.data = x
+    return out
+
+
+KEPT: list[Tensor] = []
+
+
+def keep(model: Any, x: Tensor) -> Any:
+    KEPT.append(model(x))
+    return x
+
+
+FENCES: dict[str, tuple[Callable[..., Any], str]] = {
+    "a custom Function": (custom_function, "put the code that calls it"),
+    "into a plain tensor": (add_into_plain, "write `x = x + y` instead of `x += y`"),
+    "deepcopy": (copy_deeply, "cannot be copied deeply"),
+    "pickle": (save, "cannot be saved inside the step"),
+    "assigning data": (assign_data, "was assigned"),
+}
+
+
+def run_into_fences() -> dict[str, str]:
+    """Return what each forbidden thing says; after each, a proper step must work."""
+    model, _ = begin()
+    said = {}
+    for name, (body, _) in FENCES.items():
+        try:
+            smp.step(body)(model, data()[0])
+        except SmpkitError as error:
+            said[name] = str(error)
+        smp.barrier()
+        losses = train_step(model, *data()).outputs
+        assert len(losses) == 4, name
+    smp.step(keep)(model, data()[0])
+    with pytest.raises(UsageError) as kept:
+        KEPT[0].sum()
+    said["kept"] = str(kept.value)
+    return said
+
+
+def test_what_smpkit_cannot_follow_is_refused_and_the_next_step_works() -> None:
+    for said in run_ranks(run_into_fences, 2):
+        for name, (_, text) in FENCES.items():
+            assert text in said.get(name, "nothing"), name
+        assert "used outside the step" in said["kept"]
