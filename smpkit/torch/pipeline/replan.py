@@ -23,8 +23,9 @@ from smpkit.torch.pipeline.transport import Tag
 __all__ = ["Meter", "replan"]
 
 _KINDS: Final = (Kind.FORWARD, Kind.BACKWARD)
-_WORTH: Final = 0.01
-"""Another schedule must be predicted to be faster by this share: times are measured, and it holds more memory."""
+_WORTH: Final = 0.002
+"""Another schedule must be predicted to be faster by this share. Small, because depth also absorbs jitter, which the
+prediction knows nothing of, and `active_microbatches` has granted the memory."""
 _NUM_PINGS: Final = 5
 _NS_PER_SECOND: Final = 1e9
 _WHAT: Final = "the measured times of a step"
