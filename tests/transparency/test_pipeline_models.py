@@ -44,6 +44,11 @@ def test_a_hugging_face_model_trains_as_in_one_process() -> None:
     check(2, (AUTOMATIC, dataclasses.replace(SCATTERED, batches=(8, 4))), HUGGING_FACE)
 
 
+def test_outputs_of_two_homes_with_the_same_shapes_are_not_swapped() -> None:
+    # Two scalar losses on two ranks went to a third under one tag, and arrived in the order of sending.
+    check(4, (Setup(1, "interleaved", 11),), {"several losses": CASES["several losses"]}, timeout=60)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("degree", [2, 3, 4], ids=["pp2", "pp3", "pp4"])

@@ -23,6 +23,8 @@ from smpkit.torch.pipeline.transport import Tag, pack, packed_bytes, unpack
 __all__ = ["Ending"]
 
 _CHECKSUM_BITS: Final = (1 << 24) - 1
+_HOME_BITS: Final = 10
+_TAG_CHECKSUM: Final = (1 << 24 - _HOME_BITS) - 1
 _WHAT: Final = "the end of the step"
 
 
@@ -59,7 +61,7 @@ class Ending:
             return
         source = rank + 1 if rank < home else rank - 1
         num_bytes = packed_bytes([spec_of(value) for value in values])
-        self._waits[home] = self._stage.transport.expect_bytes(num_bytes, source, _tag(values), _WHAT)
+        self._waits[home] = self._stage.transport.expect_bytes(num_bytes, source, _tag(home, values), _WHAT)
 
     def _hand_on(self, home: int, packed: torch.Tensor, values: list[Located]) -> None:
         """Send the outputs of `home` to the neighbours that are further away from it."""
@@ -67,7 +69,7 @@ class Ending:
         targets = [rank - 1] * (rank <= home) + [rank + 1] * (rank >= home)
         for target in targets:
             if 0 <= target < self._stage.size:
-                self._stage.transport.send_bytes(packed, target, _tag(values))
+                self._stage.transport.send_bytes(packed, target, _tag(home, values))
 
     def finish(self) -> list[Any]:
         """Return the outputs with the data of their homes.
@@ -122,8 +124,9 @@ def _checksums(microbatches: Sequence[Microbatch], located: dict[int, list[Locat
     return torch.tensor([*paths, returned], dtype=torch.int64)
 
 
-def _tag(values: Sequence[Located]) -> int:
-    return Tag.OUTPUTS + _checksum(values)
+def _tag(home: int, values: Sequence[Located]) -> int:
+    """Return the tag of the outputs of one home; two homes may return values of the same shapes."""
+    return Tag.OUTPUTS + ((_checksum(values) & _TAG_CHECKSUM) << _HOME_BITS) + home % (1 << _HOME_BITS)
 
 
 def _checksum(values: Sequence[Located]) -> int:
