@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,30 @@ def test_a_full_checkpoint_of_a_pipeline_loads_into_the_plain_model(tmp_path: Pa
     assert isinstance(module, nn.Module)
 
 
-def announce_partition() -> None:
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def announce_partition() -> list[str]:
+    kept = Kept()
+    logger = logging.getLogger("smpkit.announce")
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
     model, optimizer = start()
-    train(model, optimizer, range(1))
+    train(model, optimizer, range(2))
+    return kept.lines
 
 
-def test_partition_assignments_are_logged_once_as_smp_v1_did(capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(announce_partition, 2)
-    lines = capfd.readouterr().err.splitlines()
-    assert lines.count("Partition assignments:") == 1
-    assert "  embedding: 0" in lines
-    assert "  shrink: 1" in lines
+def test_partition_assignments_are_logged_once_as_smp_v1_did() -> None:
+    first, second = run_ranks(announce_partition, 2)
+    assert first.count("Partition assignments:") == 1
+    assert first[1] == "  embedding: 0"
+    assert "  shrink: 1" in first
+    assert second == []
