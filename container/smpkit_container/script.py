@@ -124,5 +124,5 @@ def _qualified(kind: type[BaseException]) -> str:
 def _safe_text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except Exception:  # the script's own `__str__` may fail in any way, and must not hide the failure itself
         return ""

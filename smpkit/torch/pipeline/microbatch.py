@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.containers import children
+from smpkit.torch.containers import children, rebuild
 from smpkit.torch.pipeline.located import Located
 from smpkit.torch.pipeline.specs import Call, TensorSpec, map_tensors, signature, spec_of, template_of
 
@@ -327,8 +327,6 @@ def _ghosts(template: Any, device: torch.device, home: int) -> Any:
     inside = children(template)
     if inside is None:
         return template
-    from smpkit.torch.containers import rebuild
-
     return rebuild(template, {key: _ghosts(part, device, home) for key, part in inside.items()})
 
 
