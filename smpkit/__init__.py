@@ -11,15 +11,31 @@ if TYPE_CHECKING:
     from smpkit.config.distribution import Distribution
     from smpkit.config.job import JobConfig
     from smpkit.config.modelparallel import ModelParallelConfig
+    from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
+    from smpkit_estimator.estimator import Estimator
+    from smpkit_estimator.inputs import TrainingInput
 
 __version__ = "0.1.0"
 
-__all__ = ["Distribution", "JobConfig", "ModelParallelConfig", "__version__"]
+__all__ = [
+    "Distribution",
+    "Estimator",
+    "JobConfig",
+    "ModelParallelConfig",
+    "OffloadModel",
+    "OffloadOptimizer",
+    "TrainingInput",
+    "__version__",
+]
 
 _HOMES = {
     "Distribution": "smpkit.config.distribution",
+    "Estimator": "smpkit_estimator.estimator",
     "JobConfig": "smpkit.config.job",
     "ModelParallelConfig": "smpkit.config.modelparallel",
+    "OffloadModel": "smpkit.torch.offload_model",
+    "OffloadOptimizer": "smpkit.torch.offload_model",
+    "TrainingInput": "smpkit_estimator.inputs",
 }
 
 

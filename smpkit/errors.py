@@ -9,7 +9,9 @@
     ├── LaunchError                    exit code 1: the ranks could not be started
     ├── DeadlineError      TimeoutError  exit code 1: somebody waited too long; says who, for whom, how long
     ├── RemoteError                    exit code 1: another rank failed; says which and why
+    ├── JobError                       exit code 1: a managed job failed or was stopped; says why
     ├── CheckpointError                exit code 1: a checkpoint is missing, incomplete or of another model
+    ├── ScheduleError  AssertionError  exit code 3: an order of actions that cannot run (in smpkit.plan.segments)
     └── CloudError                     exit code 4: the cloud refused or could not be reached
 
 A message says what happened with the values, in one sentence that starts in lower case and has no full stop; the hint
@@ -26,6 +28,7 @@ __all__ = [
     "CloudError",
     "ConfigError",
     "DeadlineError",
+    "JobError",
     "LaunchError",
     "Problem",
     "RemoteError",
@@ -117,6 +120,10 @@ class DeadlineError(SmpkitError, TimeoutError):
 
 class RemoteError(SmpkitError):
     """Another rank failed; the message names the rank and its error."""
+
+
+class JobError(SmpkitError):
+    """A managed job failed, or was stopped before its end."""
 
 
 class CheckpointError(SmpkitError):

@@ -27,6 +27,7 @@ ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 _DEGREE = "pipeline_parallel_degree"
 _ALIAS = "partitions"
+_VIRTUAL = "virtual_pipeline_degree"
 
 TENSORFLOW_DEFAULTS: Mapping[str, bool] = {"horovod": False, "contiguous": True}
 """Keys of the TensorFlow library; a spelled-out default of theirs changes nothing and is let pass."""
@@ -38,10 +39,11 @@ _INTERNAL = frozenset(
 
 
 def _active_microbatches(data: Mapping[str, Any]) -> int:
-    """Two more than the pipeline is deep, clamped. A value that is itself wrong is missing here."""
+    """Two more than the pipeline is deep, or what virtual stages need, clamped. A wrong value is missing here."""
     degree: int = data.get(_DEGREE, 1)
     microbatches: int = data.get("microbatches", 1)
-    return max(1, min(degree + 2, microbatches))
+    needed = rules.microbatches_of_virtual_stages(degree, microbatches) if data.get(_VIRTUAL, 1) > 1 else 0
+    return max(1, min(max(degree + 2, needed), microbatches))
 
 
 class ModelParallelConfig(Section):
@@ -56,12 +58,25 @@ class ModelParallelConfig(Section):
     microbatches: int = Field(default=1, ge=1)
     """Number of microbatches that a batch is split into; the batch size must be divisible by it. 1 = no pipelining."""
 
-    active_microbatches: int = Field(default_factory=_active_microbatches, ge=1)
-    """Most microbatches in flight. Default: `pipeline_parallel_degree + 2`, at most `microbatches`."""
+    virtual_pipeline_degree: int = Field(default=1, ge=1)
+    """Number of chunks of the model that each pipeline rank holds (virtual stages). An extension of smpkit.
 
-    pipeline: Literal["simple", "interleaved", "_only_forward"] = "interleaved"
+    The model is cut into `virtual_pipeline_degree × pipeline_parallel_degree` parts, and part k is on pipeline rank
+    k mod `pipeline_parallel_degree`: filling the pipeline takes that much less time, and more messages are sent.
+    """
+
+    active_microbatches: int = Field(default_factory=_active_microbatches, ge=1)
+    """Most microbatches in flight. Default: `pipeline_parallel_degree + 2`, at most `microbatches`.
+
+    With virtual stages it is `2 × pipeline_parallel_degree` (more where that does not divide `microbatches`), which
+    their order needs.
+    """
+
+    pipeline: Literal["simple", "interleaved", "zero_bubble", "_only_forward"] = "interleaved"
     """Schedule: `simple` = all forwards, then all backwards; `interleaved` = a backward as soon as one is possible.
 
+    `zero_bubble`, an extension of smpkit, is `interleaved` with the backward split in two where that is faster: the
+    gradients of inputs, for which other ranks wait, first, and those of weights later, where the rank would be idle.
     `_only_forward` is v1's undocumented third value. `simple` becomes `interleaved` where `active_microbatches` differs
     from `microbatches`, as in v1.
     """

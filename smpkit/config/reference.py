@@ -51,6 +51,9 @@ _TITLES: Mapping[str, str] = {
     "Compute": "`compute`",
     "Channel": "`inputs.<name>`",
     "Checkpoints": "`checkpoints`",
+    "Network": "`network`",
+    "Encryption": "`encryption`",
+    "Container": "`container`",
     "Distribution": "`distribution`",
     "SmDistributed": "`distribution.smdistributed`",
     "ModelParallelBlock": "`distribution.smdistributed.modelparallel`",
@@ -109,6 +112,7 @@ _KINDS = {
     "string": "text",
     "boolean": "true or false",
     "object": "mapping",
+    "array": "list",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from smpkit.errors import Problem
 
-__all__ = ["broken_rules", "unused_settings", "world_problems"]
+__all__ = ["broken_rules", "microbatches_of_virtual_stages", "unused_settings", "world_problems"]
 
 Values = Mapping[str, Any]
 Test = Callable[[Values, Collection[str]], bool]
@@ -79,9 +79,19 @@ _RULES = (
     ),
     Rule(
         "default_partition",
-        lambda v, _: v["default_partition"] >= v["pipeline_parallel_degree"],
+        lambda v, _: v["virtual_pipeline_degree"] == 1 and v["default_partition"] >= v["pipeline_parallel_degree"],
         "must be less than pipeline_parallel_degree ({pipeline_parallel_degree}), got {default_partition}",
         "partitions are counted from 0",
+    ),
+    Rule(
+        "default_partition",
+        lambda v, _: (
+            v["virtual_pipeline_degree"] > 1
+            and v["default_partition"] >= v["pipeline_parallel_degree"] * v["virtual_pipeline_degree"]
+        ),
+        "must be less than virtual_pipeline_degree × pipeline_parallel_degree "
+        "({virtual_pipeline_degree} × {pipeline_parallel_degree}), got {default_partition}",
+        "virtual stages are counted from 0",
     ),
     Rule(
         "auto_partition",
@@ -221,7 +231,24 @@ _NOTICES = (
     ),
     *map(
         _one_pipeline_rank,
-        ("pipeline", "active_microbatches", "auto_partition", "memory_weight", "default_partition"),
+        (
+            "pipeline",
+            "virtual_pipeline_degree",
+            "active_microbatches",
+            "auto_partition",
+            "memory_weight",
+            "default_partition",
+        ),
+    ),
+    Rule(
+        "active_microbatches",
+        lambda v, _: (
+            v["virtual_pipeline_degree"] > 1
+            and v["pipeline_parallel_degree"] > 1
+            and v["active_microbatches"] < min(v["microbatches"], 2 * v["pipeline_parallel_degree"])
+        ),
+        "{active_microbatches} in flight are too few for virtual stages to win much: two per pipeline rank are needed",
+        "remove it, or set `virtual_pipeline_degree: 1`",
     ),
     Rule(
         "pipeline",
@@ -257,6 +284,11 @@ _NOTICES = (
     _internal("fast_mode", False),
     _internal("herring", False),
 )
+
+
+def microbatches_of_virtual_stages(degree: int, microbatches: int) -> int:
+    """Return how many microbatches a rank holds in interleaved 1F1B: two groups, of `degree` microbatches or more."""
+    return 2 * -(-microbatches // max(1, microbatches // degree))
 
 
 def world_problems(values: Values, world_size: int) -> list[Problem]:

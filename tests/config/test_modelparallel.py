@@ -28,6 +28,7 @@ DEFAULTS: dict[str, object] = {
     "pipeline_parallel_degree": 1,
     "tensor_parallel_degree": 1,
     "microbatches": 1,
+    "virtual_pipeline_degree": 1,
     "active_microbatches": 1,
     "pipeline": "interleaved",
     "optimize": "memory",
@@ -340,6 +341,7 @@ def legal(draw: st.DrawFn) -> dict[str, Any]:
     else:
         parameters |= draw(optional(fp16=st.booleans(), shard_optimizer_state=st.booleans()))
     degree = 1 if sharded else draw(st.integers(1, 8))
+    parameters |= draw(optional(virtual_pipeline_degree=st.integers(1, 4), pipeline=st.just("zero_bubble")))
     parameters[draw(st.sampled_from(["pipeline_parallel_degree", "partitions"]))] = degree
     parameters["microbatches"] = draw(st.integers(1, 64))
     if draw(st.booleans()):
@@ -376,7 +378,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
         (
             *("pipeline_parallel_degree", "tensor_parallel_degree", "microbatches", "active_microbatches"),
             *("sharded_data_parallel_degree", "activation_loading_horizon", "timeout_seconds"),
-            *("sdp_reduce_bucket_size", "sdp_max_live_parameters"),
+            *("sdp_reduce_bucket_size", "sdp_max_live_parameters", "virtual_pipeline_degree"),
         ),
         st.one_of(st.integers(max_value=0), st.booleans(), st.floats(), st.just("4"), st.none(), st.just([])),
     ),
@@ -430,3 +432,23 @@ def test_no_input_makes_anything_but_a_config_error(parameters: dict[str, Any]) 
 def test_no_environment_makes_anything_but_a_config_error(text: str) -> None:
     with suppress(ConfigError):
         ModelParallelConfig.from_sources(None, text)
+
+
+@pytest.mark.parametrize(
+    ("degree", "microbatches", "virtual", "active"),
+    [
+        (4, 16, 1, 6),
+        (4, 16, 2, 8),
+        (4, 16, 3, 8),
+        (4, 6, 2, 6),
+        (4, 9, 2, 9),
+        (4, 18, 2, 10),
+        (1, 8, 2, 3),
+        (2, 8, 2, 4),
+    ],
+)
+def test_virtual_stages_have_two_groups_of_microbatches_in_flight(
+    degree: int, microbatches: int, virtual: int, active: int
+) -> None:
+    parameters = {"pipeline_parallel_degree": degree, "microbatches": microbatches, "virtual_pipeline_degree": virtual}
+    assert config(parameters).active_microbatches == active

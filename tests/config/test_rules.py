@@ -18,6 +18,10 @@ DEFAULTS = ModelParallelConfig().values()
         ({"ddp_dist_backend": "gloo"}, "ddp_dist_backend"),
         ({"microbatches": 2, "active_microbatches": 3}, "active_microbatches"),
         ({"pipeline_parallel_degree": 2, "default_partition": 2}, "default_partition"),
+        (
+            {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "default_partition": 4},
+            "default_partition",
+        ),
         ({"auto_partition": False}, "auto_partition"),
         ({"prescaled_batch": True, "optimize": "memory"}, "prescaled_batch"),
         ({"_shard_offloaded_activations": False}, "_shard_offloaded_activations"),
@@ -72,6 +76,16 @@ def test_a_rule_that_reads_a_wrong_value_is_silent() -> None:
                 "memory_weight": 0.5,
             },
             ["memory_weight"],
+        ),
+        ({"virtual_pipeline_degree": 2}, ["virtual_pipeline_degree"]),
+        (
+            {
+                "pipeline_parallel_degree": 2,
+                "virtual_pipeline_degree": 2,
+                "microbatches": 8,
+                "active_microbatches": 3,
+            },
+            ["active_microbatches"],
         ),
         (
             {

@@ -1,0 +1,63 @@
+"""What only a managed job has: its network, its keys, the container's command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from smpkit.config.section import KeyPath, Section
+from smpkit.config.texts import Word
+from smpkit.errors import Problem
+
+__all__ = ["Container", "Encryption", "Network"]
+
+
+class Network(Section):
+    """The network of the machines. `subnets` and `security_groups` belong together."""
+
+    subnets: list[Word] = Field(default_factory=list, max_length=16)
+    """Subnets of your VPC, by id."""
+
+    security_groups: list[Word] = Field(default_factory=list, max_length=5)
+    """Security groups of your VPC, by id."""
+
+    isolation: bool = False
+    """Cut the container off from the network, S3 included: SageMaker itself brings the sources."""
+
+    encrypt_traffic: bool = False
+    """Encrypt what the hosts send each other; slower."""
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Refuse one half of a VPC."""
+        if broken & {("subnets",), ("security_groups",)} or bool(self.subnets) == bool(self.security_groups):
+            return
+        missing, there = ("security_groups", "subnets") if self.subnets else ("subnets", "security_groups")
+        yield Problem((missing,), f"is required with {there}", "a VPC needs both")
+
+
+class Encryption(Section):
+    """Keys of AWS KMS, by id or ARN. Default: what bucket and volume have by themselves."""
+
+    output_key: Word | None = None
+    """Encrypts the results and the sources in S3."""
+
+    volume_key: Word | None = None
+    """Encrypts the disks of the machines."""
+
+
+class Container(Section):
+    """What is started in the image. Default: the image's own entry point, with the argument `train`."""
+
+    entry_point: list[str] = Field(default_factory=list, max_length=100)
+    """Program and arguments to run instead of the image's entry point."""
+
+    arguments: list[str] = Field(default_factory=list, max_length=100)
+    """Arguments for the entry point, instead of `train`."""
+
+    log_level: int = Field(default=20, ge=0)
+    """Python's number for the least important messages to log: 10 debug, 20 info, 30 warning."""
+
+    remote_debug: bool | None = None
+    """Allow a shell in the running container through AWS Systems Manager."""
