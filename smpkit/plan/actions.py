@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from smpkit.plan.segments import Kind, ScheduleError, Segment, SegmentGraph, Transfer
 
@@ -101,6 +101,14 @@ class Schedule:
         """The most microbatches that are live at a time on each rank."""
         return tuple(max(live_microbatches(actions), default=0) for actions in self.actions)
 
+    @cached_property
+    def peak_live_segments(self) -> tuple[int, ...]:
+        """The most segments of microbatches that are live at a time on each rank: begun and not finished.
+
+        Where a rank has several chunks of the model, this says what is kept better than whole microbatches do.
+        """
+        return tuple(max(map(len, live_segments(actions)), default=0) for actions in self.actions)
+
     @property
     def num_actions(self) -> int:
         """How many actions all ranks have together."""
@@ -112,18 +120,29 @@ class Schedule:
 
 def live_microbatches(actions: tuple[Action, ...]) -> list[int]:
     """Return how many microbatches are live while each action of one rank runs."""
-    left: dict[int, int] = defaultdict(int)
-    for action in actions:
-        left[action.microbatch] += 1
-    live: set[int] = set()
-    counts = []
-    for action in actions:
-        live.add(action.microbatch)
-        counts.append(len(live))
-        left[action.microbatch] -= 1
-        if not left[action.microbatch]:
-            live.remove(action.microbatch)
-    return counts
+    return [len(live) for live in _live([action.microbatch for action in actions])]
+
+
+def live_segments(actions: tuple[Action, ...]) -> list[frozenset[tuple[int, int]]]:
+    """Return the (segment, microbatch) that are live while each action of one rank runs."""
+    return _live([(action.segment, action.microbatch) for action in actions])
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def _live(keys: Sequence[_Key]) -> list[frozenset[_Key]]:
+    """Return for each place of the list the keys that have begun and not ended there."""
+    left = Counter(keys)
+    live: set[_Key] = set()
+    found = []
+    for key in keys:
+        live.add(key)
+        found.append(frozenset(live))
+        left[key] -= 1
+        if not left[key]:
+            live.remove(key)
+    return found
 
 
 @dataclass(frozen=True)

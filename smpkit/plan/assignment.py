@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -29,6 +29,17 @@ class UnitCost:
     """What it hands to the next unit."""
     shared: Mapping[str, int] = field(default_factory=dict)
     """Bytes, contained in `parameters_bytes`, of the parameters that other units hold too, by key."""
+    boundary_bytes: int = 0
+    """The part of `activation_bytes` that is inputs of checkpointed layers, which can be offloaded."""
+    recomputed_bytes: int = 0
+    """What the largest recomputation of a checkpointed layer keeps until its backward has passed."""
+    recomputed_flops: float = 0.0
+    """The part of `flops` that the backward computes again."""
+
+    @property
+    def step_flops(self) -> float:
+        """Compute of forward, backward (worth two forwards) and recomputation, as forwards of a plain unit."""
+        return self.flops + self.recomputed_flops / 3
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,12 @@ class Load:
     parameters_bytes: int
     activation_bytes: int
     flops: float
+    recomputed_flops: float = 0.0
+
+    @property
+    def step_flops(self) -> float:
+        """As that of `UnitCost`."""
+        return self.flops + self.recomputed_flops / 3
 
     @property
     def memory_bytes(self) -> int:
@@ -66,7 +83,7 @@ class Assignment:
     @property
     def compute_imbalance(self) -> float:
         """The compute of the busiest partition over the mean, 1 or more; it bounds the speed."""
-        return _worst_over_mean([load.flops for load in self.loads])
+        return _worst_over_mean([load.step_flops for load in self.loads])
 
     @property
     def memory_imbalance(self) -> float:
@@ -79,7 +96,7 @@ class Assignment:
 
     def to_json(self) -> str:
         """Write it as text that `from_json` reads."""
-        loads = [[load.parameters_bytes, load.activation_bytes, load.flops] for load in self.loads]
+        loads = [astuple(load) for load in self.loads]
         content = {"format": _FORMAT, "num_partitions": self.num_partitions, "units": self.units, "loads": loads}
         return json.dumps(content)
 
@@ -128,4 +145,5 @@ def _load(units: Sequence[UnitCost]) -> Load:
         + sum(shared.values()),
         activation_bytes=sum(unit.activation_bytes for unit in units),
         flops=sum(unit.flops for unit in units),
+        recomputed_flops=sum(unit.recomputed_flops for unit in units),
     )

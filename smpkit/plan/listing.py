@@ -19,11 +19,11 @@ from smpkit.plan.tasks import Links, Task, tasks_of
 
 __all__ = ["list_schedule"]
 
-Urgency = tuple[int, int, int]
-"""Priority of the kind, microbatch, number of the task: smaller goes first."""
+Urgency = tuple[int, int, int, int]
+"""Priority of the kind, group of the microbatch, number of the task, microbatch: smaller goes first."""
 Head = tuple[float, Urgency]
 """When a rank's best next task can start, and which one it is."""
-_NEVER: Final[Head] = (float("inf"), (0, 0, 0))
+_NEVER: Final[Head] = (float("inf"), (0, 0, 0, 0))
 
 
 def list_schedule(
@@ -34,17 +34,30 @@ def list_schedule(
     *,
     split_backward: bool = False,
     forwards_first: bool = False,
+    group: int = 1,
+    depths: Sequence[int] | None = None,
 ) -> tuple[tuple[tuple[Action, ...], ...], float]:
     """Return every rank's actions and when the last one ends.
 
     Of what it could do at a time, a rank does backward before forward before weights, then the smaller microbatch. With
-    caps of `P - rank` on a chain that is 1F1B.
+    caps of `P - rank` on a chain that is 1F1B; with groups of P on a loop, interleaved 1F1B.
 
     Args:
         caps: for each rank, how many microbatches may be live; at least one.
         forwards_first: hold back a rank's backwards until all of its forwards have run (GPipe).
+        depths: for each rank, how many microbatches may be there whose last BACKWARD has not run; caps count those too
+            that wait for WEIGHT. None: as many as caps allow.
+        group: so many neighbouring microbatches go through a segment before the first of them goes on to the next one.
     """
-    run = _Run(graph.num_ranks, num_microbatches, tasks_of(graph, costs, split_backward), caps, Links(costs))
+    run = _Run(
+        graph.num_ranks,
+        num_microbatches,
+        tasks_of(graph, costs, split_backward),
+        caps,
+        Links(costs),
+        group,
+        depths or caps,
+    )
     if forwards_first:
         run.hold_backwards()
     return run.actions()
@@ -53,12 +66,14 @@ def list_schedule(
 class _Rank:
     """What one rank could do next."""
 
-    def __init__(self, cap: int, num_tasks: int, num_microbatches: int) -> None:
+    def __init__(self, cap: int, depth: int, tasks: Sequence[Task], num_microbatches: int) -> None:
         self.free_seconds = 0.0
         self.order: list[Action] = []
-        self._cap = cap
-        self._live = 0
-        self._left = [num_tasks] * num_microbatches
+        self._cap, self._depth = cap, depth
+        self._live = self._inside = 0
+        self._left = [len(tasks)] * num_microbatches
+        # What is left of that for which others wait.
+        self._left_inside = [sum(not task.fills_gaps for task in tasks)] * num_microbatches
         # First tasks of microbatches that are not admitted yet, in ascending order.
         self._arrived: deque[Head] = deque()
         self._coming: list[Head] = []
@@ -81,7 +96,7 @@ class _Rank:
         while self._coming and self._coming[0][0] <= self.free_seconds:
             heappush(self._ready, heappop(self._coming)[1])
         best = (self.free_seconds, self._ready[0]) if self._ready else self._coming[0] if self._coming else _NEVER
-        if self._live < self._cap and self._arrived:
+        if self._arrived and self._live < self._cap and self._inside < self._depth:
             seconds, urgency = self._arrived[0]
             best = min(best, (max(seconds, self.free_seconds), urgency))
         return best
@@ -89,7 +104,7 @@ class _Rank:
     def take(self, head: Head, task: Task) -> float:
         """Run the head and return when it ends."""
         seconds, urgency = head
-        microbatch = urgency[1]
+        microbatch = urgency[3]
         if self._ready and self._ready[0] == urgency:
             heappop(self._ready)
         elif self._coming and self._coming[0] == head:
@@ -97,9 +112,13 @@ class _Rank:
         else:
             self._arrived.popleft()
             self._live += 1
+            self._inside += 1
         self.order.append(task.action(microbatch))
         self._left[microbatch] -= 1
         self._live -= not self._left[microbatch]
+        if not task.fills_gaps:
+            self._left_inside[microbatch] -= 1
+            self._inside -= not self._left_inside[microbatch]
         self._release_held(task)
         self.free_seconds = seconds + task.seconds
         return self.free_seconds
@@ -116,11 +135,18 @@ class _Run:
     """One run of the planner."""
 
     def __init__(
-        self, num_ranks: int, num_microbatches: int, tasks: tuple[Task, ...], caps: Sequence[int], links: Links
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        tasks: tuple[Task, ...],
+        caps: Sequence[int],
+        links: Links,
+        group: int,
+        depths: Sequence[int],
     ) -> None:
-        self._tasks, self._links = tasks, links
-        per_rank = [sum(task.segment.rank == rank for task in tasks) for rank in range(num_ranks)]
-        self._ranks = [_Rank(cap, count, num_microbatches) for cap, count in zip(caps, per_rank, strict=True)]
+        self._tasks, self._links, self._group = tasks, links, group
+        own = [[task for task in tasks if task.segment.rank == rank] for rank in range(num_ranks)]
+        self._ranks = [_Rank(*limits, num_microbatches) for limits in zip(caps, depths, own, strict=True)]
         self._num_microbatches = num_microbatches
         self._missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]
         self._ready_seconds = [[0.0] * len(tasks) for _ in range(num_microbatches)]
@@ -142,7 +168,7 @@ class _Run:
         for _ in range(len(self._tasks) * self._num_microbatches):
             head = min(heads)
             assert head != _NEVER, "nobody can go on; caps below the number of microbatches hold back forwards"
-            _, microbatch, number = head[1]
+            _, _, number, microbatch = head[1]
             task = self._tasks[number]
             rank = task.segment.rank
             touched = self._finish(task, microbatch, self._ranks[rank].take(head, task))
@@ -167,5 +193,5 @@ class _Run:
     def _offer(self, number: int, microbatch: int) -> None:
         task = self._tasks[number]
         is_first = task.kind is Kind.FORWARD and not task.segment.index
-        urgency = task.priority, microbatch, number
+        urgency = task.priority, microbatch // self._group, number, microbatch
         self._ranks[task.segment.rank].offer(self._ready_seconds[microbatch][number], urgency, task, is_first)

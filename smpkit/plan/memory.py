@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from smpkit.errors import SmpkitError
@@ -56,6 +56,8 @@ class ModelFacts:
     """Tensors of modules that span ranks: every rank has them."""
     traced: bool
     """Whether compute and activations of the units are known."""
+    places: Mapping[str, int] = field(default_factory=dict)
+    """Where the user put units and modules around them, by name."""
 
     @property
     def costs(self) -> list[UnitCost]:
@@ -82,7 +84,14 @@ class ModelFacts:
     def _of(cls, content: dict[str, Any]) -> ModelFacts:
         units = tuple(UnitFacts(UnitCost(**unit["cost"]), tuple(unit["tensors"])) for unit in content["units"])
         tensors = {each["name"]: TensorFacts(**each) for each in content["tensors"]}
-        return cls(str(content["name"]), units, tensors, tuple(content["loose"]), bool(content["traced"]))
+        return cls(
+            str(content["name"]),
+            units,
+            tensors,
+            tuple(content["loose"]),
+            bool(content["traced"]),
+            dict(content["places"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,12 @@ class RankMemory:
     """Buffers in which gradients travel to the ranks that hold the same parameters."""
     optimizer_bytes: int
     activations_bytes: int | None
-    """What the live microbatches keep for their backward; None if the model was not traced."""
+    """What the live microbatches keep for their backward, and the largest recomputation of a checkpointed layer; None
+    if the model was not traced."""
+    boundaries_bytes: int = 0
+    """The part of `activations_bytes` that is inputs of checkpointed layers."""
+    host_bytes: int = 0
+    """Inputs of checkpointed layers that were offloaded to the host, at their peak."""
 
     @property
     def total_bytes(self) -> int:
@@ -113,16 +127,19 @@ def memory_of_ranks(
     model: ModelFacts,
     assignment: Assignment,
     *,
-    live_microbatches: Sequence[int],
+    live_microbatches: Sequence[float],
     states_per_parameter: int,
     replicated: bool,
+    offloaded: Sequence[tuple[int, int]] = (),
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank at its peak.
 
     Args:
-        live_microbatches: for each rank, how many microbatches it holds at a time.
+        live_microbatches: for each rank, how many microbatches it holds at a time; a chunk of one is a part.
         states_per_parameter: numbers that the optimizer keeps per trained one; see OPTIMIZERS.
         replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
+        offloaded: with activation offloading, for each rank the most bytes of checkpointed layers' inputs on its device
+            and on its host; empty: all of them stay on the device.
     """
     places = assignment.partition_of
     held = [_held(model, places, rank) for rank in range(assignment.num_partitions)]
@@ -132,7 +149,11 @@ def memory_of_ranks(
         tensors = [model.tensors[name] for name in sorted(names)]
         trained = [tensor for tensor in tensors if tensor.trainable]
         reduced = trained if replicated else [tensor for tensor in trained if tensor.name not in alone]
-        activation = assignment.loads[rank].activation_bytes * live_microbatches[rank]
+        costs = [unit.cost for unit in model.units if places[unit.cost.name] == rank]
+        boundary = sum(cost.boundary_bytes for cost in costs)
+        on_device, on_host = offloaded[rank] if offloaded else (round(boundary * live_microbatches[rank]), 0)
+        other = round((assignment.loads[rank].activation_bytes - boundary) * live_microbatches[rank])
+        activation = other + on_device + max((cost.recomputed_bytes for cost in costs), default=0)
         found.append(
             RankMemory(
                 num_parameters=sum(tensor.num_elements for tensor in tensors),
@@ -142,6 +163,8 @@ def memory_of_ranks(
                 reduction_bytes=_bytes(reduced),
                 optimizer_bytes=states_per_parameter * _bytes(trained),
                 activations_bytes=activation if model.traced else None,
+                boundaries_bytes=on_device,
+                host_bytes=on_host,
             )
         )
     return tuple(found)

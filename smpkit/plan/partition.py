@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 from smpkit.errors import ConfigError, Problem
 from smpkit.plan.assignment import Assignment, Load, UnitCost, assignment_of, private_parameters_bytes
+from smpkit.plan.chunks import even_out, partition_of_chunk
 from smpkit.plan.cut import cut
 from smpkit.plan.refine import Objective, refine
 
@@ -35,8 +36,12 @@ def partition(
     pinned: Mapping[str, int] | None = None,
     tied: Tied = "replicate",
     objective: Objective | None = None,
+    num_chunks: int = 1,
 ) -> Assignment:
     """Return the best contiguous assignment of units to partitions; every partition gets at least one unit.
+
+    With several chunks per partition (virtual stages) the units are cut into `num_chunks * num_partitions` parts, of
+    which part k is on partition k mod `num_partitions`; no other cut makes the dearest part cheaper.
 
     Args:
         units: in execution order.
@@ -46,6 +51,7 @@ def partition(
         tied: `replicate` ignores shared parameters, because ranks that use one each hold a copy; `colocate` puts all
             units that share one where the first of them is (SMP v1's rule), so microbatches come back there.
         objective: also improve the cut by simulating such steps.
+        num_chunks: parts of a partition.
 
     Raises:
         ConfigError: there are fewer units than partitions, or `pinned` cannot be meant; names every problem.
@@ -56,11 +62,14 @@ def partition(
     given = _places(units, groups, pins)
     free = [group for group in groups if group not in given]
     held = [[index for group in given if given[group] == k for index in group] for k in range(num_partitions)]
-    _require(_shortage(units, len(free), held, tied))
+    _require(_shortage(units, len(free), held, tied, num_chunks))
     costs = _RangeCosts(units, memory_weight, free, held)
-    ends = cut(len(free), costs.of, [not indices for indices in held])
-    for k, (start, end) in enumerate(pairwise([0, *ends])):
-        held[k] += [index for group in free[start:end] for index in group]
+    needs_item = [not indices for indices in held] + [True] * (num_chunks - 1) * num_partitions
+    ends = cut(len(free), costs.of, needs_item)
+    if num_chunks > 1:
+        ends = even_out(ends, costs.of, num_partitions)
+    for chunk, (start, end) in enumerate(pairwise([0, *ends])):
+        held[partition_of_chunk(chunk, num_partitions)] += [index for group in free[start:end] for index in group]
     found = assignment_of(units, {index: k for k, indices in enumerate(held) for index in indices}, num_partitions)
     if objective is None:
         return found
@@ -69,16 +78,22 @@ def partition(
 
 
 def assign(
-    units: Sequence[UnitCost], num_partitions: int, pinned: Mapping[str, int], default_partition: int
+    units: Sequence[UnitCost],
+    num_partitions: int,
+    pinned: Mapping[str, int],
+    default_partition: int,
+    num_chunks: int = 1,
 ) -> Assignment:
     """Return the assignment that a user wrote down; units that no name covers go to `default_partition`.
 
-    A partition may stay empty. Raises ConfigError, with every problem, if `pinned` cannot be meant.
+    With several chunks per partition, places count chunks: k is on partition k mod `num_partitions`. A partition may
+    stay empty. Raises ConfigError, with every problem, if `pinned` cannot be meant.
     """
     _require(_basic_problems(units, num_partitions, 0.0))
-    _require(_index_problems({"default_partition": default_partition}, num_partitions))
-    pins = _resolve(units, num_partitions, pinned)
-    return assignment_of(units, {i: pins.get(i, default_partition) for i in range(len(units))}, num_partitions)
+    _require(_index_problems({"default_partition": default_partition}, num_partitions * num_chunks))
+    pins = _resolve(units, num_partitions * num_chunks, pinned)
+    places = {i: partition_of_chunk(pins.get(i, default_partition), num_partitions) for i in range(len(units))}
+    return assignment_of(units, places, num_partitions)
 
 
 Group = tuple[int, ...]
@@ -162,11 +177,17 @@ def _index_problems(places: Mapping[str, int], num_partitions: int) -> list[Prob
     ]
 
 
-def _shortage(units: Sequence[UnitCost], num_free: int, held: Sequence[Sequence[int]], tied: Tied) -> list[Problem]:
-    """Return the problem that some partition would get nothing, if it would."""
+def _shortage(
+    units: Sequence[UnitCost], num_free: int, held: Sequence[Sequence[int]], tied: Tied, num_chunks: int
+) -> list[Problem]:
+    """Return the problem that some partition, or chunk of one, would get nothing, if it would."""
     num_empty = sum(not indices for indices in held)
-    if num_free >= num_empty:
+    if num_free >= num_empty + (num_chunks - 1) * len(held):
         return []
+    if num_free >= num_empty:
+        parts = f"{len(held)} partitions of {num_chunks} chunks each"
+        message = f"the model has {len(units)} units, too few for {parts}"
+        return [Problem(("virtual_pipeline_degree",), message, "lower `virtual_pipeline_degree`")]
     message = f"the model has {len(units)} units, too few for {len(held)} partitions"
     if len(units) >= len(held):
         message += f": {num_free} of them can be placed freely, {num_empty} partitions are still empty"
@@ -199,7 +220,11 @@ class _RangeCosts:
         self._share_of_byte = memory_weight * _WHOLE / total if total else 0.0
 
     def of(self, partition: int, start: int, end: int) -> int:
-        """Return the cost of a partition with the free groups `start` to `end`; it never falls when they get more."""
+        """Return the cost of a partition with the free groups `start` to `end`; it never falls when they get more.
+
+        A chunk counts as its partition, so what is pinned there weighs on each of its chunks.
+        """
+        partition = partition_of_chunk(partition, len(self._held_compute))
         memory = self._held_private[partition] + self._private[end] - self._private[start]
         for key, num_bytes in self._shared.items():
             if key in self._held_keys[partition] or _any_between(self._holders[key], start, end):
@@ -210,9 +235,9 @@ class _RangeCosts:
 
 def _compute_shares(units: Sequence[UnitCost], memory_weight: float) -> list[int]:
     """Return the compute of each unit as a part of _WHOLE; if nothing costs anything, units count alike."""
-    total = sum(unit.flops for unit in units)
+    total = sum(unit.step_flops for unit in units)
     if total and memory_weight < 1:
-        return [round((1 - memory_weight) * unit.flops / total * _WHOLE) for unit in units]
+        return [round((1 - memory_weight) * unit.step_flops / total * _WHOLE) for unit in units]
     has_memory = memory_weight and any(unit.parameters_bytes or unit.activation_bytes for unit in units)
     return [0 if has_memory else _WHOLE // len(units)] * len(units)
 

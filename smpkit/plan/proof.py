@@ -38,8 +38,8 @@ def _check_shape(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule, rank: int) -> None:
     expected = Counter(
         Action(kind, segment, microbatch)
-        for kind in schedule.graph.kinds(schedule.splits_backward)
         for segment in range(schedule.graph.counts[rank])
+        for kind in schedule.graph.kinds(Segment(rank, segment), schedule.splits_backward)
         for microbatch in range(schedule.num_microbatches)
     )
     found = Counter(schedule.actions[rank])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Final
 
 from smpkit.plan.actions import Costs, Schedule
 from smpkit.plan.assignment import Assignment, UnitCost, assignment_of
 from smpkit.plan.listing import list_schedule
-from smpkit.plan.segments import Segment, SegmentGraph, Transfer
+from smpkit.plan.segments import SegmentGraph
+from smpkit.plan.walk import runs_of, walk
 
 __all__ = ["Objective", "Prediction", "predict", "refine"]
 
@@ -32,7 +33,7 @@ class Objective:
     """1: only the memory of the fullest rank counts; 0: only the time of a step."""
     seconds_per_flop: float = 1.0
     backward_ratio: float = 2.0
-    """Time of a backward in forwards; 3 with activation checkpointing."""
+    """Time of a backward in forwards, without what it computes again."""
     latency_seconds: float = 0.0
     seconds_per_byte: float = 0.0
     parameter_copies: float = 4.0
@@ -47,7 +48,7 @@ class Prediction:
 
     step_seconds: float
     memory_bytes: tuple[int, ...]
-    """The peak of each rank: parameters with their copies, and the activations of its live microbatches."""
+    """The peak of each rank: parameters with copies, activations of its live microbatches, and one recomputation."""
 
 
 def predict(units: Sequence[UnitCost], assignment: Assignment, objective: Objective) -> Prediction:
@@ -57,31 +58,34 @@ def predict(units: Sequence[UnitCost], assignment: Assignment, objective: Object
     actions, seconds = list_schedule(graph, objective.num_microbatches, caps, costs)
     live = Schedule("predicted", graph, objective.num_microbatches, actions, tuple(caps)).peak_live_microbatches
     memory = tuple(
-        round(objective.parameter_copies * load.parameters_bytes) + count * load.activation_bytes
-        for load, count in zip(assignment.loads, live, strict=True)
+        round(objective.parameter_copies * load.parameters_bytes) + count * load.activation_bytes + again
+        for load, count, again in zip(assignment.loads, live, _recomputed_bytes(units, assignment), strict=True)
     )
     return Prediction(seconds, memory)
 
 
+def _recomputed_bytes(units: Sequence[UnitCost], assignment: Assignment) -> list[int]:
+    """Return what the largest recomputation of each rank holds."""
+    largest = [0] * assignment.num_partitions
+    for unit in units:
+        place = assignment.partition_of[unit.name]
+        largest[place] = max(largest[place], unit.recomputed_bytes)
+    return largest
+
+
 def _pipeline(units: Sequence[UnitCost], assignment: Assignment, objective: Objective) -> tuple[SegmentGraph, Costs]:
     """Return the segments that an assignment makes, a run of units on one partition each, and their costs."""
-    runs = [(place, list(run)) for place, run in groupby(units, lambda unit: assignment.partition_of[unit.name])]
-    segments: list[Segment] = []
-    for place, _ in runs:
-        segments.append(Segment(place, sum(segment.rank == place for segment in segments)))
-    transfers = tuple(
-        Transfer(source, target, run[-1].output_bytes)
-        for (source, target), (_, run) in zip(pairwise(segments), runs, strict=False)
-    )
-    forward = {
-        segment: objective.seconds_per_flop * sum(unit.flops for unit in run)
-        for segment, (_, run) in zip(segments, runs, strict=True)
+    runs = runs_of(units, assignment)
+    forward = {segment: objective.seconds_per_flop * sum(unit.flops for unit in run) for segment, run in runs.items()}
+    backward = {
+        segment: objective.backward_ratio * forward[segment]
+        + objective.seconds_per_flop * sum(unit.recomputed_flops for unit in run)
+        for segment, run in runs.items()
     }
-    backward = {segment: objective.backward_ratio * seconds for segment, seconds in forward.items()}
     costs = Costs(
         forward, backward, latency_seconds=objective.latency_seconds, seconds_per_byte=objective.seconds_per_byte
     )
-    return SegmentGraph(assignment.num_partitions, tuple(segments), transfers), costs
+    return walk(runs, assignment.num_partitions), costs
 
 
 def refine(

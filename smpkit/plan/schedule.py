@@ -1,4 +1,4 @@
-"""Decide the order: `simple` and `interleaved` for any segment graph, and the templates that they are measured against.
+"""Decide the order: `simple`, `interleaved` and its split form `zero_bubble`, for any segment graph.
 
 Three ranks, four microbatches, every action one unit of time (right; a dot is idle), drawn by `smpkit.plan.draw`.
 `simple` (GPipe)::
@@ -17,8 +17,8 @@ Three ranks, four microbatches, every action one unit of time (right; a dot is i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from math import ceil
 from typing import Final
 
@@ -29,6 +29,7 @@ from smpkit.plan.listing import list_schedule
 from smpkit.plan.proof import check
 from smpkit.plan.segments import Kind, Need, ScheduleError, Segment, SegmentGraph, Transfer
 from smpkit.plan.simulate import simulate
+from smpkit.plan.templates import looped, one_f_one_b
 
 __all__ = [
     "Action",
@@ -77,7 +78,7 @@ def interleaved(
     A rank with few live microbatches waits for slow links; one with many needs memory. Tried are, from little memory
     to much: `depth` (on a chain `P - rank`, which is 1F1B), `depth + 1` and so on, `2 * depth - 1`, multiples of how
     long a microbatch stays on a rank, and the same number for every rank. The fastest wins; of equals (within 0.2 %)
-    the one with the fewest live microbatches.
+    the one with the fewest live microbatches. Of a loop (virtual stages) interleaved 1F1B is tried first.
 
     Args:
         active_microbatches: no rank ever holds more (SMP v1's parameter).
@@ -94,49 +95,6 @@ def interleaved(
     return search.best((False, True) if split_backward and graph.has_backward else (False,))
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Write 1F1B of a chain down directly: warm up with `P - 1 - rank` forwards, then alternate."""
-    _require_positive(num_microbatches, "num_microbatches")
-    actions = tuple(
-        tuple(_alternate(min(num_ranks - 1 - rank, num_microbatches), [(0, m) for m in range(num_microbatches)]))
-        for rank in range(num_ranks)
-    )
-    caps = tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
-    return Schedule("1f1b", SegmentGraph.chain(num_ranks), num_microbatches, actions, caps)
-
-
-def looped(graph: SegmentGraph, num_microbatches: int) -> Schedule:
-    """Write interleaved 1F1B of a loop down.
-
-    A rank holds several chunks of the model, so filling the pipe takes a part of the time. Microbatches go round in
-    groups of P; raises UsageError unless the graph is a loop, has a backward, and P divides their number.
-    """
-    num_ranks, num_chunks = graph.num_ranks, graph.loop_chunks
-    if not num_chunks or not graph.has_backward or num_microbatches % num_ranks or num_microbatches < 1:
-        raise UsageError(f"{num_microbatches} microbatches cannot go round this graph of {num_ranks} ranks in groups")
-    rounds = [
-        (chunk, group + microbatch)
-        for group in range(0, num_microbatches, num_ranks)
-        for chunk in range(num_chunks)
-        for microbatch in range(num_ranks)
-    ]
-    actions = []
-    for rank in range(num_ranks):
-        warmup = (num_ranks - 1 - rank) * (2 if num_chunks > 1 else 1) + (num_chunks - 1) * num_ranks
-        actions.append(tuple(_alternate(min(warmup, len(rounds)), rounds, num_chunks)))
-    draft = Schedule("looped", graph, num_microbatches, tuple(actions), (num_microbatches,) * num_ranks)
-    return replace(draft, caps=draft.peak_live_microbatches)
-
-
-def _alternate(warmup: int, rounds: Sequence[tuple[int, int]], num_chunks: int = 1) -> Iterator[Action]:
-    """Yield `warmup` forwards, then forward and backward in turn; backward takes the chunks in reverse order."""
-    forwards = iter(rounds)
-    yield from (Action(Kind.FORWARD, *place) for place in islice(forwards, warmup))
-    for chunk, microbatch in rounds:
-        yield from (Action(Kind.FORWARD, *place) for place in islice(forwards, 1))
-        yield Action(Kind.BACKWARD, num_chunks - 1 - chunk, microbatch)
-
-
 @dataclass(frozen=True)
 class _Found:
     """A schedule that was tried."""
@@ -145,9 +103,10 @@ class _Found:
     seconds: float
 
     @property
-    def order(self) -> tuple[int, bool, float]:
+    def order(self) -> tuple[int, int, bool, float]:
         """Among schedules of the same speed, smaller is better: fewer live microbatches, then fewer actions."""
-        return sum(self.schedule.peak_live_microbatches), self.schedule.splits_backward, self.seconds
+        live = sum(self.schedule.peak_live_microbatches), sum(self.schedule.peak_live_segments)
+        return *live, self.schedule.splits_backward, self.seconds
 
 
 @dataclass(frozen=True)
@@ -170,22 +129,64 @@ class _Search:
         """Try caps from few live microbatches to many, until nothing can be faster by enough."""
         bounds = bounds_of(self.graph, self.costs, split)
         enough = bounds.lower_bound_seconds(self.num_microbatches) * (1 + _WORTH)
-        if not split and (template := self._looped()):
+        for template in () if split else self._looped():
             yield template
-        for caps in _cap_choices(self.graph.depths, bounds.full_pipe, self.limits):
-            actions, seconds = list_schedule(self.graph, self.num_microbatches, caps, self.costs, split_backward=split)
-            yield _Found(Schedule("interleaved", self.graph, self.num_microbatches, actions, caps), seconds)
-            if seconds <= enough:
+            if template.seconds <= enough:
                 return
+        name = "zero_bubble" if split else "interleaved"
+        choices: list[tuple[tuple[int, ...], Sequence[int] | None]] = [
+            (caps, None) for caps in _cap_choices(self.graph.depths, bounds.full_pipe, self.limits)
+        ]
+        if split:
+            choices = sorted([*self._postponing(), *choices], key=lambda choice: sum(choice[0]))
+        for caps, depths in choices:
+            for group in (1,) if split else self._group_sizes():
+                actions, seconds = list_schedule(
+                    self.graph,
+                    self.num_microbatches,
+                    caps,
+                    self.costs,
+                    split_backward=split,
+                    group=group,
+                    depths=depths,
+                )
+                yield _Found(Schedule(name, self.graph, self.num_microbatches, actions, caps), seconds)
+                if seconds <= enough:
+                    return
 
-    def _looped(self) -> _Found | None:
-        """Return the template for virtual stages if the graph is one and the caps allow it."""
-        if self.graph.loop_chunks < 2 or not self.graph.has_backward or self.num_microbatches % self.graph.num_ranks:
-            return None
-        schedule = replace(looped(self.graph, self.num_microbatches), name="interleaved")
-        if any(live > limit for live, limit in zip(schedule.caps, self.limits, strict=True)):
-            return None
-        return _Found(schedule, simulate(schedule, self.costs).makespan_seconds)
+    def _postponing(self) -> Iterator[tuple[tuple[int, ...], Sequence[int]]]:
+        """Yield caps that leave room to postpone WEIGHT, and depths that keep forwards in step with 1F1B.
+
+        Of a chain, P and `P - rank` make ZB-H1: no rank holds more than rank 0 does in 1F1B.
+        """
+        deepest = max(1, *self.graph.depths)
+        for room in range(max(self.limits) - min(deepest, max(self.limits)) + 1):
+            caps = tuple(min(deepest + room, limit) for limit in self.limits)
+            for more in {0, min(1, room)}:
+                yield caps, tuple(max(1, depth + more) for depth in self.graph.depths)
+
+    def _group_sizes(self) -> tuple[int, ...]:
+        """Say how many microbatches may go round together; only in a loop it makes a difference worth trying."""
+        return (1, self.graph.num_ranks) if self.graph.loop_chunks > 1 else (1,)
+
+    def _looped(self) -> Iterator[_Found]:
+        """Yield the templates for virtual stages if the graph is a loop, as far as the caps allow it."""
+        if self.graph.loop_chunks < 2 or not self.graph.has_backward:
+            return
+        num_groups = max(1, self.num_microbatches // self.graph.num_ranks)
+        for groups in (num_groups, min(num_groups + 1, self.num_microbatches)):
+            for warmup_per_rank in (1, 2):
+                schedule = replace(
+                    looped(self.graph, self.num_microbatches, groups, warmup_per_rank), name="interleaved"
+                )
+                if all(live <= limit for live, limit in zip(schedule.caps, self.limits, strict=True)):
+                    yield from _played(schedule, self.costs)
+
+
+def _played(schedule: Schedule, costs: Costs) -> Iterator[_Found]:
+    """Yield the schedule with its time; nothing if it stands still, as some with uneven groups would."""
+    with suppress(ScheduleError):
+        yield _Found(schedule, simulate(schedule, costs).makespan_seconds)
 
 
 def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limits: Sequence[int]) -> list[tuple[int, ...]]:

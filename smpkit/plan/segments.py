@@ -161,20 +161,33 @@ class SegmentGraph:
                 length[before] = max(length.get(before, 0), length[segment] + 1)
         return tuple(length.get(Segment(rank, 0), 0) for rank in range(self.num_ranks))
 
-    @property
+    @cached_property
     def loop_chunks(self) -> int:
-        """How often the graph goes round all ranks if it is a loop, else 0; a chain is a loop of one."""
+        """How often the graph goes round all ranks if it is a loop, else 0; a chain is a loop of one.
+
+        Values may also skip ahead on the way (a residual, what a rank keeps for its next chunk).
+        """
         chunks = self.counts[0] if self.counts else 0
         if not chunks or len(self.segments) != chunks * self.num_ranks:
             return 0
-        steps = SegmentGraph.loop(self.num_ranks, chunks).transfers
-        return chunks if {(t.source, t.target) for t in self.transfers} == {(t.source, t.target) for t in steps} else 0
+        places = [(t.source.index * self.num_ranks + t.source.rank, t) for t in self.transfers]
+        ways = [(place, t.target.index * self.num_ranks + t.target.rank, t.differentiable) for place, t in places]
+        steps = {
+            source for source, target, returns in ways if target == source + 1 and (returns or not self.has_backward)
+        }
+        goes_ahead = all(source < target for source, target, _ in ways)
+        return chunks if goes_ahead and len(steps) == len(self.segments) - 1 else 0
 
-    def kinds(self, split_backward: bool = False) -> tuple[Kind, ...]:
-        """The kinds of action that every segment goes through."""
+    def splits(self, segment: Segment) -> bool:
+        """Whether a split of the segment's backward can win something: a gradient leaves it, which others wait for."""
+        return self.has_backward and any(transfer.differentiable for transfer in self.incoming[segment])
+
+    def kinds(self, segment: Segment, split_backward: bool = False) -> tuple[Kind, ...]:
+        """The kinds of action that a segment goes through."""
         if not self.has_backward:
             return (Kind.FORWARD,)
-        return (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT) if split_backward else (Kind.FORWARD, Kind.BACKWARD)
+        split = split_backward and self.splits(segment)
+        return (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD)
 
     def needs(self, kind: Kind, segment: Segment) -> tuple[Need, ...]:
         """Return what an action waits for; a value that travels is one need of its own."""

@@ -36,11 +36,13 @@ class Task:
     seconds: float
     num_needs: int
     feeds: tuple[Feed, ...]
+    priority: int
+    """Smaller goes first of what a rank could do now."""
 
     @property
-    def priority(self) -> int:
-        """Smaller goes first of what a rank could do now."""
-        return _PRIORITY[self.kind]
+    def fills_gaps(self) -> bool:
+        """Whether nobody waits for it: WEIGHT, and in a split schedule a whole backward that sends no gradient."""
+        return self.priority == _PRIORITY[Kind.WEIGHT]
 
     def action(self, microbatch: int) -> Action:
         """Return the entry for a rank's list."""
@@ -49,7 +51,12 @@ class Task:
 
 def tasks_of(graph: SegmentGraph, costs: Costs, split_backward: bool) -> tuple[Task, ...]:
     """Return the tasks of one microbatch; messages of one task are listed in the order of sending."""
-    nodes = [(kind, segment) for kind in graph.kinds(split_backward) for segment in graph.topological]
+    nodes = [
+        (kind, segment)
+        for kind in Kind
+        for segment in graph.topological
+        if kind in graph.kinds(segment, split_backward)
+    ]
     numbers = {node: number for number, node in enumerate(nodes)}
     needs = [graph.needs(*node) for node in nodes]
     feeds: list[list[Feed]] = [[] for _ in nodes]
@@ -59,12 +66,18 @@ def tasks_of(graph: SegmentGraph, costs: Costs, split_backward: bool) -> tuple[T
     return tuple(
         Task(
             *node,
-            costs.seconds(*node, split_backward),
+            costs.seconds(*node, split_backward and graph.splits(node[1])),
             len(needs[number]),
             _in_sending_order(graph, node, feeds[number]),
+            _priority(graph, *node, split_backward),
         )
         for number, node in enumerate(nodes)
     )
+
+
+def _priority(graph: SegmentGraph, kind: Kind, segment: Segment, split_backward: bool) -> int:
+    feeds_nobody = split_backward and kind is Kind.BACKWARD and not graph.splits(segment)
+    return _PRIORITY[Kind.WEIGHT if feeds_nobody else kind]
 
 
 def _in_sending_order(graph: SegmentGraph, node: tuple[Kind, Segment], feeds: Sequence[Feed]) -> tuple[Feed, ...]:

@@ -47,7 +47,7 @@ def test_split_backwards_are_drawn_with_both_halves() -> None:
     found = interleaved(SegmentGraph.chain(2), 2, 4, split_backward=True)
     assert draw(found) == picture(
         """
-        stage 0  F0 F1 .  B0 W0 B1 W1
+        stage 0  F0 F1 .  B0 -- B1 --
         stage 1  .  F0 B0 F1 B1 W0 W1
         """
     )

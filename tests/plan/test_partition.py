@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 
 import pytest
 from hypothesis import given
@@ -52,6 +52,65 @@ def test_memory_weight_decides_between_memory_and_compute() -> None:
     units = [UnitCost("embed", 30, 0, 0.0), *layers(3), UnitCost("head", 0, 0, 3.0)]
     assert places(partition(units, 2, 1.0)) == "01111"
     assert places(partition(units, 2, 0.0)) == "00001"
+
+
+def test_a_checkpointed_unit_computes_its_forward_twice() -> None:
+    # Forward, backward and recomputation of a checkpointed layer take 4 forwards, of a plain one 3: 12 to 12.
+    units = [UnitCost(f"layers.{i}", flops=1.0, recomputed_flops=1.0) for i in range(3)]
+    units += [UnitCost(f"head.{i}", flops=1.0) for i in range(4)]
+    found = partition(units, 2, memory_weight=0.0)
+    assert places(found) == "0001111"
+    assert found.compute_imbalance == 1.0
+    assert found.loads[0].recomputed_flops == 3.0
+    assert Assignment.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_partitions", "num_chunks", "expected"),
+    [(8, 2, 2, "00110011"), (8, 4, 2, "01230123"), (10, 4, 2, "0123012233"), (7, 2, 3, "0101011"), (5, 1, 2, "00000")],
+)
+def test_chunks_of_equal_layers_are_dealt_in_turns(
+    num_layers: int, num_partitions: int, num_chunks: int, expected: str
+) -> None:
+    assert places(partition(layers(num_layers), num_partitions, 0.5, num_chunks=num_chunks)) == expected
+
+
+def test_too_few_units_for_the_chunks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the model has 7 units, too few for 2 partitions of 4 chunks each") as caught:
+        partition(layers(7), 2, 0.5, num_chunks=4)
+    assert [problem.path for problem in caught.value.problems] == [("virtual_pipeline_degree",)]
+
+
+def test_chunks_are_placed_by_hand() -> None:
+    pinned = {f"layers.{index}": index for index in range(4)}
+    assert places(assign(layers(5), 2, pinned, 3, num_chunks=2)) == "01011"
+    with pytest.raises(ConfigError, match=r"`layers\.0` is put on partition 4, and there are 4"):
+        assign(layers(5), 2, {"layers.0": 4}, 0, num_chunks=2)
+
+
+@given(
+    flops=st.lists(st.integers(1, 9), min_size=4, max_size=9),
+    num_partitions=st.integers(1, 3),
+    num_chunks=st.integers(2, 3),
+)
+@SETTINGS
+def test_no_cut_makes_the_dearest_chunk_cheaper(flops: list[int], num_partitions: int, num_chunks: int) -> None:
+    num_parts = num_partitions * num_chunks
+    if len(flops) < num_parts:
+        return
+    units = [UnitCost(f"layers.{i}", flops=each) for i, each in enumerate(flops)]
+    every = [
+        max(sum(flops[start:end]) for start, end in pairwise([0, *inner, len(flops)]))
+        for inner in combinations(range(1, len(flops)), num_parts - 1)
+    ]
+    row = [place for _, place in partition(units, num_partitions, 0.0, num_chunks=num_chunks).units]
+    if num_partitions == 1:
+        return  # all chunks are neighbours on one partition
+    runs = [
+        [index for _, index in run] for _, run in groupby(zip(row, range(len(row)), strict=True), lambda each: each[0])
+    ]
+    assert [row[run[0]] for run in runs] == [chunk % num_partitions for chunk in range(num_parts)]
+    assert max(sum(flops[index] for index in run) for run in runs) == min(every)
 
 
 @pytest.mark.parametrize("memory_weight", [0.0, 0.5, 1.0])

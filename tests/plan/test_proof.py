@@ -24,7 +24,8 @@ def test_1f1b_is_proven() -> None:
         (schedule("F0 F1 B0 B1", "F0 B0 F1 B1 F2"), "rank 1 runs F2, which does not exist"),
         (schedule("F0 F1 B0 B1", "F0 B0 F1 B1 F0.1"), "rank 1 runs F0.1, which does not exist"),
         (schedule("F0 F1 B0 B1", "F0 B0 F1 B1", caps=(1, 1)), "rank 0 has 2 microbatches live in F1, its cap is 1"),
-        (schedule("F0 F1 B0 B1", "F0 F1 B0 B1 W0"), "rank 0 never runs W0 W1"),
+        (schedule("F0 F1 B0 B1", "F0 F1 B0 B1 W0"), "rank 1 never runs W1"),
+        (schedule("F0 F1 B0 W0 B1", "F0 F1 B0 B1 W0 W1"), "rank 0 runs W0, which does not exist"),
         (schedule("F0 F1 B0 B1"), "1 lists of actions and 2 caps for 2 ranks"),
         (schedule("F0 F1 B0 B1", "F0 B0 F1 B1", caps=(1,)), "2 lists of actions and 1 caps for 2 ranks"),
         (replace(schedule("", ""), num_microbatches=0), "a schedule of 0 microbatches"),
@@ -41,6 +42,7 @@ def test_1f1b_is_proven() -> None:
         "unknown segment",
         "cap",
         "half split",
+        "split of a segment that sends no gradient",
         "lists",
         "caps",
         "no microbatch",
@@ -54,5 +56,5 @@ def test_a_wrong_schedule_is_refused_by_name(wrong: Schedule, message: str) -> N
 
 
 def test_a_weight_half_before_its_input_half_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="rank 0 in W0 waits for B0 of rank 0"):
-        check(replace(schedule("F0 W0 B0", "F0 B0 W0"), num_microbatches=1))
+    with pytest.raises(ScheduleError, match="rank 1 in W0 waits for B0 of rank 1"):
+        check(replace(schedule("F0 B0", "F0 W0 B0"), num_microbatches=1))

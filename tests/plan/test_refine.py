@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,13 @@ def test_a_chain_of_equal_parts_takes_the_known_time_and_memory() -> None:
     found = predict(EQUAL, partition(EQUAL, 4, 0.5), Objective(num_microbatches=8, active_microbatches=6))
     assert found.step_seconds == (8 + 3) * 3
     assert found.memory_bytes == (440, 430, 420, 410)
+
+
+def test_recomputation_takes_a_forward_and_the_memory_of_the_largest_layer() -> None:
+    units = [replace(unit, recomputed_flops=1.0, recomputed_bytes=7 + i) for i, unit in enumerate(EQUAL)]
+    found = predict(units, assignment_of(units, {0: 0, 1: 0, 2: 1, 3: 1}, 2), Objective(8, 1))
+    assert found.step_seconds == 8 * 4 * (1 + 2 + 1)
+    assert found.memory_bytes == (800 + 20 + 8, 800 + 20 + 10)
 
 
 def test_link_time_and_the_cap_are_simulated() -> None:

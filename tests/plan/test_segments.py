@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
@@ -72,10 +74,41 @@ def test_gradients_travel_back_along_differentiable_transfers_only() -> None:
 @given(graph=graphs())
 @SETTINGS
 def test_what_one_action_sends_another_receives(graph: SegmentGraph) -> None:
-    for kind in graph.kinds():
+    for kind in Kind:
         sent = sorted(t for segment in graph.segments for t in graph.sends(kind, segment))
         received = sorted(t for segment in graph.segments for t in graph.receives(kind, segment))
         assert sent == received
+
+
+def test_a_backward_is_split_where_a_gradient_leaves() -> None:
+    assert [ENCODER_DECODER.splits(segment) for segment in (A, B, Segment(1, 1), Segment(2, 0))] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert ENCODER_DECODER.kinds(A, split_backward=True) == (Kind.FORWARD, Kind.BACKWARD)
+    assert ENCODER_DECODER.kinds(B, split_backward=True) == (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+    assert not SegmentGraph.chain(2, has_backward=False).splits(B)
+
+
+LOOP = SegmentGraph.loop(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("graph", "chunks"),
+    [
+        (LOOP, 2),
+        (replace(LOOP, transfers=(*LOOP.transfers, Transfer(A, A1), Transfer(A, Segment(1, 1), 4, False))), 2),
+        (replace(LOOP, transfers=LOOP.transfers[:-1]), 0),
+        (replace(LOOP, transfers=(*LOOP.transfers[:-1], replace(LOOP.transfers[-1], differentiable=False))), 0),
+        (SegmentGraph.chain(3), 1),
+        (ENCODER_DECODER, 0),
+    ],
+    ids=["loop", "with values that skip ahead", "cut", "cut for gradients", "chain", "another graph"],
+)
+def test_a_loop_is_known_from_its_transfers(graph: SegmentGraph, chunks: int) -> None:
+    assert graph.loop_chunks == chunks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,280 @@
+"""How long a step of an OffloadModel takes, and what it holds on the device and on the host, before it is built.
+
+Weights come to the device slice by slice, in the forward and again in the backward, but for the last slice, which
+stays between them; gradients leave once; slice borders leave in the forward and come back. All of that, compute and
+the optimizer on the host overlap, so the slowest of them gives the time (a roofline).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import sqrt
+from typing import Final
+
+from smpkit.errors import UsageError
+from smpkit.plan.memory import OPTIMIZERS
+
+__all__ = [
+    "Machine",
+    "OffloadedModel",
+    "StepTime",
+    "Update",
+    "break_even_tokens",
+    "device_peak_bytes",
+    "host_peak_bytes",
+    "largest_parameters",
+    "step_time",
+]
+
+_BLOCK_PARAMETERS: Final = 12.25
+"""Of a dense transformer block of width 1: it has 12.25 d²."""
+_SAVED_UNITS: Final = 25.04
+"""What a dense block keeps for its backward, in tokens * width * bytes of a number (counted on such a block)."""
+_MASTER_BYTES: Final = 4
+
+
+class Update(str, Enum):
+    """When the optimizer updates a slice."""
+
+    OVERLAPPED = "overlapped"
+    """As soon as its gradient is on the host, while other slices' backward runs; nothing waits for the whole."""
+    JUST_IN_TIME = "just-in-time"
+    """Just before its next forward, so that exact gradient clipping, which needs all gradients, can be overlapped."""
+    SERIAL = "serial"
+    """After the backward, everything waiting."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the device, its link and its host do in a second; measure yours."""
+
+    flops_per_second: float = 430e12
+    """Reached in training, not the maker's."""
+    in_bytes_per_second: float = 50e9
+    """Host to device."""
+    out_bytes_per_second: float = 50e9
+    both_bytes_per_second: float | None = None
+    """Both directions together while both copy; None: neither slows the other."""
+    updated_parameters_per_second: float = 4.3e9
+    """By the optimizer on the host, all its cores together."""
+    host_bytes_per_second: float | None = None
+    """Of the host's memory, which copies and the optimizer share; None: more than they need."""
+
+    def __post_init__(self) -> None:
+        for name, rate in vars(self).items():
+            if rate is not None and rate <= 0:
+                raise UsageError(f"`{name}` is {rate:g}", hint="give what was measured, more than 0")
+
+
+@dataclass(frozen=True)
+class OffloadedModel:
+    """A model in slices, and one optimizer step of it."""
+
+    num_parameters: float
+    num_slices: int
+    num_tokens: int
+    """Of one optimizer step, all microbatches together."""
+    num_microbatches: int = 1
+    num_layers: int | None = None
+    """None: one per slice."""
+    width: int | None = None
+    """Numbers per token at a slice's border; None: that of dense blocks with so many parameters."""
+    optimizer: str = "adamw"
+    """One of `smpkit.plan.memory.OPTIMIZERS`."""
+    number_bytes: int = 2
+    """Of a weight, a gradient and an activation on the device: 2 for bf16, 4 for fp32."""
+    imbalance: float = 1.0
+    """The largest slice's parameters over the mean."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_parameters", "num_slices", "num_tokens", "num_microbatches", "num_layers", "width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"`{name}` is {value:g}", hint="use 1 or more")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"`{self.optimizer}` is no optimizer known here", hint=f"use {', '.join(OPTIMIZERS)}")
+        if self.number_bytes not in (2, 4):
+            raise UsageError(f"numbers of {self.number_bytes} bytes", hint="use 2 (bf16) or 4 (fp32)")
+        if self.num_layers is not None and self.num_layers < self.num_slices:
+            raise UsageError(
+                f"{self.num_layers} layers cannot be cut into {self.num_slices} slices", hint="use fewer slices"
+            )
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return self.num_layers or self.num_slices
+
+    @property
+    def border_bytes(self) -> float:
+        """What all tokens of a step are at one slice's border."""
+        width = self.width or sqrt(self.num_parameters / (_BLOCK_PARAMETERS * self.layers))
+        return self.num_tokens * width * self.number_bytes
+
+    @property
+    def weights_bytes(self) -> float:
+        """All weights as the device gets them; the gradients are as large."""
+        return self.num_parameters * self.number_bytes
+
+    @property
+    def states_bytes(self) -> float:
+        """What the optimizer keeps in fp32: the master weights and its states."""
+        return self.num_parameters * _MASTER_BYTES * (1 + OPTIMIZERS[self.optimizer])
+
+    @property
+    def update_bytes(self) -> float:
+        """What one update moves through the host's memory: gradients in, states in and out, weights out."""
+        copies = 2 if self.number_bytes < _MASTER_BYTES else 1
+        return 2 * self.states_bytes + copies * self.weights_bytes
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The parts of one optimizer step, and how long it takes with them overlapped."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """With the recomputation."""
+    in_seconds: float
+    out_seconds: float
+    update_seconds: float
+    total_seconds: float
+    bound: str
+    """What it spends most of its time on: `compute`, `link`, `optimizer` or `host memory`."""
+    useful_flops_per_second: float
+    """Without the recomputation, as published figures count: 6 per parameter and token."""
+
+
+def step_time(model: OffloadedModel, machine: Machine, update: Update = Update.OVERLAPPED) -> StepTime:
+    """Return the time of a step that is bounded by its slowest part."""
+    phases = _forward(model, machine), _backward(model, machine)
+    forward, backward = phases
+    seconds = _update_seconds(model, machine)
+    whole = _Phase(*(a + b for a, b in zip(forward.parts, backward.parts, strict=True)))
+    if update is Update.OVERLAPPED:
+        # The slice that is last in the backward is updated and loaded when nothing is left to hide it.
+        tail = (seconds + model.weights_bytes / machine.in_bytes_per_second) / model.num_slices
+        total = max(whole.seconds, seconds, _host_seconds(model, machine)) + tail
+    elif update is Update.JUST_IN_TIME:
+        total = backward.seconds + max(forward.seconds, seconds) + seconds / model.num_slices
+    else:
+        total = forward.seconds + backward.seconds + seconds
+    causes = {"compute": whole.compute, "link": whole.link, "optimizer": seconds}
+    causes["host memory"] = _host_seconds(model, machine)
+    return StepTime(
+        forward_seconds=forward.compute,
+        backward_seconds=backward.compute,
+        in_seconds=whole.into,
+        out_seconds=whole.out,
+        update_seconds=seconds,
+        total_seconds=total,
+        bound=max(causes, key=lambda cause: causes[cause]),
+        useful_flops_per_second=6 * model.num_parameters * model.num_tokens / total,
+    )
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """What a forward or a backward needs of each part of the machine, in seconds."""
+
+    compute: float
+    into: float
+    out: float
+    both: float
+
+    @property
+    def parts(self) -> tuple[float, float, float, float]:
+        return self.compute, self.into, self.out, self.both
+
+    @property
+    def link(self) -> float:
+        return max(self.into, self.out, self.both)
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.link)
+
+
+def _forward(model: OffloadedModel, machine: Machine) -> _Phase:
+    return _phase(model, machine, 2, model.weights_bytes, model.num_slices * model.border_bytes)
+
+
+def _backward(model: OffloadedModel, machine: Machine) -> _Phase:
+    again = model.weights_bytes * (1 - 1 / model.num_slices)
+    return _phase(model, machine, 6, again + model.num_slices * model.border_bytes, model.weights_bytes)
+
+
+def _phase(model: OffloadedModel, machine: Machine, operations: int, into: float, out: float) -> _Phase:
+    """Make a phase of operations per parameter and token, and of the bytes that go each way."""
+    compute = operations * model.num_parameters * model.num_tokens / machine.flops_per_second
+    both = 0.0 if machine.both_bytes_per_second is None else (into + out) / machine.both_bytes_per_second
+    return _Phase(compute, into / machine.in_bytes_per_second, out / machine.out_bytes_per_second, both)
+
+
+def _update_seconds(model: OffloadedModel, machine: Machine) -> float:
+    return model.num_parameters / machine.updated_parameters_per_second
+
+
+def _host_seconds(model: OffloadedModel, machine: Machine) -> float:
+    if machine.host_bytes_per_second is None:
+        return 0.0
+    weights_and_gradients = model.weights_bytes * (3 - 1 / model.num_slices)
+    borders = 2 * model.num_slices * model.border_bytes
+    return (model.update_bytes + weights_and_gradients + borders) / machine.host_bytes_per_second
+
+
+def device_peak_bytes(model: OffloadedModel) -> float:
+    """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, two borders."""
+    slice_bytes = model.imbalance * model.weights_bytes / model.num_slices
+    border = model.border_bytes / model.num_microbatches
+    in_slice = _SAVED_UNITS * border * model.layers / model.num_slices
+    return 4 * slice_bytes + in_slice + 2 * border
+
+
+def host_peak_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> float:
+    """Return what the host holds: fp32 states, the weights as they travel, gradients that wait, all slice borders.
+
+    Weights of 4 bytes are the master weights themselves. Overlapped, two slices' gradients wait; otherwise all.
+    """
+    working = model.weights_bytes if model.number_bytes < _MASTER_BYTES else 0.0
+    waiting = min(1.0, 2 * model.imbalance / model.num_slices) if update is Update.OVERLAPPED else 1.0
+    borders = model.num_slices * model.border_bytes
+    return model.states_bytes + working + waiting * model.weights_bytes + borders
+
+
+def largest_parameters(
+    model: OffloadedModel, host_bytes: float, reserve_bytes: float = 8 * 1024**3, update: Update = Update.OVERLAPPED
+) -> int:
+    """Return how many parameters such a model can have so that its host peak fits.
+
+    Args:
+        model: everything but the number of parameters is taken from it; without a `width`, that grows along.
+        reserve_bytes: left for the system, the process and the framework.
+
+    Raises:
+        UsageError: not even one parameter fits.
+    """
+    room = host_bytes - reserve_bytes
+
+    def fits(count: int) -> bool:
+        return host_peak_bytes(replace(model, num_parameters=count), update) <= room
+
+    if room <= 0 or not fits(1):
+        raise UsageError(
+            f"{host_bytes / 1024**3:g} GiB of host memory hold no model with {model.num_tokens} tokens per step",
+            hint="use fewer tokens, or a smaller reserve",
+        )
+    low, high = 1, int(room)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def break_even_tokens(machine: Machine) -> float:
+    """Return from how many tokens per step on compute takes longer than the optimizer on the host."""
+    return machine.flops_per_second / (8 * machine.updated_parameters_per_second)

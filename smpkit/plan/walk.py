@@ -1,0 +1,44 @@
+"""The way of a microbatch over the partitions that an assignment makes, before anything has run.
+
+It is a guess where a model is no row of units: every unit is taken to hand its output to the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+
+from smpkit.plan.actions import Schedule, live_segments
+from smpkit.plan.assignment import Assignment, UnitCost
+from smpkit.plan.segments import Segment, SegmentGraph, Transfer
+
+__all__ = ["peak_live_shares", "runs_of", "walk"]
+
+
+def runs_of(units: Sequence[UnitCost], assignment: Assignment) -> dict[Segment, list[UnitCost]]:
+    """Return the units of every segment: a run of neighbours on one partition; in the order of execution."""
+    runs: dict[Segment, list[UnitCost]] = {}
+    for place, run in groupby(units, lambda unit: assignment.partition_of[unit.name]):
+        runs[Segment(place, sum(segment.rank == place for segment in runs))] = list(run)
+    return runs
+
+
+def walk(runs: Mapping[Segment, Sequence[UnitCost]], num_partitions: int, has_backward: bool = True) -> SegmentGraph:
+    """Return the graph in which every segment hands the output of its last unit to the next one."""
+    transfers = tuple(Transfer(source, target, runs[source][-1].output_bytes) for source, target in pairwise(runs))
+    return SegmentGraph(num_partitions, tuple(runs), transfers, has_backward)
+
+
+def peak_live_shares(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]]) -> list[float]:
+    """Return for each rank how many microbatches it holds at its peak, by what their live segments keep.
+
+    A segment counts as the part of its rank's activations that it makes; with a segment per rank these are whole
+    microbatches.
+    """
+    kept = {segment: sum(unit.activation_bytes for unit in run) for segment, run in runs.items()}
+    shares = []
+    for rank, actions in enumerate(schedule.actions):
+        whole = sum(num_bytes for segment, num_bytes in kept.items() if segment.rank == rank)
+        peak = max((sum(kept[Segment(rank, index)] for index, _ in live) for live in live_segments(actions)), default=0)
+        shares.append(peak / whole if whole else float(schedule.peak_live_microbatches[rank]))
+    return shares

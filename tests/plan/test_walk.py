@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from smpkit.plan.assignment import UnitCost
+from smpkit.plan.partition import assign
+from smpkit.plan.schedule import Segment, SegmentGraph, looped, one_f_one_b
+from smpkit.plan.walk import peak_live_shares, runs_of, walk
+
+UNITS = [UnitCost(name, activation_bytes=10**place, output_bytes=place) for place, name in enumerate("abcdef")]
+
+
+def test_neighbours_on_one_partition_are_a_segment() -> None:
+    runs = runs_of(UNITS, assign(UNITS, 2, {"c": 1, "f": 1}, 0))
+    assert {segment: "".join(unit.name for unit in run) for segment, run in runs.items()} == {
+        Segment(0, 0): "ab",
+        Segment(1, 0): "c",
+        Segment(0, 1): "de",
+        Segment(1, 1): "f",
+    }
+    graph = walk(runs, 2)
+    assert [transfer.num_bytes for transfer in graph.transfers] == [1, 2, 4]
+    assert graph.loop_chunks == 2
+    assert not walk(runs, 3, has_backward=False).has_backward
+
+
+def test_live_segments_are_weighed_by_what_they_keep() -> None:
+    chain = one_f_one_b(2, 4)
+    assert peak_live_shares(chain, {Segment(0, 0): UNITS[:1], Segment(1, 0): UNITS[1:2]}) == [2.0, 1.0]
+    loop = looped(SegmentGraph.loop(2, 2), 4)
+    runs = dict(zip(loop.graph.topological, ([unit] for unit in UNITS), strict=False))
+    # At its peak rank 0 has three first chunks and two second ones: F2 runs before B0.1.
+    assert peak_live_shares(loop, runs)[0] == (3 * 1 + 2 * 100) / 101
+    unknown = {segment: [UnitCost(str(segment))] for segment in runs}
+    assert peak_live_shares(loop, unknown) == list(loop.peak_live_microbatches)
