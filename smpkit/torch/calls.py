@@ -1,0 +1,63 @@
+"""What happens between `module(...)` and its forward: where the call runs, and whether it is recomputed in backward.
+
+::
+
+    module(x)   nn.Module.__call__   ModuleCall   placed        checkpointing   the module's own call
+                                                  (a pipeline   (settings of    (hooks and forward,
+                                                   or streams)   the user's)     or compiled)
+
+Nothing is wrapped: names, classes and state dicts stay the user's, and copies of a module are plain modules again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Around", "ModuleCall", "OwnCall", "Placed"]
+
+OwnCall = Callable[..., Any]
+Around = Callable[[OwnCall], OwnCall]
+"""Makes a call that does something around another one."""
+Placed = Callable[[OwnCall, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a call with arguments where its module lies, or does without where it does not."""
+
+
+class ModuleCall:
+    """The call of one module, in the slot that `module.compile()` fills.
+
+    `nn.Module.__call__` looks there first, and pickling and deep copies leave it out.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        compiled: OwnCall | None = module._compiled_call_impl
+        self.own: OwnCall = compiled if compiled is not None else module._call_impl
+        self.is_compiled = compiled is not None
+        """Whether `module.compile()` came first."""
+        self.placed: Placed | None = None
+        self.homes: frozenset[int] = frozenset()
+        """Pipeline ranks on which parts of the module lie; empty if it holds nothing or there is no pipeline."""
+        self.checkpointing: Around | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleCall:
+        """Return the module's call; one that is not there yet leaves no trace in the module."""
+        call = module._compiled_call_impl
+        return call if isinstance(call, ModuleCall) else cls(module)
+
+    @classmethod
+    def on(cls, module: nn.Module) -> ModuleCall:
+        """Return the module's call, in its place, so that what is set on it acts from now on."""
+        call = cls.of(module)
+        module._compiled_call_impl = call
+        return call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.checkpointing, args, kwargs)
+
+    def run(self, around: Around | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module with `around` in place of its own checkpointing."""
+        own = self.own if around is None else around(self.own)
+        return own(*args, **kwargs) if self.placed is None else self.placed(own, args, kwargs)

@@ -1,0 +1,1 @@
+"""Import paths of SMP v1: `smdistributed.modelparallel.torch.patches`."""
