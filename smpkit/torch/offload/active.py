@@ -1,0 +1,71 @@
+"""The engine that offloads in this process, if one does: checkpointed calls and the pipeline tell it where they are.
+
+Kept apart from the engine so that these know nothing but this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
+
+import torch
+
+from smpkit.plan.actions import Action
+from smpkit.plan.segments import Kind
+
+__all__ = ["Offloader", "begin_action", "boundary", "current", "follow", "install"]
+
+
+class Offloader(Protocol):
+    """What takes the boundaries of checkpointed calls away from the device."""
+
+    def boundary(self, name: str) -> AbstractContextManager[object]:
+        """Offload what is saved for backward inside."""
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Note which actions of this rank come."""
+
+    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
+        """Note that an action begins."""
+
+
+_engine: Offloader | None = None  # one per process, like the model; parked microbatches see it from their own threads
+_NOTHING: Final = contextlib.nullcontext()
+
+
+def boundary(name: str) -> AbstractContextManager[object]:
+    """Offload the tensors that autograd saves inside: enter it around a checkpointed call, whose inputs those are.
+
+    Does nothing, at the price of one comparison, when nothing is to be offloaded.
+
+    Args:
+        name: path of the checkpointed module as in `state_dict`, for reports and errors.
+    """
+    # A compiled model decides for itself what it saves; its graph must not have our hooks inside.
+    return _NOTHING if _engine is None or torch.compiler.is_compiling() else _engine.boundary(name)
+
+
+def follow(actions: Sequence[Action]) -> None:
+    """Tell in which order this rank's actions come, at the start of a step of the pipeline."""
+    if _engine is not None:
+        _engine.follow(actions)
+
+
+def begin_action(kind: Kind, segment: int, microbatch: int) -> None:
+    """Tell that an action begins."""
+    if _engine is not None:
+        _engine.begin_action(kind, segment, microbatch)
+
+
+def current() -> Offloader | None:
+    """Return what `boundary` hands its tensors to."""
+    return _engine
+
+
+def install(engine: Offloader | None) -> Offloader | None:
+    """Hand boundaries to `engine` from now on, or to nobody; returns who got them before."""
+    global _engine
+    previous, _engine = _engine, engine
+    return previous

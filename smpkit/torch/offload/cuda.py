@@ -1,0 +1,197 @@
+"""A GPU's link: two copy streams beside the one that computes, and host memory that they can read at full speed.
+
+`record_stream` is not used: it gives memory back when the allocator happens to ask, so the peak would depend on chance.
+Everything that a copy touches is held until an event says that it is complete, or its stream waits for that event.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from smpkit.errors import DeadlineError
+from smpkit.torch.offload.link import Copies, Event
+
+__all__ = ["CudaLink", "pinned_memory"]
+
+_MEASURED_BYTES: Final = 32 << 20
+_POLL_SECONDS: Final = 50e-6
+
+
+class _Mark:
+    """An event of a CUDA stream."""
+
+    __slots__ = ("_is_done", "event")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = _event()
+        self.event.record(stream)
+        self._is_done = False
+
+    def done(self) -> bool:
+        """Return whether the stream has come here."""
+        self._is_done = self._is_done or _is_over(self.event)
+        return self._is_done
+
+
+class _Stall:
+    """The time between two events around a wait: what the stream spent in it."""
+
+    def __init__(self, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
+        self._first, self._last = first, last
+
+    @property
+    def seconds(self) -> float | None:
+        """The time; None while the device is not there yet."""
+        return _seconds_between(self._first, self._last)
+
+
+class CudaLink:
+    """The copy engines of one GPU.
+
+    Args:
+        device: the GPU.
+        deadline_seconds: no wait of this thread lasts longer.
+    """
+
+    is_stream_ordered = True
+    min_bytes = 1 << 20
+    latency_seconds = 10e-6
+
+    def __init__(self, device: torch.device, deadline_seconds: float) -> None:
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
+        self._deadline_seconds = deadline_seconds
+        self._out, self._back = _stream(self.device), _stream(self.device)
+        self.out_bytes_per_second, self.back_bytes_per_second = self._measure()
+
+    def stream(self) -> Hashable:
+        """Return the stream that computes now."""
+        return torch.cuda.current_stream(self.device)
+
+    def now(self) -> Event:
+        """Return an event of all that the current stream has been given so far."""
+        return _Mark(torch.cuda.current_stream(self.device))
+
+    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        """Copy on the stream to the host."""
+        return _copy(self._out, copies, after)
+
+    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        """Copy on the stream from the host."""
+        return _copy(self._back, copies, after)
+
+    def wait(self, event: Event, what: str) -> _Stall:
+        """Let the current stream wait; events around it measure what that costs."""
+        first = self.stamp()
+        _order(torch.cuda.current_stream(self.device), event)
+        return _Stall(first, self.stamp())
+
+    def before_reuse(self, event: Event, stream: Hashable) -> None:
+        """Let the stream whose allocator gets memory back wait."""
+        assert isinstance(stream, torch.cuda.Stream)
+        _order(stream, event)
+
+    def settle(self, event: Event, what: str) -> None:
+        """Wait here, looking again and again: a device that hangs must not hang this thread."""
+        deadline = time.monotonic() + self._deadline_seconds
+        while not event.done():
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{what} waited {self._deadline_seconds:g} s for a copy between device and host memory",
+                    hint="raise `timeout_seconds` if the GPU is only slow",
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def stamp(self) -> torch.cuda.Event:
+        """Return an event that keeps the time."""
+        event = _event(keeps_time=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
+        """Return the time between two stamps."""
+        return _seconds_between(first, last)
+
+    def close(self) -> None:
+        """Complete what was given."""
+        for name, lane in (("out", self._out), ("back", self._back)):
+            self.settle(_Mark(lane), f"closing the copy stream {name}")
+
+    def _measure(self) -> tuple[float, float]:
+        """Return bytes per second out and back, of a copy that is large enough to show them."""
+        there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
+        here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+        return self._speed(self._out, there, here), self._speed(self._back, here, there)
+
+    def _speed(self, lane: torch.cuda.Stream, source: Tensor, target: Tensor) -> float:
+        first, last = _event(keeps_time=True), _event(keeps_time=True)
+        with torch.cuda.stream(lane):
+            lane.wait_stream(torch.cuda.default_stream(self.device))
+            target.copy_(source, non_blocking=True)  # the first copy pays for what the driver puts off
+            first.record(lane)
+            target.copy_(source, non_blocking=True)
+            last.record(lane)
+        self.settle(_Mark(lane), "measuring the link")
+        return source.numel() / (1e-3 * float(first.elapsed_time(last)))
+
+
+def _copy(lane: torch.cuda.Stream, copies: Copies, after: Sequence[Event]) -> Event:
+    with torch.cuda.stream(lane):
+        for event in after:
+            _order(lane, event)
+        for source, target in copies:
+            target.copy_(source, non_blocking=True)
+    return _Mark(lane)
+
+
+def _order(stream: torch.cuda.Stream, event: Event) -> None:
+    if isinstance(event, _Mark) and not event.done():
+        stream.wait_event(event.event)
+
+
+def _seconds_between(first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
+    return 1e-3 * float(first.elapsed_time(last)) if _is_over(last) else None
+
+
+# torch leaves its streams and events untyped: these few lines are where that ends.
+
+
+def _event(*, keeps_time: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=keeps_time)  # type: ignore[no-untyped-call]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _is_over(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
+    """Return host memory of exactly this size that copies run from and to at full speed (see `arena.HostMemory`).
+
+    Raises:
+        OSError: the driver does not take the memory.
+    """
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Children (data loaders) must not have it: after a fork, a write by this process would move the page to another
+    # place, and the GPU would go on with the old one.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    address, owner = tensor.data_ptr(), os.getpid()
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if error := int(cudart.cudaHostRegister(address, num_bytes, 0)):
+        raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {error}")
+
+    def release() -> None:
+        if os.getpid() == owner:
+            cudart.cudaHostUnregister(address)
+
+    return tensor, release

@@ -1,0 +1,282 @@
+"""An engine that checks itself (`SMPKIT_OFFLOAD_DEBUG=1`): the order of accesses, what was stored, what is left over.
+
+Every stream, copy lane and this thread has a vector clock: how much of each other's work is known to be complete before
+what it does next. An event carries the clock of where it was recorded, and a wait joins it. So whether two accesses are
+ordered does not depend on how long they happened to take: a missing edge is found even where it did no harm this time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.link import Copies, Event, Link, Wait
+from smpkit.torch.offload.record import Group, Record
+from smpkit.torch.offload.report import StepReport
+from smpkit.torch.offload.scope import Handle, Scope
+
+__all__ = ["CheckedEngine", "CheckedLink", "RaceError"]
+
+_POISON: Final = 0xFF
+"""In each byte: NaN in every floating type, -1 in integers."""
+
+Clock = dict[Hashable, int]
+
+
+class RaceError(AssertionError):
+    """Two accesses to one place that nothing orders, bytes that came back changed, or memory that nobody frees."""
+
+
+@dataclass(frozen=True)
+class _Access:
+    what: str
+    is_write: bool
+    lane: Hashable
+    tick: int
+    begin: int
+    end: int
+
+
+@dataclass
+class Clocks:
+    """Who knows what to be complete, and who last touched which bytes."""
+
+    lanes: dict[Hashable, Clock] = field(default_factory=dict)
+    host: Clock = field(default_factory=dict)
+    """What this thread has seen complete; all that it enqueues later comes after."""
+    accesses: list[_Access] = field(default_factory=list)
+    found: RaceError | None = None
+    """The first race, in case that it is raised where nobody hears it: in a destructor."""
+
+    def step(self, lane: Hashable, *known: Clock) -> Clock:
+        """Let a lane do one more thing, after `known`; return its clock."""
+        clock = self.lanes.setdefault(lane, {})
+        for other in (self.host, *known):
+            _join(clock, other)
+        clock[lane] = clock.get(lane, 0) + 1
+        return dict(clock)
+
+    def allocated(self, tensor: Tensor) -> None:
+        """Forget who used this memory before: its allocator keeps streams apart, and was told when it was let go."""
+        begin, end = _span(tensor)
+        self.accesses = [each for each in self.accesses if each.end <= begin or end <= each.begin]
+
+    def touch(self, lane: Hashable, tensor: Tensor, what: str, *, is_write: bool) -> None:
+        """Note an access by the present work of a lane, and check it against those before it.
+
+        Raises:
+            RaceError: an earlier one may still run.
+        """
+        clock = self.lanes[lane]
+        begin, end = _span(tensor)
+        kept = []
+        for each in self.accesses:
+            meets = each.begin < end and begin < each.end
+            if meets and (is_write or each.is_write) and clock.get(each.lane, 0) < each.tick:
+                self.found = self.found or RaceError(f"offload race: {what} is not ordered after: {each.what}")
+                raise self.found
+            # A write that comes after everything else is all that a later access must be compared with.
+            if not (meets and is_write and begin <= each.begin and each.end <= end):
+                kept.append(each)
+        self.accesses = [*kept, _Access(what, is_write, lane, clock[lane], begin, end)]
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for lane, tick in other.items():
+        clock[lane] = max(clock.get(lane, 0), tick)
+
+
+class _Stamped:
+    """An event with the clock of where it was recorded."""
+
+    def __init__(self, inner: Event, clock: Clock, clocks: Clocks) -> None:
+        self.inner, self.clock, self._clocks = inner, clock, clocks
+
+    def done(self) -> bool:
+        """Return whether it is complete; if so, this thread knows."""
+        is_done = self.inner.done()
+        if is_done:
+            _join(self._clocks.host, self.clock)
+        return is_done
+
+
+class CheckedLink:
+    """A link that keeps the clocks.
+
+    Args:
+        inner: the link that copies.
+    """
+
+    def __init__(self, inner: Link) -> None:
+        self.inner = inner
+        self.clocks = Clocks()
+        self.device = inner.device
+        self.is_stream_ordered = inner.is_stream_ordered
+        self.min_bytes = inner.min_bytes
+        self.out_bytes_per_second = inner.out_bytes_per_second
+        self.back_bytes_per_second = inner.back_bytes_per_second
+        self.latency_seconds = inner.latency_seconds
+
+    def stream(self) -> Hashable:
+        """Return the stream that computes now."""
+        return self.inner.stream()
+
+    def now(self) -> Event:
+        """Return an event with the current stream's clock."""
+        return _Stamped(self.inner.now(), self.clocks.step(self.stream()), self.clocks)
+
+    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        """Check and copy: the lane reads the device's bytes and writes the host's."""
+        return self._copy("out", copies, after, what)
+
+    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        """Check and copy: the lane reads the host's bytes and writes the device's."""
+        return self._copy("back", copies, after, what)
+
+    def wait(self, event: Event, what: str) -> Wait:
+        """Let the current stream know what the event knows."""
+        self.clocks.step(self.stream(), _clock(event))
+        return self.inner.wait(_inner(event), what)
+
+    def before_reuse(self, event: Event, stream: Hashable) -> None:
+        """Let the stream know what the event knows."""
+        self.clocks.step(stream, _clock(event))
+        self.inner.before_reuse(_inner(event), stream)
+
+    def settle(self, event: Event, what: str) -> None:
+        """Let this thread know what the event knows."""
+        self.inner.settle(_inner(event), what)
+        _join(self.clocks.host, _clock(event))
+
+    def stamp(self) -> Any:
+        """Return the inner link's."""
+        return self.inner.stamp()
+
+    def seconds_between(self, first: Any, last: Any) -> float | None:
+        """Return the inner link's."""
+        return self.inner.seconds_between(first, last)
+
+    def close(self) -> None:
+        """Close the inner link."""
+        self.inner.close()
+
+    def _copy(self, lane: str, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        clock = self.clocks.step(lane, *map(_clock, after))
+        for source, target in copies:
+            self.clocks.touch(lane, source, f"the copy {lane} of {what} (read)", is_write=False)
+            self.clocks.touch(lane, target, f"the copy {lane} of {what} (write)", is_write=True)
+        copy = self.inner.send if lane == "out" else self.inner.fetch
+        return _Stamped(copy(copies, [_inner(event) for event in after], what), clock, self.clocks)
+
+
+def _clock(event: Event) -> Clock:
+    return event.clock if isinstance(event, _Stamped) else {}
+
+
+def _inner(event: Event) -> Event:
+    return event.inner if isinstance(event, _Stamped) else event
+
+
+class CheckedScope(Scope):
+    """Hooks that compare what comes back with what was saved."""
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        return super()._pack(tensor), _fingerprint(tensor), self._name
+
+    def _unpack(self, handle: Handle) -> Tensor:
+        inner, saved, name = handle
+        tensor = super()._unpack(inner)
+        if isinstance(self._engine, CheckedEngine) and len(inner) > 3:
+            self._engine.settle(inner[0])
+        if saved is not None and (back := _fingerprint(tensor)) != saved:
+            raise RaceError(f"a tensor of `{name}` came back as {back}, and was saved as {saved}")
+        return tensor
+
+
+def _fingerprint(tensor: Tensor) -> Hashable:
+    """Return size, stride and a checksum of a tensor's values; waits for the device."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    content = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu().flatten().view(torch.uint8)
+    return tuple(tensor.size()), tensor.dtype, hashlib.blake2b(content.numpy().data, digest_size=8).hexdigest()
+
+
+class CheckedEngine(Engine):
+    """An engine over a `CheckedLink`."""
+
+    scope_type = CheckedScope
+    link: CheckedLink
+
+    def end_step(self) -> StepReport:
+        """Close the step, and see that nothing is left over once no graph is alive.
+
+        Raises:
+            RaceError: host memory is still taken.
+        """
+        report = super().end_step()
+        if self.link.clocks.found is not None:
+            raise self.link.clocks.found
+        if not self._groups and (left := self.arena.num_blocks):
+            raise RaceError(f"{left} blocks of host memory ({self.arena.used_bytes} bytes) belong to no graph any more")
+        return report
+
+    def settle(self, record: Record) -> None:
+        """Wait for what a record waits for, behind the checker's back: it must not learn an order from this."""
+        for event in (record.out, record.load):
+            if event is not None:
+                self.link.inner.settle(_inner(event), "the checker")
+
+    def take(self, group: Group, record: Record) -> None:
+        """Note that compute has written what is about to leave."""
+        super().take(group, record)
+        if record.data is not None:
+            self.link.clocks.allocated(record.data)
+            self._touch(record.stream, record.data, f"computing what {group} saves", is_write=True)
+
+    def bring(self, group: Group, record: Record) -> Tensor:
+        """Note that compute reads what came back."""
+        data = super().bring(group, record)
+        self._touch(self.link.stream(), data, f"the backward of {group}", is_write=False)
+        return data
+
+    def bury(self, record: Record) -> None:
+        """Poison what is free: who reads it too late, or before it is written, gets NaN."""
+        block = record.block
+        with contextlib.suppress(RaceError):  # this runs in a destructor; the end of the step raises it
+            super().bury(record)
+        if block is not None:
+            self.settle(record)
+            block.bytes.fill_(_POISON)
+
+    def _move(self, record: Record, data: Tensor, stream: Hashable) -> None:
+        self._touch(stream, data, "taking bytes over from another stream", is_write=False)
+        super()._move(record, data, stream)
+        if record.data is not None:
+            self.link.clocks.allocated(record.data)
+
+    def _room(self, num_bytes: int) -> Tensor:
+        data = super()._room(num_bytes).fill_(_POISON)
+        self.link.clocks.allocated(data)
+        self._touch(self.link.stream(), data, "taking device memory", is_write=True)
+        return data
+
+    def _drop(self, record: Record) -> None:
+        """Note that the allocator may give the memory to the next user on the stream, who writes to it."""
+        if record.data is not None and record.load is None:
+            self._touch(record.stream, record.data, "using memory again that was offloaded", is_write=True)
+        super()._drop(record)
+
+    def _touch(self, stream: Hashable, data: Tensor, what: str, *, is_write: bool) -> None:
+        self.link.clocks.step(stream)
+        self.link.clocks.touch(stream, data, what, is_write=is_write)

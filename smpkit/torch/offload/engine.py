@@ -1,0 +1,140 @@
+"""Take saved tensors away from the device and bring them back in time.
+
+::
+
+    compute  F0     F1     F2     F3    │ B3   B2   B1   B0
+    out        0 ────►1 ────►2 ────►3   │
+    back                                │      1 ──► 0 ──►          (a lead of 2: 3 and 2 never left)
+
+A *group* is what one layer needs back at once. Nothing waits for the device but compute for a load (`arrivals.py`) and
+an allocator for a copy (`departures.py`); who may touch which bytes when is said by events alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Final
+
+from torch import Tensor
+
+from smpkit.plan.actions import Action
+from smpkit.plan.segments import Kind
+from smpkit.torch.offload.arena import Arena
+from smpkit.torch.offload.arrivals import Arrivals
+from smpkit.torch.offload.link import Link
+from smpkit.torch.offload.pace import Lead
+from smpkit.torch.offload.prefetch import Order
+from smpkit.torch.offload.record import Group
+from smpkit.torch.offload.report import StepReport
+from smpkit.torch.offload.scope import Scope
+
+__all__ = ["Engine"]
+
+GROUP_BYTES: Final = 64 << 20
+
+
+class Engine(Arrivals):
+    """Offloads what is saved inside its scopes.
+
+    Args:
+        link: the device's.
+        arena: where the bytes go.
+        order: predicts what backward needs next.
+        lead: how many layers ahead loads are issued; "auto" learns the smallest number without a stall.
+        min_bytes: smaller tensors stay; None: what the link thinks worth it.
+        rank: for reports.
+    """
+
+    scope_type: type[Scope] = Scope
+
+    def __init__(
+        self,
+        link: Link,
+        arena: Arena,
+        order: Order | None = None,
+        *,
+        lead: Lead = "auto",
+        min_bytes: int | None = None,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(link, arena, order or Order(), lead, rank)
+        self.min_bytes = link.min_bytes if min_bytes is None else min_bytes
+        self.parameters: frozenset[int] = frozenset()
+        """Storages that never leave."""
+        self.on_step: Callable[[StepReport], object] | None = None
+        self.num_boundaries = 0
+        """How many checkpointed calls there have been."""
+        self._microbatch: int | None = None
+
+    # --- what is offloaded -------------------------------------------------------------------------------------------
+
+    def boundary(self, name: str) -> AbstractContextManager[object]:
+        """Offload what autograd saves inside, as one group: the inputs of a checkpointed call.
+
+        Does nothing inside another checkpointed call, whose recomputation makes these tensors again.
+        """
+        self.num_boundaries += 1
+        return self.scope_type(self, name)
+
+    def everything(self, name: str, group_bytes: int = GROUP_BYTES) -> Scope:
+        """Offload all that autograd saves inside, in groups that end at `Scope.next_layer` or when they are large."""
+        return self.scope_type(self, name, group_bytes)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Never offload these tensors (parameters, buffers) or views of them; replaces what was said before."""
+        self.parameters = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    # --- the life of a step ------------------------------------------------------------------------------------------
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Take the order in which this step's backwards come from the actions of this rank."""
+        self.order.follow(actions)
+
+    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
+        """Note that a pipeline's action begins, and load what comes soon."""
+        self._microbatch = microbatch
+        self.order.begin(kind, segment, microbatch)
+        self._using = None
+        self._prefetch(())
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Note which microbatch runs, where there is no pipeline."""
+        self._microbatch = microbatch
+
+    def end_step(self) -> StepReport:
+        """Close the accounts of a step; graphs may outlive it."""
+        self._microbatch = self._using = None
+        self.order.end()
+        self._poll()
+        self.pace.end_step()
+        report = self.ledger.end_step(self.pace.lead, self.arena.peak_bytes)
+        self.arena.reset_peak()
+        if self.on_step is not None:
+            self.on_step(report)
+        return report
+
+    def abandon_step(self) -> None:
+        """Forget a step that an exception ended; its graphs give back what they hold when they go."""
+        self._microbatch = self._using = None
+        self.order.end()
+        for index in list(self._ahead):
+            self._evict(index)
+
+    def close(self) -> None:
+        """End copies and give host memory back; no graph may need it any more."""
+        self.link.close()
+        self.arena.close()
+
+    # --- groups, for scopes ------------------------------------------------------------------------------------------
+
+    def new_group(self, name: str) -> Group:
+        """Start what the next layer saves."""
+        group = Group(self.order.add(), name, self._microbatch, self._forget)
+        self._groups[group.index] = weakref.ref(group)
+        group.stays = self.order.returns_within(self.pace.lead)
+        self._poll()
+        self.pace.note(0)
+        self._prefetch(())
+        return group

@@ -1,0 +1,81 @@
+"""How far ahead loads must be issued: learnt from how long layers and copies took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+from smpkit.errors import UsageError
+from smpkit.plan.offload import auto_lead
+from smpkit.torch.offload.link import Link, Wait
+
+__all__ = ["Lead", "Pace", "check_lead"]
+
+Lead = int | Literal["auto"]
+
+_FIRST_LEAD: Final = 2  # enough while a copy takes no longer than a forward
+_MOST_LEAD: Final = 16
+
+
+def check_lead(lead: object) -> None:
+    """Raise UsageError if this is no lead."""
+    if lead != "auto" and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 1):
+        raise UsageError(f"`lead` is {lead!r}", hint='use "auto" or a number of layers, 1 or more')
+
+
+@dataclass
+class _Piece:
+    """A layer's forward or backward, from its start to that of the next."""
+
+    stamp: Any
+    load_bytes: int
+    wait: Wait | None = None
+
+
+class Pace:
+    """Keeps the lead: a given one, or the smallest with which the last step would not have stalled.
+
+    Args:
+        lead: in layers; "auto" learns.
+    """
+
+    def __init__(self, link: Link, lead: Lead) -> None:
+        self._link = link
+        self._learns = lead == "auto"
+        self.lead = _FIRST_LEAD if lead == "auto" else lead
+        self._pieces: list[_Piece] = []
+        self._last: list[_Piece] = []
+
+    def note(self, load_bytes: int) -> None:
+        """Note that a layer begins, and how many bytes it needs back."""
+        if self._learns:
+            self._pieces.append(_Piece(self._link.stamp(), load_bytes))
+
+    def waited(self, wait: Wait) -> None:
+        """Note that the present layer had to wait first."""
+        if self._pieces:
+            self._pieces[-1].wait = wait
+
+    def end_step(self) -> None:
+        """Learn from the step before: a device may not have finished this one."""
+        pieces, self._last, self._pieces = self._last, self._pieces, []
+        if not self._link.is_stream_ordered:
+            pieces, self._last = self._last, []
+        seconds = [self._seconds(piece, after) for piece, after in pairwise(pieces)]
+        if not seconds or None in seconds:
+            return
+        compute = [each for each in seconds if each is not None]
+        loads = [self._load_seconds(piece) for piece in pieces[:-1]]
+        # The last piece has no end; what it needs is late if anything is, so its load counts as one more.
+        needed = auto_lead([*compute, 0.0], [*loads, self._load_seconds(pieces[-1])], _MOST_LEAD)
+        self.lead = max(needed, self.lead - 1)
+
+    def _seconds(self, piece: _Piece, after: _Piece) -> float | None:
+        seconds = self._link.seconds_between(piece.stamp, after.stamp)
+        stalled = 0.0 if piece.wait is None else piece.wait.seconds
+        return None if seconds is None or stalled is None else max(0.0, seconds - stalled)
+
+    def _load_seconds(self, piece: _Piece) -> float:
+        link = self._link
+        return link.latency_seconds + piece.load_bytes / link.back_bytes_per_second if piece.load_bytes else 0.0

@@ -1,0 +1,160 @@
+"""`activations(model)`: what a plain PyTorch model saves for backward waits in host memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from smpkit.errors import UsageError
+from smpkit.torch.offload.build import make_engine
+from smpkit.torch.offload.engine import GROUP_BYTES
+from smpkit.torch.offload.link import Link
+from smpkit.torch.offload.pace import Lead, check_lead
+from smpkit.torch.offload.report import OffloadReport
+from smpkit.torch.offload.scope import Scope
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["activations"]
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+class activations:  # noqa: N801 - used as a function, like torch.autograd.graph.save_on_cpu
+    """Keep what autograd saves in host memory until backward needs it: a faster `torch.autograd.graph.save_on_cpu`.
+
+    ::
+
+        offload = smpkit.torch.offload.activations(model)
+        for batch in loader:
+            with offload:
+                loss = model(batch).sum()
+            loss.backward()
+            ...
+        print(offload.report())
+
+    Copies run beside the computation, in both directions; each storage leaves once, however many views of it were
+    saved; parameters and buffers never leave; gradients are the same bits as without. Layers (the items of a
+    `ModuleList` or `Sequential`) leave and come back one by one. Over `torch.utils.checkpoint` layers, only what they
+    keep leaves: their inputs. That is the combination to use; without checkpointing about 25 times as many bytes move.
+
+    Enter it around forward; backward may run inside or after it. One object serves all steps, and keeps its host
+    memory for the next. Not for two threads at a time.
+
+    Args:
+        model: whose parameters and buffers stay on the device.
+        lead: how many layers ahead of backward loads are issued; "auto" takes the smallest number without a stall.
+        min_bytes: smaller tensors stay; None: 1 MiB on a GPU, 0 on the CPU.
+        host_budget_bytes: of host memory; what finds no room stays on the device, with one warning. None: three
+            quarters of what is free.
+        link: another link than the device's own, such as `smpkit.torch.offload.emulated.EmulatedLink`.
+        deadline_seconds: no wait for a copy lasts longer; then DeadlineError names the layer.
+
+    Raises:
+        UsageError: a model without parameters, on several devices, or a lead that is not positive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lead: Lead = "auto",
+        min_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        link: Link | None = None,
+        deadline_seconds: float = 600.0,
+    ) -> None:
+        check_lead(lead)
+        self._model = model
+        self._engine = make_engine(
+            _device_of(model) if link is None else link.device,
+            lead=lead,
+            min_bytes=min_bytes,
+            host_budget_bytes=host_budget_bytes,
+            link=link,
+            deadline_seconds=deadline_seconds,
+        )
+        self._scope: Scope | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._layers = list(_layers_of(model))
+        self._is_counting = False
+
+    def __enter__(self) -> Self:
+        if self._scope is not None:
+            raise UsageError("these activations are offloaded already", hint="enter the object once at a time")
+        self._end_step()
+        self._is_counting = True
+        self._engine.keep(_tensors_of(self._model))
+        self._scope = scope = self._engine.everything(type(self._model).__name__, GROUP_BYTES)
+        self._hooks = [layer.register_forward_pre_hook(_Named(scope, name)) for name, layer in self._layers]
+        scope.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        scope, self._scope = self._scope, None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if scope is not None:
+            scope.__exit__(kind, error, traceback)
+
+    def report(self) -> OffloadReport:
+        """Return what was moved, held and waited for so far; each time the object was entered counts as a step."""
+        self._end_step()
+        return self._engine.ledger.report()
+
+    def close(self) -> None:
+        """Give the host memory back; graphs that were made inside must not be used any more."""
+        self._engine.close()
+
+    def _end_step(self) -> None:
+        if self._is_counting:
+            self._is_counting = False
+            self._engine.end_step()
+
+
+class _Named:
+    """Tells the scope which layer begins (a forward pre-hook)."""
+
+    def __init__(self, scope: Scope, name: str) -> None:
+        self._scope, self._name = scope, name
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        self._scope.next_layer(self._name)
+
+
+def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost items of lists of modules, with their paths; of compiled modules none.
+
+    A hook on a module that torch.compile has traced would make it trace again.
+    """
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return
+    for name, child in module.named_children():
+        if isinstance(module, _LISTS):
+            yield prefix + name, child
+        else:
+            yield from _layers_of(child, f"{prefix}{name}.")
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    return itertools.chain(model.parameters(), model.buffers())
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in model.parameters()}
+    if len(devices) != 1:
+        places = ", ".join(sorted(map(str, devices))) or "no device"
+        raise UsageError(
+            f"the parameters of this {type(model).__name__} lie on {places}", hint="offload one GPU's part"
+        )
+    return devices.pop()

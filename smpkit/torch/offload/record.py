@@ -1,0 +1,156 @@
+"""One storage that leaves the device: where its bytes are now, and what must be complete before they are touched.
+
+::
+
+    LIVE ──send──► COPYING ──copied──► HOST ──load──► LOADING ──waited──► LIVE ──► DEAD
+                      └── needed before it was released: handed out as it is
+
+Under `retain_graph` a storage that was brought back goes to HOST again: its copy there is as good as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from smpkit.errors import UsageError
+from smpkit.torch.offload.arena import Block
+from smpkit.torch.offload.link import Event
+
+__all__ = ["Group", "Record", "State", "check_version"]
+
+
+class State:
+    """Where the bytes of a record are. Bits, not an enumeration: these are looked at for every saved tensor."""
+
+    LIVE: Final = 1
+    """On the device."""
+    COPYING: Final = 2
+    """On the device, and on their way to the host."""
+    HOST: Final = 4
+    """On the host only."""
+    LOADING: Final = 8
+    """On the host, and on their way to the device."""
+    DEAD: Final = 16
+
+
+_NEXT: Final = {
+    State.LIVE: State.COPYING | State.HOST | State.DEAD,
+    State.COPYING: State.HOST | State.DEAD,
+    State.HOST: State.LOADING | State.DEAD,
+    State.LOADING: State.LIVE | State.HOST | State.DEAD,
+    State.DEAD: 0,
+}
+_NAMES: Final = {value: name for name, value in vars(State).items() if name.isupper()}
+
+
+class Record:
+    """A storage (or a piece gathered from one) whose bytes come and go.
+
+    Args:
+        key: what the engine finds it by when the same storage is saved again.
+        storage: the storage that was saved; held weakly, so a later one at the same address is not taken for it.
+        witness: an alias of the saved tensor without data: it shares the version counter and holds no memory.
+        data: the bytes on the device, flat; held until their copy is complete, whatever the user lets go of.
+        num_bytes: how many.
+        stream: the stream whose allocator gets the memory back.
+        bury: called with the record when no graph needs it any more.
+    """
+
+    # Defaults of the class, as one is made for every saved storage and each assignment would count.
+    state: int = State.LIVE
+    block: Block | None = None
+    out: Event | None = None
+    load: Event | None = None
+    handles = 1
+    """How often it was saved."""
+    pending = 1
+    """How many of those backward has not asked for yet in this pass."""
+    last_group = -1
+    """The latest group that needs it."""
+
+    def __init__(
+        self,
+        key: Hashable,
+        storage: torch.UntypedStorage,
+        witness: Tensor,
+        data: Tensor,
+        num_bytes: int,
+        stream: Hashable,
+        bury: Callable[[Record], None],
+    ) -> None:
+        self.key = key
+        self.storage = weakref.ref(storage)
+        self.witness = witness
+        self.version = witness._version
+        self.data: Tensor | None = data
+        self.num_bytes = num_bytes
+        self.stream = stream
+        self.bury = bury
+
+    def enter(self, state: int) -> None:
+        """Go on to the next state."""
+        assert _NEXT[self.state] & state, f"a saved storage cannot go from {_NAMES[self.state]} to {_NAMES[state]}"
+        self.state = state
+
+    def __del__(self) -> None:
+        self.bury(self)
+
+
+class Group:
+    """What is saved together and needed together: the boundary of one layer, for one microbatch.
+
+    Args:
+        index: counts groups in the order of forward.
+        name: of the layer.
+        microbatch: which one; None outside a step.
+        forget: called with the index when no graph needs the group any more.
+    """
+
+    __slots__ = ("__weakref__", "forget", "index", "is_pinned", "microbatch", "name", "needs", "stays")
+
+    def __init__(self, index: int, name: str, microbatch: int | None, forget: Callable[[int], None]) -> None:
+        self.index = index
+        self.name = name
+        self.microbatch = microbatch
+        self.forget = forget
+        self.needs: list[Record] = []
+        self.is_pinned = False
+        """Its device copies are waited for, and are not released any more."""
+        self.stays = False
+        """Needed again so soon that it does not leave at all."""
+
+    def add(self, record: Record) -> None:
+        """Note that the group needs a record, once."""
+        if record.last_group != self.index:
+            record.last_group = self.index
+            self.needs.append(record)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it needs on the device."""
+        return sum(record.num_bytes for record in self.needs)
+
+    def __str__(self) -> str:
+        return f"`{self.name}`" if self.microbatch is None else f"`{self.name}` (microbatch {self.microbatch})"
+
+    def __del__(self) -> None:
+        self.forget(self.index)
+
+
+def check_version(witness: Tensor, version: int, where: str) -> None:
+    """Raise if a saved tensor was changed in place since it was saved.
+
+    Raises:
+        UsageError: as plain autograd raises; it leaves the question to hooks where there are some.
+    """
+    if witness._version != version:
+        raise UsageError(
+            f"a tensor that {where} saved for backward was changed in place afterwards"
+            f" (it is at version {witness._version}, and was saved at {version})",
+            hint="write `x = x + y` instead of `x += y`, or clone the tensor first",
+        )

@@ -1,0 +1,172 @@
+"""What offloading moved, held and cost, step by step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from smpkit.torch.offload.link import Wait
+
+__all__ = ["Ledger", "OffloadReport", "Stall", "StepReport"]
+
+_STEPS_KEPT: Final = 100
+_LEAST_SECONDS: Final = 20e-6
+"""A shorter wait is the price of asking."""
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Compute stood still because an activation was not back in time."""
+
+    layer: str
+    microbatch: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step of one rank. Bytes on the device are those of offloaded storages, while offloading keeps them there."""
+
+    step: int
+    bytes_out: int
+    bytes_back: int
+    kept_bytes: int
+    """Stayed on the device because the host memory budget was spent."""
+    peak_device_bytes: int
+    peak_host_bytes: int
+    lead: int
+    """How many layers ahead loads were issued."""
+    stalls: tuple[Stall, ...]
+
+    @property
+    def stall_seconds(self) -> float:
+        """All stalls together."""
+        return sum(stall.seconds for stall in self.stalls)
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What one rank has offloaded so far: totals over all steps, and the latest steps one by one."""
+
+    rank: int
+    num_steps: int
+    bytes_out: int
+    bytes_back: int
+    peak_device_bytes: int
+    peak_host_bytes: int
+    stall_seconds: float
+    steps: tuple[StepReport, ...]
+    """The latest 100 at most."""
+
+    def __str__(self) -> str:
+        moved = f"{_text(self.bytes_out)} out, {_text(self.bytes_back)} back"
+        held = f"{_text(self.peak_device_bytes)} on the device, {_text(self.peak_host_bytes)} on the host"
+        stalled = f"stalled {1e3 * self.stall_seconds:.1f} ms"
+        lines = [f"rank {self.rank}: {self.num_steps} steps, {moved}; at most {held}; {stalled}"]
+        worst = sorted((stall for step in self.steps for stall in step.stalls), key=lambda each: -each.seconds)[:3]
+        lines += [
+            f"  {1e3 * stall.seconds:.1f} ms for `{stall.layer}`"
+            + ("" if stall.microbatch is None else f", microbatch {stall.microbatch}")
+            for stall in worst
+        ]
+        return "\n".join(lines)
+
+
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
+
+
+@dataclass
+class Ledger:
+    """Counts while steps run; the engine's bookkeeper."""
+
+    rank: int = 0
+    bytes_out: int = 0
+    bytes_back: int = 0
+    kept_bytes: int = 0
+    device_bytes: int = 0
+    peak_device_bytes: int = 0
+    num_steps: int = 0
+    _waits: list[tuple[str, int | None, Wait]] = field(default_factory=list)
+    _steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
+    _totals: dict[str, float] = field(default_factory=dict)
+    _freed: deque[int] = field(default_factory=deque)
+    """Sizes of restored storages that are gone. Storages die at any time in any thread: appending needs no lock."""
+    _restored: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
+    _ids: int = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that offloading keeps on the device."""
+        while self._freed:
+            self.device_bytes -= self._freed.popleft()
+        held = self.device_bytes = self.device_bytes + num_bytes
+        self.peak_device_bytes = max(self.peak_device_bytes, held)
+
+    def let_go(self, num_bytes: int) -> None:
+        """Count them out again; callable from destructors."""
+        self._freed.append(num_bytes)
+
+    def restored(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Count a storage that was brought back until nobody uses it any more, autograd and the user included."""
+        number = self._ids = self._ids + 1
+        freed, alive = self._freed, self._restored
+
+        def gone(_: weakref.ref[torch.UntypedStorage]) -> None:
+            freed.append(num_bytes)
+            alive.pop(number, None)
+
+        self.hold(num_bytes)
+        alive[number] = weakref.ref(storage, gone)
+
+    def waited(self, layer: str, microbatch: int | None, wait: Wait) -> None:
+        """Note that compute may have stood still."""
+        self._waits.append((layer, microbatch, wait))
+
+    def end_step(self, lead: int, peak_host_bytes: int) -> StepReport:
+        """Close a step, and start the next one's counts."""
+        self.hold(0)
+        known = [(layer, microbatch, wait.seconds) for layer, microbatch, wait in self._waits]
+        stalls = tuple(Stall(layer, mb, s) for layer, mb, s in known if s is not None and s >= _LEAST_SECONDS)
+        report = StepReport(
+            self.num_steps,
+            self.bytes_out,
+            self.bytes_back,
+            self.kept_bytes,
+            self.peak_device_bytes,
+            peak_host_bytes,
+            lead,
+            stalls,
+        )
+        self._steps.append(report)
+        self._add(report)
+        self.num_steps += 1
+        # What a device has not reached yet is told with the next step.
+        self._waits = [each for each in self._waits if each[2].seconds is None]
+        self.bytes_out = self.bytes_back = self.kept_bytes = 0
+        self.peak_device_bytes = self.device_bytes
+        return report
+
+    def report(self) -> OffloadReport:
+        """Return what there is to tell."""
+        totals = self._totals
+        return OffloadReport(
+            self.rank,
+            self.num_steps,
+            int(totals.get("out", 0)),
+            int(totals.get("back", 0)),
+            int(totals.get("device", 0)),
+            int(totals.get("host", 0)),
+            totals.get("stall", 0.0),
+            tuple(self._steps),
+        )
+
+    def _add(self, step: StepReport) -> None:
+        totals = self._totals
+        for name, value in (("out", step.bytes_out), ("back", step.bytes_back), ("stall", step.stall_seconds)):
+            totals[name] = totals.get(name, 0) + value
+        for name, value in (("device", step.peak_device_bytes), ("host", step.peak_host_bytes)):
+            totals[name] = max(totals.get(name, 0), value)

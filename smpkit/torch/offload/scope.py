@@ -1,0 +1,195 @@
+"""The hooks that autograd calls: what is saved becomes a handle, and a handle becomes the saved tensor again.
+
+This runs for every saved tensor, so it is written to be short in time: no call that is not needed, no object that is
+not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from smpkit.torch.offload.record import Group, Record, check_version
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from smpkit.torch.offload.engine import Engine
+
+__all__ = ["Scope"]
+
+_UINT8: Final = torch.uint8
+_STRIDED: Final = torch.strided
+_SPARSE_USE: Final = 2
+"""A view that covers no more than 1/2 of its storage is gathered, so that it does not take the storage with it."""
+
+Handle = tuple[Any, ...]
+"""`(record, group, dtype, size, stride, offset)` of what left, `(tensor, witness, version)` of what stayed."""
+
+
+class Scope(contextlib.AbstractContextManager["Scope"]):
+    """Where saved tensors go while it is entered.
+
+    Args:
+        engine: what moves them.
+        name: of the layer.
+        group_bytes: groups end when they are so large; None: all is one group, and each tensor leaves as it is saved.
+    """
+
+    def __init__(self, engine: Engine, name: str, group_bytes: int | None = None) -> None:
+        self._engine = engine
+        self._name = name
+        self._group_bytes = group_bytes
+        self._group: Group | None = None
+        self._waiting: list[Record] = []
+        self._num_bytes = 0
+        self._device = engine.link.device
+        self._empty = torch.empty(0, device=self._device)
+        self._index = self._empty.get_device()
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> Self:
+        if not _others_save():
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+        self.next_layer(self._name)
+
+    def next_layer(self, name: str) -> None:
+        """End the group: what is saved from now on belongs to another layer."""
+        if self._group is not None:
+            self.flush()
+            self._group = None
+        self._name = name
+
+    def flush(self) -> None:
+        """Send what waits."""
+        waiting, self._waiting, self._num_bytes = self._waiting, [], 0
+        if waiting and self._group is not None:
+            self._engine.send(self._group, waiting)
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        """Return a handle that does not keep the tensor on the device."""
+        if (
+            type(tensor) is not Tensor
+            or tensor.layout is not _STRIDED
+            or tensor.get_device() != self._index
+            or tensor.is_neg()
+            or tensor.is_conj()
+            or tensor.is_quantized
+        ):
+            return self._stay(tensor)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._engine.records.get(key)
+        record = None if known is None else known()
+        if record is None or record.storage() is not storage or record.version != tensor._version:
+            return self._take(tensor, storage, key)
+        group = self._group or self._begin()
+        if record.last_group != group.index:
+            group.add(record)
+        record.handles += 1
+        record.pending += 1
+        return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _take(self, tensor: Tensor, storage: torch.UntypedStorage, key: int) -> Handle:
+        """Take over a storage that is saved for the first time."""
+        engine, num_bytes = self._engine, storage.nbytes()
+        if key in engine.parameters:
+            return self._stay(tensor)
+        if tensor.numel() * tensor.element_size() * _SPARSE_USE <= num_bytes:
+            return self._gather(tensor, storage)
+        if num_bytes < engine.min_bytes or not num_bytes or (self._index >= 0 and _is_capturing()):
+            return self._stay(tensor)
+        witness = tensor.detach()
+        witness.data = self._empty
+        data = torch.empty(0, dtype=_UINT8, device=self._device).set_(storage)
+        record = Record(key, storage, witness, data, num_bytes, engine.link.stream(), engine.bury)
+        group = self._hand_over(record)
+        return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _gather(self, tensor: Tensor, storage: torch.UntypedStorage) -> Handle:
+        """Take a copy of a view that is a small part of its storage, which may then go."""
+        alias = tensor.detach()
+        gathered = alias.clone(memory_format=torch.contiguous_format)
+        alias.data = self._empty
+        num_bytes = gathered.numel() * gathered.element_size()
+        if num_bytes < self._engine.min_bytes or not num_bytes or (self._index >= 0 and _is_capturing()):
+            return gathered, alias, alias._version
+        data = torch.empty(0, dtype=_UINT8, device=self._device).set_(gathered.untyped_storage())
+        key = (storage._cdata, tensor.size(), tensor.stride(), tensor.storage_offset())
+        record = Record(key, storage, alias, data, num_bytes, self._engine.link.stream(), self._engine.bury)
+        group = self._hand_over(record)
+        return record, group, tensor.dtype, tensor.size(), gathered.stride(), 0
+
+    def _hand_over(self, record: Record) -> Group:
+        """Let the engine hold a record, and send it now or with its group."""
+        group = self._group or self._begin()
+        self._engine.take(group, record)
+        if self._group_bytes is None:
+            self._engine.send(group, (record,))
+        else:
+            self._waiting.append(record)
+            self._num_bytes += record.num_bytes
+            if self._num_bytes >= self._group_bytes:
+                self.next_layer(self._name)
+        return group
+
+    def _stay(self, tensor: Tensor) -> Handle:
+        """Leave a tensor where it is, as autograd itself would keep it."""
+        alias = tensor.detach()
+        return alias, alias, alias._version
+
+    def _begin(self) -> Group:
+        self._group = self._engine.new_group(self._name)
+        return self._group
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _unpack(self, handle: Handle) -> Tensor:
+        """Return the saved tensor."""
+        if len(handle) == 3:
+            tensor, witness, version = handle
+            if witness._version != version:
+                check_version(witness, version, f"`{self._name}`")
+            return cast("Tensor", tensor)
+        record, group, dtype, size, stride, offset = handle
+        if record.witness._version != record.version:
+            check_version(record.witness, record.version, str(group))
+        data = self._engine.bring(group, record)
+        restored = torch.empty(0, dtype=dtype, device=self._device)
+        restored.set_(data.untyped_storage(), offset, size, stride)
+        record.pending -= 1
+        if record.pending <= 0:
+            self._engine.let_go(record)
+        return restored
+
+
+def _others_save() -> bool:
+    """Return whether saved tensors are somebody else's here.
+
+    Inside a checkpointed call they are torch's: it drops them and makes them again in backward. There, as in anything
+    that backward runs, a copy to the host would be work for nothing.
+    """
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    owner = None if top is None else getattr(top[0], "__self__", top)
+    return not (owner is None or isinstance(owner, Scope)) or torch._C._current_graph_task_id() != -1
+
+
+def _is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured: its replays would read memory that is somebody else's by then."""
+    return torch.cuda.is_current_stream_capturing()

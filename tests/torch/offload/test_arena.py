@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from smpkit.errors import UsageError
+from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block
+from smpkit.torch.offload.emulated import Ticket
+
+
+def take(arena: Arena, num_bytes: int) -> Block:
+    block = arena.take(num_bytes)
+    assert block is not None
+    return block
+
+
+def test_blocks_are_exact_aligned_and_do_not_overlap() -> None:
+    arena = Arena()
+    blocks = [take(arena, size) for size in (1, 255, 256, 257, 5000)]
+    assert [block.bytes.numel() for block in blocks] == [1, 255, 256, 257, 5000]
+    assert all(block.offset % ALIGNMENT == 0 for block in blocks)
+    spans = sorted((b.bytes.data_ptr(), b.bytes.data_ptr() + b.bytes.numel()) for b in blocks)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_a_block_is_used_again_and_nothing_more_is_mapped() -> None:
+    arena = Arena()
+    for _ in range(10):
+        blocks = [take(arena, 1000) for _ in range(3)]
+        for block in blocks:
+            arena.give(block)
+    assert arena.mapped_bytes <= 3 * 4096
+    assert (arena.num_blocks, arena.used_bytes, arena.peak_bytes) == (0, 0, 3 * 1024)
+
+
+def test_what_is_mapped_is_what_is_used_to_two_percent() -> None:
+    arena = Arena(memory=lambda num_bytes: (torch.empty(num_bytes, dtype=torch.uint8), lambda: None))
+    payload = [take(arena, 3_000_000 + 4096 * number).bytes.numel() for number in range(40)]
+    assert arena.mapped_bytes <= 1.02 * sum(payload)
+
+
+def test_a_new_size_is_cut_from_free_blocks_of_others_before_more_is_mapped() -> None:
+    arena = Arena(budget_bytes=4096)
+    for block in [take(arena, 1024) for _ in range(4)]:
+        arena.give(block)
+    assert take(arena, 4096).bytes.numel() == 4096
+    assert arena.take(1) is None
+
+
+def test_pieces_of_many_segments_are_used_up() -> None:
+    arena = Arena()
+    for block in [take(arena, size) for size in (5000, 9000, 13000, 3000)]:
+        arena.give(block)
+    mapped = arena.mapped_bytes
+    assert sum(take(arena, 2560).bytes.numel() for _ in range(10)) == 25600
+    assert arena.mapped_bytes == mapped
+
+
+def test_a_spent_budget_gives_none_and_recovers() -> None:
+    arena = Arena(budget_bytes=1024)
+    block = take(arena, 1000)
+    assert arena.take(1000) is None
+    arena.give(block)
+    assert take(arena, 1000) is block
+
+
+def test_a_block_comes_with_the_events_of_its_last_users() -> None:
+    arena, event = Arena(budget_bytes=4096), Ticket()
+    arena.give(take(arena, 512), [event])
+    assert take(arena, 512).free_after == (event,)
+
+
+def test_events_stay_with_the_memory_when_blocks_are_joined() -> None:
+    arena, events = Arena(budget_bytes=4096), [Ticket(), Ticket()]
+    for block, event in zip([take(arena, 2048), take(arena, 2048)], events, strict=True):
+        arena.give(block, [event])
+    assert set(take(arena, 4096).free_after) == set(events)
+
+
+def test_a_machine_without_memory_is_a_spent_budget() -> None:
+    def none(num_bytes: int) -> tuple[torch.Tensor, object]:
+        raise OSError("no memory")
+
+    assert Arena(memory=none).take(10) is None  # type: ignore[arg-type]
+
+
+def test_memory_goes_back_to_the_system_on_closing_and_with_the_arena() -> None:
+    released: list[int] = []
+    for how in ("close", "forget"):
+        arena = Arena(memory=lambda size: (torch.empty(size, dtype=torch.uint8), lambda: released.append(size)))
+        take(arena, 4096)
+        if how == "close":
+            arena.close()
+        del arena
+    assert released == [4096, 4096]
+
+
+def test_an_empty_budget_is_refused() -> None:
+    with pytest.raises(UsageError, match="budget of 0 bytes"):
+        Arena(0)
