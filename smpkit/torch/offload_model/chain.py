@@ -1,0 +1,108 @@
+"""What a model is sliced along: layers that are called one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.offload_model import huggingface
+from smpkit.torch.offload_model.shard import ModelShard
+from smpkit.torch.offload_model.slicing import Balance, slice_ends
+
+__all__ = ["Chain", "make_chain"]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model as slices.
+
+    `splat`: a tuple that one slice returns becomes the positional arguments of the next, as in FairScale's lists; the
+    layers of an `nn.Sequential` get what the layer before returned as one argument.
+    """
+
+    module: nn.Module
+    """What is registered, so that its state dict has the expected names."""
+    slices: list[ModelShard]
+    splat: bool
+
+
+def make_chain(model: Any, layers: Sequence[str] | None, num_slices: int, balance: Balance) -> Chain:
+    """Take a model apart.
+
+    Args:
+        model: an `nn.Sequential`, a list of modules (each a slice of its own), a Hugging Face decoder that is known, or
+            any module together with `layers`.
+        layers: paths of the modules that the model calls one after the other; lists of modules count as their members.
+
+    Raises:
+        TypeError: nothing, or something that is not known to be a chain; FairScale's words.
+        UsageError: a path that leads nowhere.
+    """
+    if layers is not None:
+        return _named(model, layers, num_slices, balance)
+    if not isinstance(model, nn.Module) and not model:
+        raise TypeError("`model` argument to `OffloadModel` cannot be None.")
+    if isinstance(model, list):
+        return _listed(model)
+    if isinstance(model, nn.Sequential):
+        if len(model) == 0:
+            raise TypeError("`model` argument to `OffloadModel` cannot be None.")
+        slices = _cut(list(model), num_slices, balance)
+        return Chain(nn.Sequential(*slices), slices, splat=False)
+    stages = huggingface.stages(model)
+    if stages is not None:
+        return Chain(model, _cut(stages, num_slices, balance), splat=False)
+    raise TypeError(
+        "`model` argument to `OffloadModel` must be of type `nn.Sequential`."
+        f" It is a {type(model).__name__}: give the paths of the layers that it calls one after the other"
+        " (layers=[...]), or a list of modules."
+    )
+
+
+def _listed(modules: list[Any]) -> Chain:
+    wrong = next((module for module in modules if not isinstance(module, nn.Module)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"`model` argument to `OffloadModel` must be of type `nn.Sequential`. It is a list with {wrong!r} in it."
+        )
+    slices = [ModelShard(module, index, chained=False) for index, module in enumerate(modules)]
+    return Chain(nn.Sequential(*slices), slices, splat=True)
+
+
+def _named(model: Any, paths: Sequence[str], num_slices: int, balance: Balance) -> Chain:
+    if not isinstance(model, nn.Module) or isinstance(paths, str) or not paths:
+        raise UsageError(
+            f"layers is {paths!r} of a {type(model).__name__}; it must be a list of module paths of a module",
+            hint='for example layers=["embedding", "blocks", "head"]',
+        )
+    found: list[nn.Module] = []
+    for path in paths:
+        try:
+            module = model.get_submodule(path)
+        except AttributeError as error:
+            names = ", ".join(name for name, _ in model.named_children())
+            raise UsageError(f"layers names `{path}`, but {error}", hint=f"the model's children are {names}") from None
+        found += module if isinstance(module, nn.ModuleList | nn.Sequential) else [module]
+    if not found:
+        raise UsageError(f"layers names {list(paths)}, which hold no modules")
+    inside = {id(parameter) for layer in found for parameter in layer.parameters()}
+    outside = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
+    if outside:
+        raise UsageError(
+            f"{len(outside)} parameters lie in none of the layers, the first is `{outside[0]}`",
+            hint="name the modules that hold them, in the order in which they are called",
+        )
+    return Chain(model, _cut(found, num_slices, balance), splat=False)
+
+
+def _cut(layers: Sequence[nn.Module], num_slices: int, balance: Balance) -> list[ModelShard]:
+    ends = slice_ends(layers, num_slices, balance)
+    starts = [0, *ends[:-1]]
+    return [
+        ModelShard(nn.Sequential(*layers[start:end]), index, chained=True)
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]

@@ -1,0 +1,129 @@
+"""The parts that all forwards of one OffloadModel share: its slices on the host, the device's buffers, the lanes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from smpkit.torch.offload.host import make_arena
+from smpkit.torch.offload.link import Link, link_for
+from smpkit.torch.offload_model.gradients import Gradients, Landing
+from smpkit.torch.offload_model.moment import Buffers
+from smpkit.torch.offload_model.parking import Parking
+from smpkit.torch.offload_model.residence import Residence
+from smpkit.torch.offload_model.shard import ModelShard
+from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS, HostMemory, Traffic, Transfers
+from smpkit.torch.offload_model.weights import SliceWeights
+
+__all__ = ["Engine", "GradientSink", "Slice"]
+
+
+class GradientSink(Protocol):
+    """Takes the gradients in the place of the parameters' `.grad`; `OffloadOptimizer` is one."""
+
+    def receive(self, landing: Landing) -> None:
+        """Take the gradients of one slice; called during backward, last slice first."""
+
+    def wait_for(self, index: int) -> None:
+        """Block until the weights of a slice may be copied to the device."""
+
+    def synchronize(self) -> None:
+        """Block until all parameters are up to date."""
+
+
+class Slice:
+    """One slice at work."""
+
+    def __init__(self, shard: ModelShard, weights: SliceWeights, device: torch.device) -> None:
+        self.shard = shard
+        self.weights = weights
+        self.buffers = Buffers(shard, device)
+        self.overwrites_input: bool | None = None
+        """Whether it changes its input in place; None until it has run once."""
+
+
+class Engine:
+    """See the module's docstring.
+
+    Args:
+        shards: the slices, in order.
+        splat: see `Chain`.
+        device: where they run.
+        dtype: what weights are computed in; None keeps theirs.
+        prefetch: load the next slice while one computes.
+        checkpoint: keep only the borders of slices, and run each again in backward.
+        num_microbatches: how many pieces pass through a slice per load.
+        links: for weights and gradients, and for borders; None makes them.
+        host_budget_bytes: for borders; what does not fit stays on the device.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ModelShard],
+        *,
+        splat: bool,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        prefetch: bool,
+        checkpoint: bool,
+        num_microbatches: int,
+        links: tuple[Link, Link] | None = None,
+        host_budget_bytes: int | None = None,
+    ) -> None:
+        self.device = device
+        self.splat = splat
+        self.checkpoint = checkpoint
+        self.num_microbatches = num_microbatches
+        self.sink: GradientSink | None = None
+        self.traffic = Traffic()
+        bulk, borders = links or (link_for(device, DEADLINE_SECONDS), link_for(device, DEADLINE_SECONDS))
+        self.bulk_link = bulk
+        transfers = Transfers(bulk, self.traffic)
+        memory = HostMemory(device)
+        made = _weights(shards, dtype, memory)
+        self.slices = [Slice(shard, weights, device) for shard, weights in zip(shards, made, strict=True)]
+        self.parameters = list(dict.fromkeys(p for weights in made for p in weights.layout.parameters))
+        self.residence = Residence(made, device, transfers, prefetch=prefetch)
+        self.gradients = Gradients(made, device, transfers, memory)
+        self.parking = Parking(device, Transfers(borders, self.traffic), make_arena(device, host_budget_bytes))
+        for shard in shards:
+            shard.attach(lambda index: self.residence.load(index, fresh=True))
+
+    def attach(self, sink: GradientSink) -> None:
+        """Give gradients to `sink` from now on."""
+        self.sink = sink
+        self.residence.wait_before_loads(sink.wait_for)
+
+    def synchronize(self) -> None:
+        """Block until all parameters on the host are up to date."""
+        if self.sink is not None:
+            self.sink.synchronize()
+
+    @contextlib.contextmanager
+    def on_device(self, index: int, *, fresh: bool, then: int | None) -> Iterator[list[nn.Parameter]]:
+        """Let a slice's modules see their weights on the device; yield these."""
+        stand_ins = self.residence.acquire(index, fresh=fresh, then=then)
+        with self.slices[index].weights.replaced_by(stand_ins):
+            yield stand_ins
+
+    def call(self, index: int, value: Any) -> Any:
+        """Run a slice with what the one before returned; the first gets (args, kwargs)."""
+        shard = self.slices[index].shard
+        if index == 0:
+            args, kwargs = value
+            return shard(*args, **kwargs)
+        return shard(*value) if self.splat and isinstance(value, tuple) else shard(value)
+
+
+def _weights(shards: Sequence[nn.Module], dtype: torch.dtype | None, memory: HostMemory) -> list[SliceWeights]:
+    """Make the host's buffers; a parameter that several slices use belongs to the first."""
+    made, taken = [], set[int]()
+    for shard in shards:
+        owned = {id(parameter) for parameter in shard.parameters()} - taken
+        made.append(SliceWeights(shard, owned, dtype, memory))
+        taken |= owned
+    return made

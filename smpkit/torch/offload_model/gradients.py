@@ -1,0 +1,158 @@
+"""The gradients of a slice: summed over microbatches in a flat buffer on the device, then sent to the host once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smpkit.torch.offload.link import DONE, Event
+from smpkit.torch.offload_model.layout import Layout
+from smpkit.torch.offload_model.transfers import HostMemory, Transfers
+from smpkit.torch.offload_model.weights import SliceWeights
+
+__all__ = ["Gradients", "Landing"]
+
+
+@dataclass
+class Landing:
+    """The gradients of one slice on their way to the host."""
+
+    index: int
+    layout: Layout
+    buffer: Tensor
+    """On the host; readable after `arrived`."""
+    arrived: Event
+    used: list[bool]
+    """Which parameters have a gradient; the others were not used, and torch's optimizers leave such alone."""
+    norm: Tensor | None = None
+    """Of all of them, computed on the device, where that costs least; None if nobody asked for it."""
+
+
+class Gradients:
+    """Collects the gradients of slices.
+
+    Args:
+        slices: the weights of all slices.
+        device: where they run.
+        transfers: for the copies to the host.
+        memory: what they go to there.
+    """
+
+    def __init__(
+        self, slices: Sequence[SliceWeights], device: torch.device, transfers: Transfers, memory: HostMemory
+    ) -> None:
+        self.wants_norm = False
+        """Whether somebody clips."""
+        self._slices = slices
+        self._device = device
+        self._transfers = transfers
+        self._memory = memory
+        self._buffers: list[Tensor] = []
+        self._leaving: list[Event] = [DONE, DONE]
+        self._layouts: dict[int, Layout] = {}
+        self._views: dict[int, list[Tensor]] = {}
+        self._versions: list[int] = []
+        self._hosts: list[Tensor] = []
+
+    def prepare(self) -> None:
+        """Before a backward: see which parameters are trained now, and have buffers that are large enough."""
+        layouts = [self._see(index) for index in range(len(self._slices))]
+        needed = [max((layout.num_bytes for layout in layouts[parity::2]), default=0) for parity in (0, 1)]
+        if [buffer.nbytes for buffer in self._buffers] != needed:
+            self._views.clear()
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in needed]
+
+    def layout(self, index: int) -> Layout:
+        """Return the places of the gradients of a slice."""
+        return self._layouts[index]
+
+    def _see(self, index: int) -> Layout:
+        trained = [parameter for parameter in self._slices[index].layout.parameters if parameter.requires_grad]
+        known = self._layouts.get(index)
+        if (
+            known is None
+            or len(known.parameters) != len(trained)
+            or any(map(operator.is_not, known.parameters, trained))
+        ):
+            known = self._layouts[index] = Layout(trained, self._slices[index].dtype)
+            self._views.pop(index, None)
+        return known
+
+    def begin(self, index: int, stand_ins: Sequence[nn.Parameter]) -> None:
+        """Make the stand-ins' gradients views of the slice's buffer on the device, zeros."""
+        layout = self.layout(index)
+        buffer = self._buffers[index % 2][: layout.num_bytes]
+        # The gradients of slice index + 2 may still be leaving this buffer.
+        self._transfers.link.wait(self._leaving[index % 2], f"the gradients of slice {index + 2}")
+        buffer.zero_()
+        if index not in self._views:
+            # `.data` gives each a version counter of its own: it tells which parameters have got a gradient.
+            self._views[index] = [view.data for view in layout.views(buffer)]
+        self._versions = [view._version for view in self._views[index]]
+        trained = [stand_in for stand_in in stand_ins if stand_in.requires_grad]
+        for stand_in, view in zip(trained, self._views[index], strict=True):
+            stand_in.grad = view
+
+    def send(self, index: int, stand_ins: Sequence[nn.Parameter]) -> Landing:
+        """Start to copy the slice's gradients to the host."""
+        layout, views = self.layout(index), self._views[index]
+        used = [view._version != before for view, before in zip(views, self._versions, strict=True)]
+        for stand_in in stand_ins:
+            stand_in.grad = None
+        source = self._buffers[index % 2][: layout.num_bytes]
+        target = self._host(layout.num_bytes)
+        after = (self._transfers.link.now(),)
+        what = f"the gradients of slice {index}"
+        self._leaving[index % 2] = arrived = self._transfers.send("gradients_out", source, target, after, what)
+        norm = None
+        if self.wants_norm and views:
+            norms = torch._foreach_norm(views)
+            norm = torch.linalg.vector_norm(torch.stack([each.float() for each in norms]))
+        return Landing(index, layout, target, arrived, used, norm)
+
+    def landed(self, landings: Sequence[Landing], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Wait for gradients, and return them by parameter; one that several slices use has the sum."""
+        found: dict[int, Tensor] = {}
+        for landing in landings:
+            self._transfers.link.settle(landing.arrived, f"the gradients of slice {landing.index}")
+            for parameter, view, used in zip(
+                landing.layout.parameters, landing.layout.views(landing.buffer), landing.used, strict=True
+            ):
+                if not used:
+                    continue
+                gradient = view.to(parameter.dtype)
+                known = found.get(id(parameter))
+                found[id(parameter)] = gradient if known is None else known + gradient
+        return [found.get(id(parameter)) for parameter in parameters]
+
+    def _host(self, num_bytes: int) -> Tensor:
+        """Return memory on the host that nobody holds a part of, such as a parameter's `.grad`; slices share it."""
+        if not _can_count():
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        fitting = [buffer for buffer in self._hosts if buffer.nbytes >= num_bytes and _is_free(buffer)]
+        buffer = min(fitting, key=lambda each: each.nbytes, default=None)
+        if buffer is None:
+            buffer = self._memory.zeros(num_bytes)
+            self._hosts.append(buffer)
+        return buffer[:num_bytes]  # a view: while it lives the buffer is not free
+
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take on the device."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+
+def _can_count() -> bool:
+    """Return whether this torch tells how many tensors share a storage; without it buffers are not used again."""
+    return hasattr(torch._C, "_storage_Use_Count")
+
+
+def _is_free(buffer: Tensor) -> bool:
+    """Return whether no other tensor shares the buffer's memory."""
+    storage = buffer.untyped_storage()
+    # One for the buffer itself, one for `storage` here.
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)

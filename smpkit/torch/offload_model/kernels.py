@@ -1,0 +1,184 @@
+"""The optimizers' arithmetic on flat memory: gradient in, master weight and state updated, working copy out.
+
+Two ways to do it, with the same results up to rounding. *compiled*: one pass over memory, in C++ that is compiled
+here for this machine's processor. *tiled*: torch's operations, a cache-sized tile at a time, for where no compiler is.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from smpkit.torch.offload_model import compiled
+
+__all__ = ["Adam", "Kernel", "Rule", "Sgd", "Span", "choose_kernel", "tiled"]
+
+_TILE: Final = 32768
+"""Elements: fits the second-level cache with its state, and torch does not split it over threads of its own."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring elements of one slice; flat tensors of equal length."""
+
+    gradient: Tensor
+    master: Tensor
+    """fp32, or the parameter's own dtype where that is wider."""
+    state: tuple[Tensor, ...]
+    """Adam: first and second moment; SGD: the momentum, if any."""
+    weight: Tensor | None
+    """The working copy, where it is not the master itself."""
+
+    def part(self, start: int, end: int) -> Span:
+        """Return the elements from `start` to before `end`."""
+        return Span(
+            self.gradient[start:end],
+            self.master[start:end],
+            tuple(each[start:end] for each in self.state),
+            None if self.weight is None else self.weight[start:end],
+        )
+
+
+@dataclass(frozen=True)
+class Adam:
+    """One step of `torch.optim.Adam` or, with decoupled weight decay, `AdamW`."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: int
+    """Of these parameters, from 1."""
+    factor: float
+    """What gradients are multiplied with: clipping, loss scale, and -1 to maximize."""
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """Beta 1 and 2, epsilon, decay factor, L2 factor, step size, root of the second bias correction, factor."""
+        decay = 1 - self.lr * self.weight_decay if self.decoupled else 1.0
+        l2 = 0.0 if self.decoupled else self.weight_decay
+        size = self.lr / (1 - self.beta1**self.step)
+        return self.beta1, self.beta2, self.eps, decay, l2, size, math.sqrt(1 - self.beta2**self.step), self.factor
+
+    def apply(self, gradient: Tensor, span: Span) -> None:
+        """Do it with torch's own fused kernel; `gradient` has the master's dtype and is ready to use."""
+        first, second = span.state
+        fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        fused(
+            [span.master],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [torch.tensor(float(self.step))],
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """One step of `torch.optim.SGD`."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    step: int
+    factor: float
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """Learning rate, L2 factor, what of the momentum stays, of the gradient enters it, and of each is used."""
+        keep, enter = (0.0, 1.0) if self.step == 1 else (self.momentum, 1 - self.dampening)
+        of_gradient, of_momentum = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
+        return self.lr, self.weight_decay, keep, enter, of_gradient, of_momentum, self.factor
+
+    def apply(self, gradient: Tensor, span: Span) -> None:
+        """Do it with torch's operations; `gradient` has the master's dtype, and is overwritten."""
+        lr, l2, keep, enter, of_gradient, of_momentum, _ = self.constants
+        master = span.master
+        if l2:
+            gradient.add_(master, alpha=l2)
+        for momentum in span.state:
+            momentum.mul_(keep).add_(gradient, alpha=enter)
+            gradient.mul_(of_gradient).add_(momentum, alpha=of_momentum)
+        master.add_(gradient, alpha=-lr)
+
+
+Rule = Adam | Sgd
+Kernel = Callable[[Rule, Span], None]
+
+
+@torch.no_grad()
+def tiled(rule: Rule, span: Span) -> None:
+    """Apply a rule tile by tile, so that every tile is read from memory once."""
+    length = span.master.numel()
+    # One scratch for all tiles: the allocator would ask the system for so much memory anew each time.
+    scratch = torch.empty(min(length, _TILE), dtype=span.master.dtype)
+    for start in range(0, length, _TILE):
+        tile = span.part(start, min(start + _TILE, length))
+        gradient = scratch[: tile.master.numel()].copy_(tile.gradient)
+        if rule.factor != 1.0:
+            gradient.mul_(rule.factor)
+        rule.apply(gradient, tile)
+        if tile.weight is not None:
+            tile.weight.copy_(tile.master)
+
+
+def one_pass(rule: Rule, span: Span) -> None:
+    """Apply a rule with the compiled kernel; dtypes it does not know go tile by tile."""
+    arrays = [span.gradient, span.master, *span.state, *([] if span.weight is None else [span.weight])]
+    weight_dtype = None if span.weight is None else span.weight.dtype
+    function = None
+    if all(each.dtype is torch.float32 for each in (span.master, *span.state)):
+        function = compiled.function(_name(rule, span), span.gradient.dtype, weight_dtype)
+    if function is None:
+        tiled(rule, span)
+    else:
+        function([each.data_ptr() for each in arrays], span.master.numel(), rule.constants)
+
+
+def _name(rule: Rule, span: Span) -> str:
+    return "adam" if isinstance(rule, Adam) else "sgd_momentum" if span.state else "sgd"
+
+
+def choose_kernel(gradient_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Kernel:
+    """Return the faster of the two ways on this machine, by measurement."""
+    if compiled.function("adam", gradient_dtype, weight_dtype) is None:
+        return tiled
+    span = Span(
+        torch.zeros(_MEASURED, dtype=gradient_dtype),
+        torch.zeros(_MEASURED),
+        (torch.zeros(_MEASURED), torch.zeros(_MEASURED)),
+        None if weight_dtype is None else torch.zeros(_MEASURED, dtype=weight_dtype),
+    )
+    return min((one_pass, tiled), key=lambda kernel: _seconds(kernel, span))
+
+
+_MEASURED: Final = 1 << 20
+
+
+def _seconds(kernel: Kernel, span: Span) -> float:
+    """Return the processor time of this thread, the least of three: other threads and processes do not count."""
+    rule = Adam(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True, step=1, factor=1.0)
+    times = []
+    for _ in range(3):
+        start = time.thread_time()
+        kernel(rule, span)
+        times.append(time.thread_time() - start)
+    return min(times)

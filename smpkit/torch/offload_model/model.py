@@ -1,0 +1,260 @@
+"""OffloadModel: train a model that is larger than the device, one slice of layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.offload.link import Link
+from smpkit.torch.offload_model.chain import make_chain
+from smpkit.torch.offload_model.engine import Engine
+from smpkit.torch.offload_model.names import rename_layers
+from smpkit.torch.offload_model.run import Run
+from smpkit.torch.offload_model.slicing import Balance, check_count
+from smpkit.torch.offload_model.transfers import Traffic
+from smpkit.torch.offload_model.values import flatten
+
+__all__ = ["OffloadModel"]
+
+_CPU = torch.device("cpu")
+
+
+class OffloadModel(nn.Module):
+    """Keeps weights, gradients and optimizer state on the CPU, and on the device only the slice of layers that runs.
+
+    The place of FairScale's class of this name; changing the import is enough::
+
+        model = OffloadModel(nn.Sequential(...), torch.device("cuda"), num_slices=8, checkpoint_activation=True)
+        optimizer = torch.optim.AdamW(model.parameters())  # runs on the CPU; OffloadOptimizer is faster
+        loss = criterion(model(inputs), targets.cuda())
+        loss.backward()
+        optimizer.step()
+
+    Losses, gradients, buffers and weights are those of the plain model. The output is on `device`; parameters and their
+    gradients are on the CPU; buffers are on `device`. Weights are copied in about twice a step and never out; the next
+    slice is copied while one computes.
+
+    Args:
+        model: an `nn.Sequential`; a list of modules, each of which is a slice; a Hugging Face GPT-2 or Llama language
+            model; or any module, with `layers`. Its parameters are moved to the CPU.
+        device: where slices run; `cpu` works too, for tests.
+        offload_device: where weights and borders rest; the CPU.
+        num_slices: at most one per layer. More slices take less memory on the device; a slice's computation should
+            take longer than its copy.
+        checkpoint_activation: keep only the slices' inputs, on the CPU, and run each slice again in backward. Without
+            it everything that autograd saves stays on the device, except weights.
+        num_microbatches: pieces of the batch that pass through a slice one after the other while it is there. Batches
+            are cut along dimension 0 of all input tensors; a batch with fewer rows is cut into fewer pieces.
+        layers: paths of the modules that `model` calls one after the other, each with what the one before returned; a
+            path to a `ModuleList` or `Sequential` stands for its members.
+        dtype: what floating-point weights are computed in, for example `torch.bfloat16`; parameters keep theirs.
+        prefetch: copy the next slice while one computes.
+        balance: what slices have equal shares of: "params", "bytes", or a list with the cost of each layer.
+        host_budget_bytes: the most memory on the CPU for borders; what does not fit stays on the device. None: three
+            quarters of what is free.
+        links: the device's links for weights and for borders, for tests.
+
+    Raises:
+        TypeError: no model, no device, or a model that is not known to be a chain of layers.
+        UsageError: a number below 1, paths that lead nowhere.
+        UnsupportedError: weights that are to rest anywhere but on the CPU, or a device that is not there.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device | str,
+        offload_device: torch.device | str = _CPU,
+        num_slices: int = 3,
+        checkpoint_activation: bool = False,
+        num_microbatches: int = 1,
+        *,
+        layers: Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
+        prefetch: bool = True,
+        balance: Balance = "params",
+        host_budget_bytes: int | None = None,
+        links: tuple[Link, Link] | None = None,
+    ) -> None:
+        super().__init__()
+        if model is None:
+            raise TypeError("`model` argument to `OffloadModel` cannot be None.")
+        given: Any = device
+        if not given:
+            raise TypeError("`device` argument to `OffloadModel` cannot be None.")
+        self.device = _known_device(torch.device(device))
+        self.offload_device = torch.device(offload_device)
+        if self.offload_device.type != "cpu":
+            raise UnsupportedError(f"offload_device is {offload_device}; weights rest on the CPU")
+        check_count("num_microbatches", num_microbatches)
+        if dtype is not None and not dtype.is_floating_point:
+            raise UsageError(f"dtype is {dtype}; weights are computed in a floating-point type")
+        chain = make_chain(model, layers, num_slices, balance)
+        self._model = chain.module
+        self.model_slices = chain.slices
+        self._checkpoint_activation = checkpoint_activation
+        self._num_microbatches = num_microbatches
+        self._engine = Engine(
+            chain.slices,
+            splat=chain.splat,
+            device=self.device,
+            dtype=dtype,
+            prefetch=prefetch,
+            checkpoint=checkpoint_activation,
+            num_microbatches=num_microbatches,
+            links=links,
+            host_budget_bytes=host_budget_bytes,
+        )
+        self.register_state_dict_pre_hook(_complete)  # type: ignore[no-untyped-call]
+        if chain.slices[0] in chain.module.children():
+            self.register_load_state_dict_pre_hook(_adapt)  # type: ignore[no-untyped-call]
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has crossed the link since the model was made."""
+        return self._engine.traffic
+
+    @property
+    def device_buffer_bytes(self) -> int:
+        """What weights and gradients take on the device: room for two slices, whatever the model's size."""
+        return self._engine.residence.num_bytes + self._engine.gradients.num_bytes
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Return whether a tensor on the device is a part of the weights there, for those who count memory."""
+        return self._engine.residence.holds(tensor)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model; all arguments go to the first layer, tensors from wherever they are.
+
+        Returns what the last layer returns, on `device`, of all microbatches together.
+
+        Raises:
+            UsageError: several microbatches, and inputs of different batch sizes or an output without a batch.
+        """
+        tensors, structure = flatten((inputs, kwargs))
+        parameters = self._engine.parameters
+        training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *parameters))
+        run = Run(self._engine, structure, training=training)
+        if training:
+            outputs = _Chain.apply(run, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            outputs, _ = run.forward(tensors)
+        return run.outputs.fill(outputs)
+
+    def synchronize(self) -> None:
+        """Wait until an `OffloadOptimizer` has brought all parameters up to date.
+
+        Reading parameters through the model (`parameters()`, `state_dict()`), and `eval()`, do so by themselves.
+        """
+        self._engine.synchronize()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters, up to date; see `torch.nn.Module.named_parameters`."""
+        self.synchronize()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def train(self, mode: bool = True) -> OffloadModel:
+        """Switch between training and evaluation; see `torch.nn.Module.train`."""
+        if not mode:
+            self.synchronize()
+        super().train(mode)
+        for piece in self.model_slices:  # those of a model that is sliced by paths are not among its children
+            piece.train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the parameters' gradients; see `torch.nn.Module.zero_grad`."""
+        for parameter in self._engine.parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
+        """Refuse `to`, `cuda`, `half` and their like, unless they would change nothing."""
+        del recurse
+        probe = next(iter(self._engine.parameters), torch.empty(0))[..., :0].detach()
+        moved = fn(probe)
+        if moved.dtype != probe.dtype or moved.device not in (probe.device, self.device):
+            raise UsageError(
+                f"an OffloadModel cannot be moved to {moved.dtype} on {moved.device}",
+                hint="convert the model before it is wrapped, or give OffloadModel dtype=...",
+            )
+        return self
+
+
+class _Chain(torch.autograd.Function):
+    """The whole model as one node of the user's graph; parameters are inputs, so autograd treats them as ever."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.run, ctx.num_parameters = run, num_parameters
+        # Not `save_for_backward`: hooks that offload what is saved would copy all weights on the CPU.
+        ctx.tensors, ctx.versions = tensors, [tensor._version for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        outputs, differentiable = run.forward(tensors[num_parameters:])
+        ctx.mark_non_differentiable(
+            *(output for output, wanted in zip(outputs, differentiable, strict=True) if not wanted)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        tensors, run, keep = ctx.tensors, ctx.run, _keeps_graph()
+        _check_unchanged(tensors, ctx.versions)
+        parameters, inputs = tensors[: ctx.num_parameters], tensors[ctx.num_parameters :]
+        with torch.no_grad():
+            of_inputs, of_parameters = run.backward(inputs, parameters, gradients, keep=keep)
+        if not keep:
+            ctx.tensors = None
+        return None, None, *of_parameters, *of_inputs
+
+
+def _check_unchanged(tensors: Sequence[Tensor] | None, versions: Sequence[int]) -> None:
+    """Raise what torch raises for a graph that has been used up, or whose leaves have changed since the forward."""
+    if tensors is None:
+        raise RuntimeError(
+            "Trying to backward through the graph of an OffloadModel a second time; "
+            "specify retain_graph=True the first time"
+        )
+    changed = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
+    if changed:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation since the "
+            f"OffloadModel's forward: {len(changed)} weights or inputs, the first of shape {tuple(changed[0].shape)}"
+        )
+
+
+def _keeps_graph() -> bool:
+    """Return whether the user may go backward here again; where torch does not tell, yes."""
+    autograd: Any = torch._C._autograd
+    return bool(getattr(autograd, "_get_current_graph_task_keep_graph", lambda: True)())
+
+
+def _known_device(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                f"device is {device}, but torch sees no GPU", hint="on a machine without one use device=cpu"
+            )
+        return torch.zeros(0, device=device).device  # with its number, as tensors have it
+    if device.type != "cpu":
+        raise UnsupportedError(f"device is {device}; slices run on cuda or cpu")
+    return device
+
+
+def _complete(model: OffloadModel, *_: Any) -> None:
+    model.synchronize()
+
+
+def _adapt(model: OffloadModel, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    model.synchronize()
+    rename_layers(state, prefix, list(model._model.state_dict()))

@@ -1,0 +1,284 @@
+"""OffloadOptimizer: SGD, Adam and AdamW on the CPU, slice by slice, while the device computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.offload_model.gradients import Landing
+from smpkit.torch.offload_model.kernels import Adam, Rule, Sgd
+from smpkit.torch.offload_model.model import OffloadModel
+from smpkit.torch.offload_model.pending import Pending
+from smpkit.torch.offload_model.states import Entry, SliceState
+from smpkit.torch.offload_model.workers import Workers
+
+__all__ = ["OffloadOptimizer"]
+
+_RULES: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_UNKNOWN: Final = ("amsgrad", "capturable", "differentiable")
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """A fast optimizer for an `OffloadModel`; takes the place of a `torch.optim` one::
+
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=3e-4, weight_decay=0.1, max_grad_norm=1.0)
+        for inputs, targets in batches:
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+
+    Weights are updated in fp32 (moments too), in one pass over memory per slice, by threads of its own. `step()`
+    returns at once: each slice is updated just before its next forward, so clipping is exact and still costs no time of
+    the device. With `overlap="backward"` slices are updated while the backward of earlier ones runs.
+
+    Gradients go to the optimizer and not to `parameter.grad`; several backwards before a `step()` add up. Parameters
+    read through the model are up to date (`model.synchronize()` waits for those that you hold yourself).
+
+    Args:
+        model: whose parameters.
+        rule: `torch.optim.SGD`, `Adam` or `AdamW`.
+        groups: parameter groups, as torch's optimizers take them; all parameters if not given.
+        max_grad_norm: clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
+        overlap: "forward": update after `step()`, each slice before its next forward. "backward": update during the
+            backward, which is then the only one before a `step()`; without clipping and loss scale.
+        num_threads: that update; by default all cores but two, at least one.
+        options: of the rule: `lr`, `betas`, `weight_decay`, ...
+
+    Raises:
+        UsageError: another rule, clipping with overlap="backward", a parameter that is not the model's.
+        UnsupportedError: amsgrad, capturable, differentiable.
+    """
+
+    def __init__(
+        self,
+        model: OffloadModel,
+        rule: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        groups: Iterable[dict[str, Any]] | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        overlap: Literal["forward", "backward"] = "forward",
+        num_threads: int | None = None,
+        **options: Any,
+    ) -> None:
+        _check(model, rule, max_grad_norm, overlap, options)
+        chosen = list(groups) if groups is not None else list(model.parameters())
+        # torch's own class checks the options and says what their defaults are.
+        plain = rule(chosen, **options)
+        self._ready = False
+        super().__init__(plain.param_groups, plain.defaults)
+        self._ready = True
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: float | None = None
+        """Of the gradients in the last step, before clipping; None if it was not asked for."""
+        self._rule = rule
+        self._overlap = overlap
+        self._engine = model._engine
+        self._states = self._make_states(model)
+        self._workers = Workers(num_threads)
+        self._pending = [Pending(state, self._engine.bulk_link) for state in self._states]
+        self._updates: list[list[Future[None]]] = [[] for _ in self._states]
+        self._updated_in_backward: set[int] = set()
+        self._engine.gradients.wants_norm = max_grad_norm is not None
+        self._engine.attach(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: where each parameter lies is decided when the optimizer is made."""
+        if getattr(self, "_ready", False):
+            raise UnsupportedError(
+                "an OffloadOptimizer takes no further parameter groups", hint="give all of them when it is made"
+            )
+        super().add_param_group(param_group)
+
+    # --- what the engine calls ---------------------------------------------------------------------------------------
+
+    def receive(self, landing: Landing) -> None:
+        """Take the gradients of a slice, in backward."""
+        index = landing.index
+        if self._overlap == "backward":
+            if index in self._updated_in_backward:
+                raise UsageError(
+                    'a second backward before step(), but overlap="backward" has already updated the weights',
+                    hint='use overlap="forward" to add up gradients',
+                )
+            self._updated_in_backward.add(index)
+        self._pending[index].add(landing)
+        for parameter, owner in self._states[index].borrowed:
+            self._pending[owner].borrow(landing, parameter)
+        if self._overlap == "backward":
+            self._update(index, 1.0)
+
+    def wait_for(self, index: int) -> None:
+        """Block until the weights of a slice are up to date."""
+        for other in (index, *(owner for _, owner in self._states[index].borrowed)):
+            for update in self._updates[other]:
+                self._workers.wait(update, f"the update of slice {other}")
+
+    def synchronize(self) -> None:
+        """Block until all weights are up to date."""
+        for index in range(len(self._states)):
+            self.wait_for(index)
+            self._updates[index].clear()
+
+    # --- what the user calls -----------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+        """Update the weights from the gradients since the last step; returns before it has happened.
+
+        Args:
+            closure: called first, with gradients on; its result is returned.
+            grad_scale: what the loss was multiplied with. Gradients that are not finite are then dropped, as a
+                gradient scaler does, and `grad_norm` is not finite.
+
+        Raises:
+            UsageError: a scale with overlap="backward".
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._overlap == "backward":
+            if grad_scale != 1.0:
+                raise UsageError('a loss scale needs overlap="forward": weights are updated before all is finite')
+            self._updated_in_backward.clear()
+            return loss
+        factor = self._factor(grad_scale)
+        if factor is None:
+            self.zero_grad()
+            return loss
+        for index in range(len(self._states)):
+            self._update(index, factor)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no step has used."""
+        del set_to_none
+        for pending in self._pending:
+            pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups, in the form of the torch optimizer of the same rule."""
+        self.synchronize()
+        packed = super().state_dict()
+        order = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        packed["state"] = {
+            order[id(entry.parameter)]: entry.state_dict(self._names)
+            for state in self._states
+            for entry in state.entries
+            if entry.step
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`; that of the torch optimizer of the same rule will do.
+
+        Raises:
+            ValueError: other groups.
+            UsageError: state of another rule.
+        """
+        self.synchronize()
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        saved: Mapping[int, Mapping[str, Any]] = state_dict["state"]
+        entries = {id(entry.parameter): entry for state in self._states for entry in state.entries}
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for number, parameter in zip(numbers, self._parameters(), strict=True):
+            entry = entries.get(id(parameter))
+            if entry is not None:
+                entry.load_state_dict(saved.get(number, {}), self._names)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        if self._rule is not torch.optim.SGD:
+            return "exp_avg", "exp_avg_sq"
+        return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _make_states(self, model: OffloadModel) -> list[SliceState]:
+        groups = {
+            id(parameter): number for number, group in enumerate(self.param_groups) for parameter in group["params"]
+        }
+        known = {id(parameter) for parameter in model._engine.parameters}
+        if groups.keys() - known:
+            raise UsageError(f"{len(groups.keys() - known)} of the parameters are not the model's")
+        owners: dict[int, int] = {}
+        states = []
+        for index, piece in enumerate(model._engine.slices):
+            states.append(SliceState(index, piece.weights, groups, owners, len(self._names)))
+        return states
+
+    def _factor(self, grad_scale: float) -> float | None:
+        """Return what to multiply gradients with; None if they are not finite and were scaled."""
+        if self.max_grad_norm is None and grad_scale == 1.0:
+            self.grad_norm = None
+            return 1.0
+        norms = [pending.norm() for pending in self._pending]
+        self.grad_norm = float(torch.stack(norms).double().norm()) / grad_scale if norms else 0.0
+        if grad_scale != 1.0 and not math.isfinite(self.grad_norm):
+            return None
+        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
+        return clip / grad_scale
+
+    def _update(self, index: int, factor: float) -> None:
+        """Let threads update a slice when its gradients have arrived and its last update has ended."""
+        state, gradients = self._states[index], self._pending[index].take()
+        self._updates[index] = [update for update in self._updates[index] if not update.done()]
+        if gradients is None:
+            return
+        state.note_changes()
+        spans = state.spans(gradients, lambda entry: self._rule_of(entry, factor))
+        self._updates[index] += self._workers.run(spans, gradients.wait, after=tuple(self._updates[index]))
+        state.written()
+
+    def _rule_of(self, entry: Entry, factor: float) -> Rule:
+        group = self.param_groups[entry.group]
+        factor = -factor if group["maximize"] else factor
+        shared: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
+        if self._rule is torch.optim.SGD:
+            more = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+            return Sgd(**shared, **more, step=entry.step, factor=factor)
+        beta1, beta2 = group["betas"]
+        # AdamW is Adam with this option in torch, and old AdamW groups do not name it.
+        decoupled = bool(group.get("decoupled_weight_decay", self._rule is torch.optim.AdamW))
+        return Adam(
+            **shared,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            decoupled=decoupled,
+            step=entry.step,
+            factor=factor,
+        )
+
+
+def _check(
+    model: Any,
+    rule: type[torch.optim.Optimizer],
+    max_grad_norm: float | None,
+    overlap: str,
+    options: Mapping[str, Any],
+) -> None:
+    if not isinstance(model, OffloadModel):
+        raise UsageError(f"an OffloadOptimizer needs an OffloadModel, not a {type(model).__name__}")
+    if rule not in _RULES:
+        raise UsageError(
+            f"rule is {rule!r}; it must be torch.optim.SGD, Adam or AdamW",
+            hint="any other torch optimizer works directly on model.parameters()",
+        )
+    if overlap not in ("forward", "backward"):
+        raise UsageError(f'overlap is {overlap!r}; it must be "forward" or "backward"')
+    if overlap == "backward" and max_grad_norm is not None:
+        raise UsageError(
+            'max_grad_norm needs overlap="forward": the norm is known only after the backward',
+            hint="updates then overlap with the next forward, and cost no time of the device either",
+        )
+    asked = [name for name in _UNKNOWN if options.get(name)]
+    if asked:
+        raise UnsupportedError(f"an OffloadOptimizer does not do {', '.join(asked)}")

@@ -1,0 +1,111 @@
+"""Tensors at the borders of slices: parked on the host until they are needed again.
+
+A parked tensor is on the device, on its way out, on the host, or on its way back. The device's tensor is kept until its
+copy has ended, at most `_IN_FLIGHT` at a time: memory of older ones is given up only after their copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from smpkit.torch.offload.arena import Arena, Block
+from smpkit.torch.offload.link import DONE, Event
+from smpkit.torch.offload_model.transfers import Transfers, flat_bytes, is_dense
+
+__all__ = ["Parked", "Parking"]
+
+_IN_FLIGHT: Final = 2
+
+
+class Parked:
+    """One tensor, and where it is.
+
+    Args:
+        tensor: on the device, or anywhere if it is the user's input: that is never ours to free.
+        requires_grad: whether a gradient is wanted for it.
+    """
+
+    __slots__ = ("back", "block", "device", "origin", "out", "pattern", "requires_grad")
+
+    def __init__(self, tensor: Tensor, *, requires_grad: bool, is_input: bool = False) -> None:
+        self.requires_grad = requires_grad
+        self.origin = tensor if is_input else None
+        self.device = None if is_input else tensor
+        self.pattern = torch.empty_like(tensor, device="meta")
+        self.block: Block | None = None
+        self.out: Event = DONE
+        self.back: Event = DONE
+
+
+class Parking:
+    """Sends tensors out and brings them back.
+
+    Args:
+        device: where they are computed with.
+        transfers: how they get there.
+        arena: where they are on the host; when its budget is spent they stay on the device.
+    """
+
+    def __init__(self, device: torch.device, transfers: Transfers, arena: Arena) -> None:
+        self._device = device
+        self._transfers = transfers
+        self._arena = arena
+        self._leaving: deque[tuple[Event, Tensor]] = deque()
+
+    def send(self, parked: Parked, *, keep: bool) -> None:
+        """Start to copy a tensor to the host.
+
+        Args:
+            parked: on the device.
+            keep: leave it on the device too: it is needed there at once.
+        """
+        tensor, link = parked.device, self._transfers.link
+        assert tensor is not None, "sent out twice"
+        parked.block = self._arena.take(parked.pattern.nbytes)
+        if parked.block is None:
+            return
+        dense = tensor if is_dense(tensor) else torch.empty_like(parked.pattern, device=self._device).copy_(tensor)
+        after = (link.now(), *parked.block.free_after)
+        what = "a slice's output"
+        parked.out = self._transfers.send("boundaries_out", flat_bytes(dense), parked.block.bytes, after, what)
+        self._leaving.append((parked.out, dense))
+        if not keep:
+            parked.device = None
+        while self._leaving and (len(self._leaving) > _IN_FLIGHT or self._leaving[0][0].done()):
+            event, _ = self._leaving[0]
+            link.before_reuse(event, link.stream())  # only now may the memory go to somebody else
+            self._leaving.popleft()
+
+    def fetch(self, parked: Parked) -> None:
+        """Start to bring a tensor back to the device, if it is not there."""
+        if parked.device is not None or parked.origin is not None:
+            return
+        assert parked.block is not None, "neither on the device nor on the host"
+        link, num_bytes = self._transfers.link, parked.pattern.nbytes
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        # The memory may have been somebody else's on this stream a moment ago: `now` comes before the copy.
+        after = (link.now(), parked.out)
+        parked.back = self._transfers.fetch("boundaries_in", parked.block.bytes, flat, after, "a slice's input")
+        parked.device = flat.view(parked.pattern.dtype).as_strided(parked.pattern.shape, parked.pattern.stride())
+
+    def take(self, parked: Parked) -> Tensor:
+        """Return the tensor on the device, to be computed with from now on; only the host keeps it, if it is there."""
+        if parked.origin is not None:
+            return parked.origin.to(self._device, non_blocking=True).detach()
+        self.fetch(parked)
+        tensor = parked.device
+        assert tensor is not None
+        self._transfers.link.wait(parked.back, "a slice's input")
+        if parked.block is not None:
+            parked.device = None
+        return tensor.detach()
+
+    def release(self, parked: Parked) -> None:
+        """Forget a tensor; its memory on the host is used again after the last copy from and to it."""
+        if parked.block is not None:
+            self._arena.give(parked.block, [event for event in (parked.out, parked.back) if not event.done()])
+        parked.block = parked.device = None

@@ -1,0 +1,107 @@
+"""Gradients of one slice that wait for an optimizer's step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from smpkit.torch.offload.link import Event, Link
+from smpkit.torch.offload_model.gradients import Landing
+
+if TYPE_CHECKING:
+    from smpkit.torch.offload_model.states import SliceState
+
+__all__ = ["Arrived", "Pending"]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a step takes: padded flat gradients by parameter, in the order of their layout, readable after `wait`."""
+
+    flat: dict[nn.Parameter, Tensor]
+    events: tuple[Event, ...]
+    link: Link
+
+    def wait(self) -> None:
+        """Block until all have arrived."""
+        for event in self.events:
+            self.link.settle(event, "the gradients of a slice")
+
+
+class Pending:
+    """Adds up the gradients of one slice over backwards.
+
+    Args:
+        state: of the slice.
+        link: on which they arrive.
+    """
+
+    def __init__(self, state: SliceState, link: Link) -> None:
+        self._state = state
+        self._link = link
+        self._sum: dict[nn.Parameter, Tensor] = {}
+        self._latest: Landing | None = None
+        self._borrowed: list[tuple[nn.Parameter, Tensor, Event]] = []
+
+    def add(self, landing: Landing) -> None:
+        """Add the gradients of another backward."""
+        self._fold()
+        self._latest = landing
+
+    def borrow(self, landing: Landing, parameter: nn.Parameter) -> None:
+        """Add the gradient that another slice has for a parameter of this one."""
+        number = next(n for n, each in enumerate(landing.layout.parameters) if each is parameter)
+        if landing.used[number]:
+            self._borrowed.append((parameter, landing.layout.places[number].padded(landing.buffer), landing.arrived))
+
+    def take(self) -> Arrived | None:
+        """Return what has been added since the last time, if anything."""
+        if self._latest is not None and not self._sum and not self._borrowed:
+            landing, self._latest = self._latest, None
+            return Arrived(_by_parameter(landing), (landing.arrived,), self._link)
+        self._fold()
+        flat, self._sum = self._sum, {}
+        return Arrived(flat, (), self._link) if flat else None
+
+    def norm(self) -> Tensor:
+        """Return the norm of what has been added."""
+        latest, simple = self._latest, not self._sum and not self._borrowed
+        # The device's norm is of all that the slice has gradients for; tied weights of earlier slices are not its own.
+        if simple and latest is not None and latest.norm is not None and self._state.owns_all(latest.layout.parameters):
+            return latest.norm.cpu()
+        self._fold()
+        owned = [gradient for parameter, gradient in self._sum.items() if self._state.owns(parameter)]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
+        total: Tensor = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.float64), *norms]))
+        return total
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._sum, self._latest, self._borrowed = {}, None, []
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        """Add what has arrived to the sum, in fp32; its own memory, for the landing's is used again."""
+        added: list[tuple[nn.Parameter, Tensor]] = []
+        if self._latest is not None:
+            self._link.settle(self._latest.arrived, "the gradients of a slice")
+            added += _by_parameter(self._latest).items()
+        for parameter, gradient, arrived in self._borrowed:
+            self._link.settle(arrived, "the gradients of a tied weight")
+            added.append((parameter, gradient))
+        self._latest, self._borrowed = None, []
+        for parameter, gradient in added:
+            known = self._sum.get(parameter)
+            if known is None:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                self._sum[parameter] = gradient.to(wide, copy=True)
+            else:
+                known.add_(gradient)
+
+
+def _by_parameter(landing: Landing) -> dict[nn.Parameter, Tensor]:
+    rows = zip(landing.layout.parameters, landing.layout.places, landing.used, strict=True)
+    return {parameter: place.padded(landing.buffer) for parameter, place, used in rows if used}

@@ -1,0 +1,143 @@
+"""Whose weights are on the device: two flat buffers, shared by all slices.
+
+Slice i always lies in buffer i % 2, so its stand-ins are made once, a slice can be loaded while its neighbour computes,
+and the last two slices are still there when backward starts::
+
+    forward   load 0 1 2 3 4          buffer 0: 0 2 4 -> backward starts with slice 4 here
+    backward  load 2 1 0              buffer 1: 1 3   -> and goes on with slice 3 there
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import torch
+from torch import Tensor, nn
+
+from smpkit.errors import DeadlineError
+from smpkit.torch.offload.link import Event
+from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS, Transfers
+from smpkit.torch.offload_model.weights import SliceWeights
+
+__all__ = ["Residence"]
+
+
+class Residence:
+    """Brings slices to the device.
+
+    Args:
+        slices: the weights of all slices, on the host.
+        device: where they run.
+        transfers: for the copies.
+        prefetch: whether the next slice is loaded while one computes.
+    """
+
+    def __init__(
+        self, slices: Sequence[SliceWeights], device: torch.device, transfers: Transfers, *, prefetch: bool
+    ) -> None:
+        self._slices = slices
+        self._device = device
+        self._transfers = transfers
+        self._prefetch = prefetch
+        self._wait_for: Callable[[int], object] | None = None
+        self._buffers: list[Tensor] = []
+        self._stand_ins: dict[int, list[nn.Parameter]] = {}
+        self._held: list[int | None] = [None, None]
+        self._loads: dict[int, Event | Future[Event]] = {}
+        # Loads that first wait for the optimizer, or cast, do so here, not in the thread that computes.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="smpkit-weights")
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+
+    def wait_before_loads(self, wait_for: Callable[[int], object]) -> None:
+        """Call `wait_for` with a slice before it is copied: its update may not have ended."""
+        self._wait_for = wait_for
+
+    def begin_forward(self) -> None:
+        """Trust nothing that is on the device: the weights may have changed since."""
+        self._held = [None, None]
+
+    def load(self, index: int, *, fresh: bool) -> None:
+        """Start to bring a slice to the device, unless it is there.
+
+        Args:
+            index: of the slice.
+            fresh: first bring the host's buffer up to date; backward does not, it wants what its forward saw.
+        """
+        if self._held[index % 2] == index:
+            return
+        self._held[index % 2] = index
+        after = (self._transfers.link.now(),)  # what computes with the buffer's last slice has been enqueued before
+        if fresh and (self._wait_for is not None or self._slices[index].is_copied):
+            self._loads[index] = self._thread.submit(self._refresh_and_copy, index, after)
+            return
+        if fresh:
+            self._slices[index].refresh()
+        self._loads[index] = self._copy(index, after)
+
+    def _refresh_and_copy(self, index: int, after: Sequence[Event]) -> Event:
+        if self._wait_for is not None:
+            self._wait_for(index)
+        self._slices[index].refresh()
+        return self._copy(index, after)
+
+    def _copy(self, index: int, after: Sequence[Event]) -> Event:
+        weights = self._slices[index]
+        target = self.buffer(index)[: weights.layout.num_bytes]
+        return self._transfers.fetch("weights_in", weights.buffer, target, after, f"slice {index}")
+
+    def _await(self, index: int) -> None:
+        """Let what is computed from now on come after the load of a slice."""
+        load = self._loads.pop(index, None)
+        if load is None:
+            return
+        if isinstance(load, Future):
+            try:
+                load = load.result(DEADLINE_SECONDS)
+            except FutureTimeoutError:
+                if load.done():
+                    raise
+                raise DeadlineError(
+                    f"the computation waited {DEADLINE_SECONDS:.0f} s for the weights of slice {index}"
+                ) from None
+        self._transfers.link.wait(load, f"slice {index}")
+
+    def acquire(self, index: int, *, fresh: bool, then: int | None) -> list[nn.Parameter]:
+        """Return the stand-ins of a slice, to be computed with from now on, and start to load the slice after it.
+
+        Args:
+            index: of the slice.
+            fresh: see `load`.
+            then: which slice comes next; its buffer must not be in use any more.
+        """
+        self.load(index, fresh=fresh)
+        if then is not None and self._prefetch and then % 2 != index % 2:
+            self.load(then, fresh=fresh)
+        self._await(index)
+        stand_ins = self._stand_ins.get(index)
+        if stand_ins is None:
+            stand_ins = self._stand_ins[index] = self._slices[index].stand_ins(self.buffer(index))
+        for stand_in, parameter in zip(stand_ins, self._slices[index].layout.parameters, strict=True):
+            if stand_in.requires_grad != parameter.requires_grad:
+                stand_in.requires_grad_(parameter.requires_grad)
+        return stand_ins
+
+    def buffer(self, index: int) -> Tensor:
+        """Return the buffer on the device in which a slice lies; made when first asked for."""
+        if not self._buffers:
+            sizes = [[s.layout.num_bytes for s in self._slices[parity::2]] for parity in (0, 1)]
+            self._buffers = [
+                torch.empty(max(some, default=0), dtype=torch.uint8, device=self._device) for some in sizes
+            ]
+        return self._buffers[index % 2]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in one of the buffers."""
+        return tensor.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
+
+    @property
+    def num_bytes(self) -> int:
+        """What both buffers take on the device."""
+        return sum(buffer.nbytes for buffer in self._buffers)

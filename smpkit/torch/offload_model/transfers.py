@@ -1,0 +1,106 @@
+"""What crosses the link between host and device, counted by kind, and the host memory it goes to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from smpkit.torch.offload.link import DONE, Event, Link
+
+__all__ = ["DEADLINE_SECONDS", "HostMemory", "Traffic", "Transfers", "flat_bytes", "is_dense"]
+
+DEADLINE_SECONDS: Final = 600.0
+"""No copy or update of one slice takes this long; a wait that does is a bug or a dead machine, and says so."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that have crossed the link since the model was made."""
+
+    weights_in: int = 0
+    gradients_out: int = 0
+    boundaries_out: int = 0
+    boundaries_in: int = 0
+    """Outputs of slices, and in backward their gradients, on their way back to the device."""
+
+
+class Transfers:
+    """Copies between host and device beside the computation.
+
+    Args:
+        link: of the device; weights and gradients have one of their own, or borders would queue behind whole slices.
+        traffic: where bytes are counted.
+    """
+
+    def __init__(self, link: Link, traffic: Traffic) -> None:
+        self.link = link
+        self._traffic = traffic
+
+    def send(
+        self,
+        kind: Literal["gradients_out", "boundaries_out"],
+        source: Tensor,
+        target: Tensor,
+        after: Sequence[Event],
+        what: str,
+    ) -> Event:
+        """Copy bytes to the host; whoever calls keeps both tensors until the event."""
+        self._count(kind, source)
+        return self.link.send([(source, target)], after, what) if source.nbytes else DONE
+
+    def fetch(
+        self,
+        kind: Literal["weights_in", "boundaries_in"],
+        source: Tensor,
+        target: Tensor,
+        after: Sequence[Event],
+        what: str,
+    ) -> Event:
+        """Copy bytes to the device; whoever calls keeps both tensors until the event."""
+        self._count(kind, source)
+        return self.link.fetch([(source, target)], after, what) if source.nbytes else DONE
+
+    def _count(self, kind: str, source: Tensor) -> None:
+        setattr(self._traffic, kind, getattr(self._traffic, kind) + source.nbytes)
+
+
+class HostMemory:
+    """Memory on the host that a device can copy from and to beside its work; exact in size, not in powers of two.
+
+    Args:
+        device: which one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._kept: list[Tensor] = []
+        releases: list[Callable[[], object]] = []
+        self._releases = releases
+        # Only unpins: the memory itself lives as long as the tensors in it, which users may hold longer.
+        weakref.finalize(self, lambda: [release() for release in releases])
+
+    def zeros(self, num_bytes: int) -> Tensor:
+        """Return bytes, all 0."""
+        if not self._pinned or num_bytes == 0:
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+        from smpkit.torch.offload.cuda import pinned_memory
+
+        tensor, release = pinned_memory(num_bytes)
+        self._kept.append(tensor)  # pinned memory must not go back to the system
+        self._releases.append(release)
+        return tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the tensor's elements fill a piece of memory, in whatever order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's memory as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

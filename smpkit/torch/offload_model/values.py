@@ -1,0 +1,136 @@
+"""Take nested values apart into tensors and back, and cut and join them along the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smpkit.errors import UsageError
+from smpkit.torch.containers import map_leaves
+
+__all__ = ["Joined", "Structure", "flatten", "join", "join_gradients", "split"]
+
+
+class _Hole:
+    """Where a tensor was; no dataclass, which would count as a container of the user's."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A nested value without its tensors, so that keeping it keeps no memory on the device."""
+
+    frame: Any
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the value with these tensors."""
+        return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Hole) else leaf, self.frame)
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+    """Return the tensors of a nested value, each once, and what is left."""
+    tensors: list[Tensor] = []
+    found: dict[int, _Hole] = {}
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in found:
+            found[id(leaf)] = _Hole(len(tensors))
+            tensors.append(leaf)
+        return found[id(leaf)]
+
+    frame = map_leaves(take, value)
+    return tensors, Structure(frame)
+
+
+def split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    """Cut tensors along dimension 0 into `count` parts of nearly equal size, fewer when there are fewer rows.
+
+    Tensors without dimensions and those with one row (masks, positions) go to every part whole.
+
+    Raises:
+        UsageError: tensors that disagree about the number of rows.
+    """
+    if count == 1:
+        return [list(tensors)]
+    rows = {tensor.shape[0]: tensor for tensor in tensors if tensor.dim() > 0 and tensor.shape[0] != 1}
+    if len(rows) > 1:
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in list(rows.values())[:2])
+        raise UsageError(
+            f"{count} microbatches need inputs of one batch size in dimension 0, but there are tensors of {shapes}",
+            hint="make what has no batch dimension a buffer, or give it a first dimension of 1",
+        )
+    size = next(iter(rows), 1)
+    parts = max(1, min(count, size))
+    cut = [
+        tensor.tensor_split(parts) if tensor.dim() > 0 and tensor.shape[0] == size > 1 else None for tensor in tensors
+    ]
+    return [
+        [tensor if pieces is None else pieces[part] for tensor, pieces in zip(tensors, cut, strict=True)]
+        for part in range(parts)
+    ]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor put together from those of microbatches, and how to take its gradient apart again."""
+
+    tensor: Tensor
+    rows: tuple[int, ...] | None
+    """Of each part; None: every microbatch handed on the same tensor."""
+    parts: int
+
+    def split(self, gradient: Tensor | None) -> list[Tensor | None]:
+        """Return the gradient of each part."""
+        if gradient is None:
+            return [None] * self.parts
+        if self.rows is None:
+            return [gradient, *[None] * (self.parts - 1)]
+        return list(torch.split(gradient, list(self.rows)))
+
+
+def join(parts: Sequence[Sequence[Tensor]]) -> list[Joined]:
+    """Put the output tensors of microbatches together along dimension 0.
+
+    Raises:
+        UsageError: a tensor without dimensions, for example a loss.
+    """
+    return [_join(tensors) for tensors in zip(*parts, strict=True)]
+
+
+def _join(parts: Sequence[Tensor]) -> Joined:
+    first, count = parts[0], len(parts)
+    if all(part is first for part in parts):
+        return Joined(first, None, count)
+    if first.dim() == 0:
+        raise UsageError(
+            f"the model returns a tensor without dimensions, which cannot be joined from {count} microbatches",
+            hint="return values per sample and reduce them outside, or use num_microbatches=1",
+        )
+    return Joined(torch.cat(list(parts)), tuple(part.shape[0] for part in parts), count)
+
+
+def join_gradients(whole: Tensor, parts: Sequence[Tensor | None], rows: Sequence[int | None]) -> Tensor | None:
+    """Return the gradient of an input from those of its parts; the opposite of `split`.
+
+    Args:
+        whole: the input.
+        parts: gradients by microbatch.
+        rows: of each part; None where the microbatch got the whole input.
+    """
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    if all(count is None for count in rows):
+        return present[0] if len(present) == 1 else torch.stack(present).sum(0)
+    filled = [
+        torch.zeros_like(whole[:count]) if part is None else part for part, count in zip(parts, rows, strict=True)
+    ]
+    return torch.cat([part.to(whole.device) for part in filled])

@@ -1,0 +1,103 @@
+"""The weights of one slice: a flat buffer on the host, and stand-ins that are views of a buffer on the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from smpkit.torch.offload_model.layout import Layout
+from smpkit.torch.offload_model.transfers import HostMemory
+
+__all__ = ["SliceWeights"]
+
+
+class SliceWeights:
+    """The parameters of a slice in one buffer of the host, in the dtype that the device computes in.
+
+    A parameter whose dtype that is, is a view of the buffer from then on, so the user's optimizer writes right there.
+    Others (fp32 weights of a bf16 computation; a tied one that lies in an earlier slice) are copied into it before
+    each forward.
+
+    Args:
+        module: the slice.
+        owned: ids of parameters that no earlier slice has; tied ones belong to the first.
+        dtype: what the device computes in; None keeps each parameter's own.
+        memory: where the buffer comes from.
+    """
+
+    def __init__(self, module: nn.Module, owned: set[int], dtype: torch.dtype | None, memory: HostMemory) -> None:
+        self.module = module
+        self.dtype = dtype
+        self.layout = Layout(list(module.parameters()), dtype)
+        self.buffer = memory.zeros(self.layout.num_bytes)
+        self.views = self.layout.views(self.buffer)
+        position = {id(parameter): index for index, parameter in enumerate(self.layout.parameters)}
+        self._sites = [
+            (holder, name, position[id(parameter)])
+            for holder in module.modules()
+            for name, parameter in holder._parameters.items()
+            if parameter is not None
+        ]
+        self._rnns = [holder for holder in module.modules() if isinstance(holder, nn.RNNBase)]
+        self._in_place: list[tuple[nn.Parameter, Tensor]] = []
+        self._copied: list[tuple[nn.Parameter, Tensor]] = []
+        self._written: dict[int, int] = {}
+        for parameter, view in zip(self.layout.parameters, self.views, strict=True):
+            with torch.no_grad():
+                view.copy_(parameter)
+            if id(parameter) in owned and view.dtype == parameter.dtype:
+                parameter.data = view
+                self._in_place.append((parameter, view))
+            else:
+                if id(parameter) in owned and parameter.device.type != "cpu":
+                    parameter.data = parameter.data.to("cpu")
+                self._copied.append((parameter, view))
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether some parameters do not lie in the buffer, so that `refresh` has work to do before each forward."""
+        return bool(self._copied)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring the buffer up to date with the parameters."""
+        for parameter, view in self._in_place:
+            # `parameter.data = ...` (vector_to_parameters, some loaders) moves a parameter out of the buffer.
+            if parameter.data_ptr() != view.data_ptr() and parameter.numel() > 0:
+                view.copy_(parameter.detach())
+                parameter.data = view
+        stale = [pair for pair in self._copied if self._written.get(id(pair[0])) != pair[0]._version]
+        for parameter, view in stale:
+            view.copy_(parameter.detach())
+
+    def written(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that the optimizer has itself put these parameters' values into the buffer."""
+        for parameter in parameters:
+            self._written[id(parameter)] = parameter._version
+
+    def stand_ins(self, device_buffer: Tensor) -> list[nn.Parameter]:
+        """Return parameters that are views of a buffer on the device; the slice computes with them."""
+        made = []
+        for parameter, view in zip(self.layout.parameters, self.layout.views(device_buffer), strict=True):
+            stand_in = nn.Parameter(view, requires_grad=parameter.requires_grad)
+            stand_in.__dict__.update(parameter.__dict__)  # marks that libraries put on parameters
+            made.append(stand_in)
+        return made
+
+    @contextlib.contextmanager
+    def replaced_by(self, stand_ins: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Let the slice's modules see `stand_ins` in the place of their parameters."""
+        self._place(stand_ins)
+        try:
+            yield
+        finally:
+            self._place(self.layout.parameters)
+
+    def _place(self, parameters: Sequence[nn.Parameter]) -> None:
+        for holder, name, position in self._sites:
+            holder._parameters[name] = parameters[position]
+        for rnn in self._rnns:  # they keep a list of their own
+            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]

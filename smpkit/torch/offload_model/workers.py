@@ -1,0 +1,80 @@
+"""Threads that update weights while the main thread computes."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Final
+
+from smpkit.errors import DeadlineError, UsageError
+from smpkit.torch.offload_model.kernels import Kernel, Rule, Span, choose_kernel
+from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS
+
+__all__ = ["Workers"]
+
+_CHUNK: Final = 1 << 20  # elements of one piece of work: half a millisecond, so threads end together
+
+
+class Workers:
+    """Applies rules to spans, in the order in which they come.
+
+    Args:
+        num_threads: None: all cores but two, which feed the device; at least one.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        if num_threads is not None and num_threads < 1:
+            raise UsageError(f"num_threads is {num_threads}; it must be at least 1")
+        self.num_threads = num_threads or max(1, _num_cores() - 2)
+        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="smpkit-update")
+        self._kernels: dict[tuple[object, object], Kernel] = {}
+        weakref.finalize(self, self._pool.shutdown, wait=False)
+
+    def run(
+        self, spans: Sequence[tuple[Rule, Span]], ready: Callable[[], object], after: Sequence[Future[None]]
+    ) -> list[Future[None]]:
+        """Start to apply rules.
+
+        Args:
+            spans: disjoint pieces of memory.
+            ready: returns when the gradients are there; called in the threads.
+            after: earlier work on the same memory.
+        """
+
+        def work(rule: Rule, piece: Span, kernel: Kernel) -> None:
+            for earlier in after:
+                earlier.result(DEADLINE_SECONDS)
+            ready()
+            kernel(rule, piece)
+
+        return [
+            self._pool.submit(work, rule, span.part(start, start + _CHUNK), self._kernel(span))
+            for rule, span in spans
+            for start in range(0, span.master.numel(), _CHUNK)
+        ]
+
+    def wait(self, work: Future[None], what: str) -> None:
+        """Block until some work is done.
+
+        Raises:
+            DeadlineError: it is not done after ten minutes.
+        """
+        try:
+            work.result(DEADLINE_SECONDS)
+        except FutureTimeoutError:
+            if work.done():
+                raise
+            raise DeadlineError(f"the computation waited {DEADLINE_SECONDS:.0f} s for {what}") from None
+
+    def _kernel(self, span: Span) -> Kernel:
+        key = (span.gradient.dtype, None if span.weight is None else span.weight.dtype)
+        if key not in self._kernels:
+            self._kernels[key] = choose_kernel(*key)
+        return self._kernels[key]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,359 @@
+"""What a program that was written for FairScale's OffloadModel relies on, and FairScale's defects, gone."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smpkit import OffloadModel
+from smpkit.errors import UnsupportedError, UsageError
+
+CPU = torch.device("cpu")
+both_ways = pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
+
+
+def chain(*widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(one, other) for one, other in itertools.pairwise(widths)])
+
+
+def pair(checkpoint: bool, *widths: int, **options: Any) -> tuple[nn.Sequential, OffloadModel]:
+    plain = chain(*widths)
+    return plain, OffloadModel(copy.deepcopy(plain), CPU, checkpoint_activation=checkpoint, **options)
+
+
+def same_gradients(plain: nn.Module, model: nn.Module) -> None:
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+
+
+# --- the contract ----------------------------------------------------------------------------------------------------
+
+
+def test_signature_and_defaults() -> None:
+    parameters = list(inspect.signature(OffloadModel).parameters.values())
+    positional = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    empty = inspect.Parameter.empty
+    assert positional == [
+        ("model", empty),
+        ("device", empty),
+        ("offload_device", torch.device("cpu")),
+        ("num_slices", 3),
+        ("checkpoint_activation", False),
+        ("num_microbatches", 1),
+    ]
+
+
+@pytest.mark.parametrize("model", [None, [], nn.Sequential()], ids=["None", "list", "Sequential"])
+def test_no_model_is_a_type_error(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"`model` argument to `OffloadModel` cannot be None\."):
+        OffloadModel(model, CPU)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), "model", [1]], ids=str)
+def test_another_type_is_a_type_error(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"`model` argument to `OffloadModel` must be of type `nn\.Sequential`\."):
+        OffloadModel(model, CPU)
+
+
+def test_no_device_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"`device` argument to `OffloadModel` cannot be None\."):
+        OffloadModel(chain(1, 1), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said_at_once() -> None:
+    with pytest.raises(UnsupportedError, match="device is cuda, but torch sees no GPU"):
+        OffloadModel(chain(1, 1), torch.device("cuda"))
+
+
+def test_weights_rest_on_the_cpu_only() -> None:
+    with pytest.raises(UnsupportedError, match="offload_device is meta"):
+        OffloadModel(chain(1, 1), CPU, torch.device("meta"))
+
+
+def test_names_of_the_state_dict() -> None:
+    model = OffloadModel(chain(2, 2, 2, 2, 2), CPU, num_slices=2)
+    assert list(model.state_dict()) == [
+        f"_model.{part}.model_shard.{layer}.{name}"
+        for part in (0, 1)
+        for layer in (0, 1)
+        for name in ("weight", "bias")
+    ]
+    listed = OffloadModel([chain(2, 2), nn.Linear(2, 2)], CPU, num_slices=7)
+    assert list(listed.state_dict()) == [
+        *(f"_model.0.model_shard.0.{name}" for name in ("weight", "bias")),
+        *(f"_model.1.model_shard.{name}" for name in ("weight", "bias")),
+    ]
+    assert len(listed.model_slices) == 2
+    assert isinstance(listed._model, nn.Sequential)
+
+
+def test_a_state_dict_of_fairscales_cut_loads() -> None:
+    """FairScale cuts ten equal layers into 1 1 1 1 1 5; here they are 1 1 2 2 2 2."""
+    model = OffloadModel(chain(*[2] * 11), CPU, num_slices=6)
+    torch.manual_seed(5)
+    weights = [torch.randn(2, 2) for _ in range(10)]
+    places = [*((part, 0) for part in range(5)), *((5, layer) for layer in range(5))]
+    state = {}
+    for (part, layer), weight in zip(places, weights, strict=True):
+        state[f"_model.{part}.model_shard.{layer}.weight"] = weight
+        state[f"_model.{part}.model_shard.{layer}.bias"] = weight[0]
+    model.load_state_dict(state)
+    found = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    assert all(torch.equal(p, q) for p, q in zip(found, weights, strict=True))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({"_model.0.model_shard.0.weight": weights[0]})
+
+
+@both_ways
+def test_a_state_dict_goes_round(checkpoint: bool) -> None:
+    _, model = pair(checkpoint, 3, 4, 4, 2)
+    _, other = pair(checkpoint, 3, 4, 4, 2)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    model.load_state_dict(other.state_dict())
+    inputs = torch.randn(5, 3)
+    assert torch.equal(model(inputs), other(inputs))
+
+
+@both_ways
+def test_parameters_and_gradients_are_on_the_cpu_after_backward(checkpoint: bool) -> None:
+    plain, model = pair(checkpoint, 3, 4, 4, 2)
+    inputs = torch.randn(5, 3)
+    for _ in range(2):  # no zero_grad: gradients add up
+        for network in (plain, model):
+            network(inputs).sum().backward()
+    assert {parameter.device for parameter in model.parameters()} == {CPU}
+    same_gradients(plain, model)
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_modes_reach_every_layer() -> None:
+    model = OffloadModel(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2)), CPU)
+    inputs = torch.randn(4, 2)
+    model.eval()
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(model(inputs), model(inputs))
+    model.train()
+    assert all(module.training for module in model.modules())
+
+
+@both_ways
+def test_integer_inputs(checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    model = OffloadModel(copy.deepcopy(plain), CPU, checkpoint_activation=checkpoint)
+    tokens = torch.randint(0, 10, (5, 6))
+    for network in (plain, model):
+        network(tokens).square().sum().backward()
+    same_gradients(plain, model)
+
+
+def test_old_names_of_loading_work() -> None:
+    _, model = pair(False, 2, 2, 2, 2)
+    for piece in model.model_slices:
+        for call in (piece.forward_load, piece.forward_drop, piece.backward_load, piece.backward_drop):
+            call(non_blocking=True)
+        piece.to_device()
+    assert model(torch.randn(3, 2)).shape == (3, 2)
+
+
+def test_it_stays_where_it_is() -> None:
+    _, model = pair(False, 2, 2)
+    assert model.to(CPU) is model
+    with pytest.raises(UsageError, match=r"cannot be moved to torch\.float16"):
+        model.half()
+
+
+# --- the defects -----------------------------------------------------------------------------------------------------
+
+
+@both_ways
+def test_a_module_in_front_gets_its_gradient(checkpoint: bool) -> None:
+    plain, model = pair(checkpoint, 4, 4, 2)
+    front = nn.Linear(3, 4)
+    gradients = []
+    for network in (plain, model):
+        front.zero_grad()
+        network(front(torch.ones(5, 3))).sum().backward()
+        gradients.append(copy.deepcopy(front.weight.grad))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+@both_ways
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_width_one_survives_everywhere(checkpoint: bool, num_microbatches: int) -> None:
+    plain, model = pair(checkpoint, 3, 1, 4, 1, num_microbatches=num_microbatches)
+    inputs = torch.randn(12, 3)
+    assert model(inputs).shape == (12, 1)
+    torch.testing.assert_close(model(inputs), plain(inputs))
+
+
+@both_ways
+def test_several_forwards_before_a_backward(checkpoint: bool) -> None:
+    plain, model = pair(checkpoint, 3, 4, 4, 2)
+    first, second = torch.randn(5, 3), torch.randn(2, 3)
+    for network in (plain, model):
+        one, other = network(first), network(second)
+        other.square().sum().backward()
+        one.sum().backward()
+    same_gradients(plain, model)
+
+
+class _Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(3, 2, 4)
+
+    def forward(self, one: Tensor, other: Tensor, *, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        value = self.layer(one, other) * factor
+        return value if bias is None else value + bias
+
+
+@both_ways
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_several_inputs_and_keywords(checkpoint: bool, num_microbatches: int) -> None:
+    torch.manual_seed(0)
+    first, second = _Bilinear(), nn.Linear(4, 2)
+    model = OffloadModel(
+        nn.Sequential(copy.deepcopy(first), copy.deepcopy(second)),
+        CPU,
+        checkpoint_activation=checkpoint,
+        num_microbatches=num_microbatches,
+    )
+    one, other, bias = torch.randn(7, 3), torch.randn(7, 2), torch.randn(1, 4, requires_grad=True)
+    expected = second(first(one, other, factor=3.0, bias=bias))
+    actual = model(one, other, factor=3.0, bias=bias)
+    torch.testing.assert_close(actual, expected)
+    (wanted,) = torch.autograd.grad(expected.sum(), bias)
+    (found,) = torch.autograd.grad(actual.sum(), bias)
+    torch.testing.assert_close(found, wanted)
+
+
+class _Two(nn.Module):
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        return value, value.exp()
+
+
+@both_ways
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_a_list_hands_tuples_on_as_arguments_and_returns_them(checkpoint: bool, num_microbatches: int) -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(4, 4), _Two(), nn.Bilinear(4, 4, 3), _Two()]
+    model = OffloadModel(copy.deepcopy(parts), CPU, checkpoint_activation=checkpoint, num_microbatches=num_microbatches)
+    inputs = torch.randn(5, 4)
+    one, other = model(inputs)
+    expected = parts[2](*parts[1](parts[0](inputs)))
+    torch.testing.assert_close(one, expected)
+    torch.testing.assert_close(other, expected.exp())
+    (one.sum() + other.sum()).backward()
+    (expected.sum() + expected.exp().sum()).backward()
+    for p, q in zip(nn.ModuleList(parts).parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
+
+
+def test_inputs_of_different_batch_sizes_are_named() -> None:
+    model = OffloadModel(nn.Sequential(_Bilinear()), CPU, num_microbatches=2)
+    with pytest.raises(
+        UsageError, match=r"one batch size in dimension 0, but there are tensors of \(6, 3\) and \(5, 2\)"
+    ):
+        model(torch.randn(6, 3), torch.randn(5, 2))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+def test_ragged_and_small_batches(rows: int) -> None:
+    plain, model = pair(True, 3, 4, 2, num_microbatches=4)
+    inputs = torch.randn(rows, 3)
+    for network in (plain, model):
+        network(inputs).square().sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
+
+
+@both_ways
+def test_autograd_grad_finds_parameters_and_inputs(checkpoint: bool) -> None:
+    plain, model = pair(checkpoint, 3, 4, 4, 2)
+    inputs = torch.randn(5, 3, requires_grad=True)
+    expected = torch.autograd.grad(plain(inputs).square().sum(), [*plain.parameters(), inputs])
+    actual = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters(), inputs])
+    assert all(torch.equal(p, q) for p, q in zip(expected, actual, strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@both_ways
+def test_no_grad_makes_no_graph(checkpoint: bool) -> None:
+    plain, model = pair(checkpoint, 3, 4, 2, num_microbatches=4)
+    inputs = torch.randn(8, 3)
+    with torch.no_grad():
+        assert not model(inputs).requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(model(inputs), plain(inputs))
+
+
+def test_without_checkpointing_weights_do_not_stay_in_the_graph() -> None:
+    """FairScale's graph held `Linear`'s weights, so unloading them freed nothing."""
+    _, model = pair(False, 64, 64, 64, 64, 64, num_slices=4)
+    output = model(torch.randn(2, 64))
+    engine = model._engine
+    for buffer in engine.residence._buffers:
+        buffer.zero_()  # what any later load would do
+    engine.residence.begin_forward()
+    output.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+
+
+@both_ways
+def test_a_weight_changed_between_forward_and_backward_is_an_error(checkpoint: bool) -> None:
+    _, model = pair(checkpoint, 3, 2)
+    loss = model(torch.randn(5, 3)).sum()
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@both_ways
+def test_graphs_can_be_kept_but_not_used_up_twice(checkpoint: bool) -> None:
+    plain, model = pair(checkpoint, 3, 4, 4, 2)
+    inputs = torch.randn(5, 3)
+    for network in (plain, model):
+        loss = network(inputs).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    same_gradients(plain, model)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused_clearly() -> None:
+    _, model = pair(True, 3, 2)
+    inputs = torch.randn(5, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_other_hooks_get_what_is_saved_except_weights() -> None:
+    plain, model = pair(False, 8, 8, 8, 8)
+    inputs, packed = torch.randn(3, 8), list[torch.Size]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(inputs)
+    assert packed
+    assert torch.Size([8, 8]) not in packed
+    for result in (output, plain(inputs)):
+        result.square().sum().backward()
+    same_gradients(plain, model)

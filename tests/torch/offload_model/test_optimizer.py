@@ -1,0 +1,331 @@
+"""OffloadOptimizer beside torch's optimizers."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.offload.emulated import EmulatedLink
+
+CPU = torch.device("cpu")
+ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 2))
+
+
+def make_pair(**options: Any) -> tuple[nn.Sequential, OffloadModel]:
+    plain = make_model()
+    options = {"num_slices": 3, "checkpoint_activation": True} | options
+    return plain, OffloadModel(copy.deepcopy(plain), CPU, **options)
+
+
+def train(networks: Any, step: Callable[[int], object], num_steps: int = 4, backwards: int = 1) -> None:
+    torch.manual_seed(1)
+    for number in range(num_steps):
+        for _ in range(backwards):
+            inputs = torch.randn(5, 6)
+            for network in networks:
+                network(inputs).square().mean().backward()
+        step(number)
+
+
+def close(plain: nn.Module, model: nn.Module, tolerance: float = 2e-6) -> None:
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_slow_links_and_jitter_change_nothing(overlap: Any, seed: int, num_microbatches: int) -> None:
+    """Copies end at other times in every run; a buffer that is used too early or too late shows as another weight."""
+    links = [EmulatedLink(latency_seconds=2e-4, jitter_seconds=3e-3, seed=seed + number) for number in range(2)]
+    plain, model = make_pair(links=tuple(links), num_slices=5, num_microbatches=num_microbatches)
+    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    actual = OffloadOptimizer(model, torch.optim.AdamW, overlap=overlap, **ADAMW)
+
+    def step(_: int) -> None:
+        for each in (expected, actual):
+            each.step()
+            each.zero_grad()
+
+    train((plain, model), step)
+    close(plain, model)
+    for link in links:
+        link.close()
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_gradients_of_several_backwards_add_up(clip: float | None) -> None:
+    plain, model = make_pair()
+    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    actual = OffloadOptimizer(model, torch.optim.AdamW, max_grad_norm=clip, **ADAMW)
+
+    def step(_: int) -> None:
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        for each in (expected, actual):
+            each.step()
+            each.zero_grad()
+        if clip is not None:
+            assert actual.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+    train((plain, model), step, backwards=3)
+    close(plain, model)
+
+
+def test_groups_and_schedules() -> None:
+    plain, model = make_pair()
+
+    def groups(network: nn.Module) -> list[dict[str, Any]]:
+        parameters = list(network.parameters())
+        return [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.5},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0, "lr": 5e-3},
+        ]
+
+    expected = torch.optim.AdamW(groups(plain), lr=1e-3)
+    actual = OffloadOptimizer(model, torch.optim.AdamW, groups(model), lr=1e-3)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(each, max_lr=[1e-2, 2e-2], total_steps=6) for each in (expected, actual)
+    ]
+
+    def step(_: int) -> None:
+        for each, schedule in zip((expected, actual), schedules, strict=True):
+            each.step()
+            schedule.step()
+            each.zero_grad()
+
+    train((plain, model), step)
+    close(plain, model, 1e-5)
+
+
+def test_frozen_and_unused_parameters_are_left_alone() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.used(value)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Part(), nn.Linear(6, 6), nn.Linear(6, 6))
+    plain[1].requires_grad_(False)
+    model = OffloadModel(copy.deepcopy(plain), CPU, checkpoint_activation=True)
+    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    actual = OffloadOptimizer(model, torch.optim.AdamW, **ADAMW)
+
+    def step(_: int) -> None:
+        for each in (expected, actual):
+            each.step()
+            each.zero_grad()
+
+    train((plain, model), step)
+    close(plain, model)
+    before, after = (dict(each.named_parameters()) for each in (plain, model))
+    assert torch.equal(before["0.unused.weight"], after["_model.0.model_shard.0.unused.weight"])
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_weights_that_slices_share(clip: float | None, overlap: Any) -> None:
+    if clip and overlap == "backward":
+        pytest.skip("clipping is with overlap='forward'")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
+    plain[3].weight = plain[0].weight
+    model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=4, checkpoint_activation=True)
+    assert len(list(model.parameters())) == 5
+    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    actual = OffloadOptimizer(model, torch.optim.AdamW, max_grad_norm=clip, overlap=overlap, **ADAMW)
+
+    def step(_: int) -> None:
+        if clip:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        for each in (expected, actual):
+            each.step()
+            each.zero_grad()
+
+    train((plain, model), step)
+    close(plain, model)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
+def test_bf16_computation_with_fp32_weights(ours: bool) -> None:
+    """The same as rounding a copy of the weights for each forward, and updating the fp32 ones."""
+    plain, model = make_pair(dtype=torch.bfloat16)
+    narrow = copy.deepcopy(plain).to(torch.bfloat16)
+    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    actual: torch.optim.Optimizer = (
+        OffloadOptimizer(model, torch.optim.AdamW, **ADAMW) if ours else torch.optim.AdamW(model.parameters(), **ADAMW)
+    )
+    torch.manual_seed(1)
+    for _ in range(4):
+        inputs = torch.randn(5, 6, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), narrow.parameters(), strict=True):
+                q.copy_(p)
+        for network in (narrow, model):
+            network(inputs).float().square().mean().backward()
+        for p, q in zip(plain.parameters(), narrow.parameters(), strict=True):
+            p.grad, q.grad = q.grad.float(), None  # type: ignore[union-attr]
+        for each in (expected, actual):
+            each.step()
+            each.zero_grad()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    close(plain, model)
+
+
+def test_a_bf16_model_gets_fp32_masters() -> None:
+    """Steps of 1e-4 of a weight of 1 vanish in bf16; a hundred of them do not."""
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+    model = OffloadModel(nn.Sequential(layer), CPU)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=1e-4)
+    for _ in range(100):
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    model.synchronize()
+    assert layer.weight.item() == pytest.approx(0.99, abs=0.003)
+    assert optimizer.state_dict()["state"][0]["master"].item() == pytest.approx(0.99, abs=1e-5)
+
+
+def test_gradients_that_are_not_finite_skip_a_scaled_step() -> None:
+    plain, model = make_pair()
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, **ADAMW)
+    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    inputs = torch.randn(5, 6)
+    plain(inputs).square().mean().backward()
+    expected.step()
+    (model(inputs).square().mean() * 1024).backward()
+    optimizer.step(grad_scale=1024.0)
+    close(plain, model)
+    (model(inputs) * float("inf")).sum().backward()
+    optimizer.step(grad_scale=1024.0)
+    assert optimizer.grad_norm is not None
+    assert not optimizer.grad_norm < float("inf")
+    close(plain, model)
+
+
+def test_state_goes_to_and_comes_from_torchs_optimizer() -> None:
+    plain, model = make_pair()
+    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    train((plain,), lambda _: (expected.step(), expected.zero_grad()))
+    model.load_state_dict(dict(zip(model.state_dict(), plain.state_dict().values(), strict=True)))
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1.0)
+    optimizer.load_state_dict(expected.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+    def step(_: int) -> None:
+        for each in (expected, optimizer):
+            each.step()
+            each.zero_grad()
+
+    train((plain, model), step)
+    close(plain, model)
+    for number, state in optimizer.state_dict()["state"].items():
+        wanted = expected.state_dict()["state"][number]
+        assert state.keys() == wanted.keys()
+        assert all(torch.allclose(state[name], wanted[name], atol=1e-6) for name in wanted)
+
+
+def test_a_checkpoint_loaded_into_a_running_model_is_used() -> None:
+    _, model = make_pair(dtype=torch.bfloat16)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    inputs = torch.randn(5, 6, dtype=torch.bfloat16)
+    state = copy.deepcopy(model.state_dict())
+    first = model(inputs).detach()
+    model(inputs).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model(inputs), first)
+    model.load_state_dict(state)
+    assert torch.equal(model(inputs), first)
+
+
+SCRIPT = """
+import os, sys, torch
+from torch import nn
+from smpkit import OffloadModel, OffloadOptimizer
+path, last, die = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.manual_seed(0)
+model = OffloadModel(nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 1)), "cpu",
+                     checkpoint_activation=True, dtype=torch.bfloat16)
+optimizer = OffloadOptimizer(model, lr=1e-2, max_grad_norm=0.5)
+start = 0
+if os.path.exists(path):
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"]); optimizer.load_state_dict(saved["optimizer"]); start = saved["step"]
+for step in range(start, last):
+    torch.manual_seed(100 + step)
+    loss = (model(torch.randn(8, 4, dtype=torch.bfloat16)).float() - 1).square().mean()
+    loss.backward(); optimizer.step()
+    print(step, repr(loss.item()), flush=True)
+    if step == 3:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
+    if step == die:
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_killed_and_resumed_the_curve_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def curve(checkpoint: Path, die: int) -> list[str]:
+        command = [sys.executable, str(script), str(checkpoint), "8", str(die)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == (0 if die < 0 else -9), done.stderr
+        return done.stdout.splitlines()
+
+    whole = curve(tmp_path / "a.pt", -1)
+    killed = curve(tmp_path / "b.pt", 5)
+    resumed = curve(tmp_path / "b.pt", -1)
+    assert killed[:4] + resumed == whole
+
+
+def test_two_backwards_are_refused_where_the_first_updates() -> None:
+    _, model = make_pair()
+    OffloadOptimizer(model, overlap="backward")
+    model(torch.randn(5, 6)).sum().backward()
+    with pytest.raises(UsageError, match="a second backward before step"):
+        model(torch.randn(5, 6)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rule": torch.optim.RMSprop}, UsageError, r"must be torch\.optim\.SGD, Adam or AdamW"),
+        ({"max_grad_norm": 1.0, "overlap": "backward"}, UsageError, "the norm is known only after the backward"),
+        ({"overlap": "both"}, UsageError, "overlap is 'both'"),
+        ({"amsgrad": True}, UnsupportedError, "does not do amsgrad"),
+        ({"lr": -1.0}, ValueError, "Invalid learning rate"),
+        ({"momentum": 0.9}, TypeError, "momentum"),
+        ({"num_threads": 0}, UsageError, "num_threads is 0"),
+        (
+            {"groups": [{"params": [nn.Parameter(torch.zeros(1))]}]},
+            UsageError,
+            "1 of the parameters are not the model's",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    _, model = make_pair()
+    with pytest.raises(error, match=message):
+        OffloadOptimizer(model, **options)
+    with pytest.raises(UsageError, match="needs an OffloadModel, not a Linear"):
+        OffloadOptimizer(nn.Linear(1, 1))  # type: ignore[arg-type]

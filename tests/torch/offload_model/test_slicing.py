@@ -1,0 +1,67 @@
+"""Slices: as equal as can be, never empty."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from smpkit import OffloadModel
+from smpkit.errors import UsageError
+from smpkit.torch.offload_model.slicing import slice_ends
+
+
+def layers(*sizes: int) -> list[nn.Module]:
+    return [nn.Linear(size, 1, bias=False) if size else nn.ReLU() for size in sizes]
+
+
+def lengths(ends: list[int]) -> list[int]:
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def test_ten_equal_layers_in_six_differ_by_at_most_one() -> None:
+    """FairScale cuts them 1 1 1 1 1 5."""
+    assert sorted(lengths(slice_ends(layers(*[3] * 10), 6))) == [1, 1, 2, 2, 2, 2]
+
+
+def test_a_big_layer_leaves_no_slice_empty() -> None:
+    """FairScale cuts it 1 6 0."""
+    assert lengths(slice_ends(layers(100, *[1] * 6), 3)) == [1, 3, 3]
+
+
+def test_the_largest_slice_is_as_small_as_any_cut_makes_it() -> None:
+    dice = random.Random(0)
+    for _ in range(60):
+        sizes = [dice.randrange(12) for _ in range(dice.randrange(1, 9))]
+        count = dice.randrange(1, len(sizes) + 1)
+        ends = slice_ends(layers(*sizes), count)
+        assert min(lengths(ends)) >= 1
+        cuts = ([*some, len(sizes)] for some in itertools.combinations(range(1, len(sizes)), count - 1))
+        worst = [max(sum(sizes[start:end]) for start, end in zip([0, *cut[:-1]], cut, strict=True)) for cut in cuts]
+        found = max(sum(sizes[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+        assert found == min(worst)
+
+
+def test_more_slices_than_layers_is_one_each() -> None:
+    assert slice_ends(layers(1, 2, 3), 9) == [1, 2, 3]
+
+
+def test_measured_costs_and_bytes_can_be_balanced() -> None:
+    assert slice_ends(layers(1, 1, 1, 1), 2, [0.9, 0.1, 0.1, 0.1]) == [1, 4]
+    wide = [nn.Linear(4, 1, bias=False, dtype=torch.float64), *layers(4, 4)]
+    assert slice_ends(wide, 2, "bytes") == [1, 3]
+
+
+@pytest.mark.parametrize("num_slices", [0, -1, True, 1.5])
+def test_a_wrong_number_of_slices_is_refused(num_slices: int) -> None:
+    with pytest.raises(UsageError, match=r"num_slices is .*; it must be a whole number, at least 1"):
+        OffloadModel(nn.Sequential(*layers(1, 1)), torch.device("cpu"), num_slices=num_slices)
+
+
+@pytest.mark.parametrize("balance", ["size", [1.0], [1.0, -1.0]])
+def test_a_wrong_balance_is_refused(balance: list[float]) -> None:
+    with pytest.raises(UsageError, match="balance"):
+        OffloadModel(nn.Sequential(*layers(1, 1)), torch.device("cpu"), balance=balance)
