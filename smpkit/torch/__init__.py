@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from smpkit.torch import model as model
+from smpkit.torch.checkpointing.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpkit.torch.checkpoints import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.comm import (
     CommGroup,
@@ -30,6 +31,7 @@ from smpkit.torch.comm import (
 )
 from smpkit.torch.initialize import init, shutdown
 from smpkit.torch.model import DistributedModel
+from smpkit.torch.offload.runtime import offload_report
 from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.partitioning.delayed import delay_param_initialization
 from smpkit.torch.partitioning.manual import partition, set_partition
@@ -102,6 +104,8 @@ __all__ = [
     "allgather",
     "barrier",
     "broadcast",
+    "checkpoint",
+    "checkpoint_sequential",
     "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
@@ -127,6 +131,7 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "offload_report",
     "on_stop",
     "partition",
     "pp_rank",
@@ -139,6 +144,7 @@ __all__ = [
     "save",
     "save_checkpoint",
     "send",
+    "set_activation_checkpointing",
     "set_partition",
     "shutdown",
     "size",

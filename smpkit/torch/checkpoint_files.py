@@ -66,6 +66,7 @@ class Index:
         smpkit: version that wrote it.
         files: name -> size in bytes.
         format: version of this layout.
+        random: seed and step of the streams of random numbers, so that dropout goes on as if nothing had happened.
     """
 
     tag: str
@@ -75,6 +76,7 @@ class Index:
     smpkit: str
     files: Mapping[str, int] = field(default_factory=dict)
     format: int = _FORMAT
+    random: Mapping[str, int] = field(default_factory=dict)
 
 
 def check_tag(tag: object) -> None:

@@ -43,6 +43,8 @@ class _Model(Protocol):
     def local_state_dict(self) -> dict[str, Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: Any, strict: bool = ...) -> Any: ...
+    def random_state(self) -> Mapping[str, int]: ...
+    def load_random_state(self, kept: Mapping[str, int]) -> None: ...
 
 
 class _Optimizer(Protocol):
@@ -88,7 +90,7 @@ def save_checkpoint(
     try:
         own = _all_succeed(f"checkpoint `{tag}` was not saved", lambda: _write_parts(save, job))
         sizes = {name: size for written in allgather(own) for name, size in written.items()}
-        _all_succeed(f"checkpoint `{tag}` was not saved", lambda: _publish(save, sizes))
+        _all_succeed(f"checkpoint `{tag}` was not saved", lambda: _publish(save, sizes, job))
     except BaseException:
         _discard(save)
         raise
@@ -301,19 +303,19 @@ def _write_user_content(path: Path, content: Any) -> int:
     return size
 
 
-def _publish(save: _Save, sizes: dict[str, int]) -> None:
+def _publish(save: _Save, sizes: dict[str, int], job: _Job) -> None:
     """Make the checkpoint visible on this rank's file system."""
     if not save.leads or not save.staged.exists():  # gone: another leader, who saw our marker late, was faster
         return
     with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
         if save.partial:
-            files.write_index(save.staged, _index(save, sizes))
+            files.write_index(save.staged, _index(save, sizes, job))
             files.publish_folder(save.staged, save.path / save.name)
         else:
             _publish_full(save)
 
 
-def _index(save: _Save, sizes: dict[str, int]) -> files.Index:
+def _index(save: _Save, sizes: dict[str, int], job: _Job) -> files.Index:
     orders = [index.order for _, index in files.complete_partials(save.path, names=frozenset())]
     return files.Index(
         tag=save.tag,
@@ -322,6 +324,7 @@ def _index(save: _Save, sizes: dict[str, int]) -> files.Index:
         degrees={"pipeline": state.pp_size, "tensor": state.tp_size},
         smpkit=metadata.version("smpkit"),
         files=sizes,
+        random=job.model.random_state(),
     )
 
 
@@ -411,6 +414,7 @@ def _load_partial(folder: Path, model: _Model, optimizer: _Optimizer | None, str
     optimizer_state = read_file(folder / optimizer_name, "cpu") if wanted else None
     content = read_file(folder / _USER_CONTENT, "cpu") if _USER_CONTENT in index.files else None
     _load_model(model, read_file(folder / model_name, "cpu", mmap=True), strict)
+    model.load_random_state(index.random)
     if optimizer is not None and optimizer_state is not None:
         optimizer.load_state_dict(optimizer_state)
     elif optimizer is not None and state.rank == 0:

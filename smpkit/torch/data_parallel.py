@@ -125,6 +125,11 @@ class DataParallel:
             for share in shares
         ]
 
+    def release(self) -> None:
+        """Let go of the parameters, when the groups come to their end."""
+        for reducer in self.reducers:
+            reducer.release()
+
     def begin_step(self, training: bool) -> None:
         """Get ready for the microbatches of a step."""
         for reducer in self.reducers:
@@ -235,4 +240,4 @@ def _scale_gradients(share: _Share) -> None:
         return
     for _, parameter in share.parameters:
         if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: gradient * share.copies)  # type: ignore[no-untyped-call]
+            parameter.register_hook(lambda gradient, copies=share.copies: gradient * copies)  # type: ignore[no-untyped-call]

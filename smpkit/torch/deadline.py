@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -30,12 +30,25 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.rendezvous import name_ranks
 
-__all__ = ["Board", "Note", "attach", "detach", "hang_up", "report_failure", "waiting"]
+__all__ = [
+    "Board",
+    "Note",
+    "attach",
+    "board",
+    "condemn",
+    "detach",
+    "hang_up",
+    "note_place",
+    "reason_of",
+    "report_failure",
+    "waiting",
+]
 
 _GRACE_SECONDS: Final = 2.0  # how long to wait for the notes of ranks that have just been hung up on
 _LINGER_SECONDS: Final = 3.0  # how long the rank that serves the store stays, so that others can read why it left
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
+_PLACES: Final = "_smpkit_places"  # attribute of an exception
 _HANG_UP_TAG: Final = 0x5AFE
 
 _LOST: Final = re.compile(
@@ -110,6 +123,14 @@ class Board:
         while time.monotonic() < deadline and self._store.add("read", 0) < self.size - 1:
             time.sleep(0.05)
 
+    def write(self, key: str, text: str) -> None:
+        """Leave a text for the other ranks, over what was there."""
+        self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """Return a text that a rank has left."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
     def _read(self, key: str) -> Note:
         return Note(**json.loads(self._store.get(key)))
 
@@ -130,6 +151,11 @@ def attach(board: Board) -> None:
     if _previous_hook is None:
         _previous_hook = sys.excepthook
         sys.excepthook = _on_uncaught
+
+
+def board() -> Board | None:
+    """Return the board that is in use."""
+    return _board
 
 
 def detach() -> None:
@@ -155,6 +181,24 @@ def failed() -> bool:
     return _failed
 
 
+def note_place(error: Exception, **place: str) -> None:
+    """Say where an error came up, `module="layers.1"`: called on its way out; of two places of a kind the inner counts.
+
+    The traceback shows it (from Python 3.11 on), and so do the errors of the other ranks. Errors of communication say
+    it themselves.
+    """
+    if isinstance(error, DeadlineError | RemoteError):
+        return
+    places = {**place, **getattr(error, _PLACES, {})}
+    others = [note for note in getattr(error, "__notes__", ()) if note != _said(getattr(error, _PLACES, {}))]
+    setattr(error, _PLACES, places)
+    vars(error)["__notes__"] = [*others, _said(places)]  # Python 3.10 has no `add_note`
+
+
+def _said(places: Mapping[str, str]) -> str:
+    return ", ".join(f"{kind} {name}" for kind, name in places.items())
+
+
 def report_failure(error: BaseException) -> None:
     """Tell the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
     global _failed  # noqa: PLW0603
@@ -163,12 +207,25 @@ def report_failure(error: BaseException) -> None:
         return
     _failed = True
     text = f"{type(error).__name__}: {error.message if isinstance(error, SmpkitError) else error}"[:_TEXT_LIMIT]
+    if places := getattr(error, _PLACES, None):
+        text = f"{text} ({_said(places)})"
     with contextlib.suppress(dist.DistError, RuntimeError):
         board.hurry()
         board.fail(Note(board.rank, "timed out" if isinstance(error, DeadlineError) else "failed", text))
         if board.serves_store:
             hang_up(board.groups())
             board.linger()
+
+
+def condemn(error: SmpkitError) -> None:
+    """Tell all ranks why the job fails, and wake every wait of this process and of those that it is connected to.
+
+    For a thread that knows better than the waiting one. Never raises.
+    """
+    if _board is not None:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            _board.fail(Note(_board.rank, "failed", f"{type(error).__name__}: {error.message}"[:_TEXT_LIMIT]))
+            hang_up(_board.groups())
 
 
 def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -203,13 +260,25 @@ def waiting(what: str, peers: dist.ProcessGroup | Sequence[int]) -> Iterator[Non
     try:
         yield
     except RuntimeError as error:
-        board = _board
-        if board is None or isinstance(error, SmpkitError) or not _LOST.search(str(error)):
+        failure = reason_of(error, what, peers, started)
+        if failure is error:
             raise
-        ranks = dist.get_process_group_ranks(peers) if isinstance(peers, dist.ProcessGroup) else peers
-        waited = _Wait(what, [rank for rank in ranks if rank != board.rank], time.monotonic() - started, str(error))
         # The library's own words (an address, "closed by peer") say less than the verdict and double the traceback.
-        raise _diagnose(board, waited) from None
+        raise failure from None
+
+
+def reason_of(error: RuntimeError, what: str, peers: dist.ProcessGroup | Sequence[int], started: float) -> Exception:
+    """Return what `waiting` would raise for `error`, which is `error` itself if it says nothing of communication.
+
+    Args:
+        started: when the wait began, of `time.monotonic()`.
+    """
+    board = _board
+    if board is None or isinstance(error, SmpkitError) or not _LOST.search(str(error)):
+        return error
+    ranks = dist.get_process_group_ranks(peers) if isinstance(peers, dist.ProcessGroup) else peers
+    waited = _Wait(what, [rank for rank in ranks if rank != board.rank], time.monotonic() - started, str(error))
+    return _diagnose(board, waited)
 
 
 @dataclass(frozen=True)

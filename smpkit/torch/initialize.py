@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -102,12 +103,18 @@ def shutdown() -> None:
     """
     global _world
     world, _world = _world, None
+    if state.model is not None and state.model.data_parallel is not None:
+        state.model.data_parallel.release()
     state.runtime = state.model = state.optimizer = state.step = None
     for forget in state.forgetters:
         forget()
     deadline.detach()
     if world is not None and world.owned and dist.is_initialized():
         dist.destroy_process_group()
+    # A group's threads and sockets live as long as something refers to it, and a model that the script has let go of
+    # refers to its groups from cycles: a process that starts over again and again would be full of them.
+    if world is not None:
+        gc.collect()
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
@@ -145,10 +152,6 @@ def _announce(cfg: ModelParallelConfig, notices: Sequence[Problem], mesh: Mesh) 
 def _effects(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
     """Say what this world makes of settings that are legal by themselves."""
     effects = []
-    if cfg.offload_activations:
-        effects.append(
-            "offload_activations has no effect without checkpointed layers (smp.set_activation_checkpointing)"
-        )
     if not cfg.ddp and mesh.dp_size > 1:
         effects.append(
             f"ddp is False with {mesh.dp_size} data-parallel ranks: the replicas train independently; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.join import JoinContext
 from smpkit.torch.model_state import PARTIAL_KEY, ModelState
+from smpkit.torch.offload.runtime import Offloading
 from smpkit.torch.partitioning.delayed import initialize
+from smpkit.torch.partitioning.measure import Measured
 from smpkit.torch.partitioning.trace import units_of
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.pipeline.random import RandomStreams
@@ -43,13 +46,16 @@ class DistributedModel(ModelState):
     Args:
         module: the model; the same on every rank.
         trace_device: "gpu" or "cpu", where a tracing pass runs; nothing is traced at pipeline degree 1.
-        trace_execution_times: partition by measured times; needs `trace_device="gpu"`.
+        trace_execution_times: partition by the time that each part's forward takes, instead of by its operations;
+            needs `trace_device="gpu"`, and uses the CPU where there is no GPU. The first rank runs the whole model for
+            one microbatch, a few times, when the first step begins, and decides for all ranks.
         overlapping_allreduce: with `ddp`, reduce gradients while backward runs; else when the step is over.
         backward_passes_per_step: with `ddp`, steps between reductions (gradient accumulation). The loss is the user's
             to divide.
         average_grads_across_microbatches: False adds the gradients of microbatches instead (for summed losses).
         bucket_cap_mb: MiB of gradients that are reduced at once.
-        trace_memory_usage: partition by measured memory.
+        trace_memory_usage: partition by the memory that each part leaves allocated in such a run, instead of by the
+            sizes of what autograd keeps.
         broadcast_buffers: with `ddp`, copy buffers from the first replica at the start of every training step.
         gradient_as_bucket_view: keep gradients inside the reduction buffers, saving one copy of all gradients.
         find_unused_parameters: accepted for compatibility; unused parameters are always found, at no cost.
@@ -78,13 +84,15 @@ class DistributedModel(ModelState):
         if state.pp_size == 1:
             initialize(module, list(module.parameters()), state.device, torch.initial_seed())
         self.module = module if state.pp_size > 1 else module.to(state.device)
-        self.pipeline = Pipeline(module) if state.pp_size > 1 else None
+        measured = Measured(trace_execution_times, trace_memory_usage)
+        self.pipeline = Pipeline(module, measured) if state.pp_size > 1 else None
         self.partitioned = self.pipeline is None
         self.random: RandomStreams | None = None
-        self.trace_memory_usage = trace_memory_usage
+        self._resumed_random: Mapping[str, int] = {}
         self.find_unused_parameters = find_unused_parameters
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self.data_parallel: DataParallel | None = None
+        self.offloading = Offloading() if state.cfg.offload_activations else None
         self._reduction = Reduction(
             overlapping=overlapping_allreduce,
             passes_per_reduction=backward_passes_per_step,
@@ -167,28 +175,57 @@ class DistributedModel(ModelState):
         """Get ready for the microbatches of a step (called by `@smp.step`); at the first, partition the model."""
         if self.pipeline is not None and not self.partitioned:
             self.pipeline.prepare(function, first)
+            self._resume_random()
             self.partitioned = True
             self._replicate()
             if state.optimizer is not None:
                 state.optimizer.keep_own_states()
         self._run_hooks(self._post_partition_hooks)
+        if self.offloading is not None:
+            self.offloading.begin_step(self.module)
         if self.data_parallel is not None:
             self.data_parallel.begin_step(self.training)
 
-    def training_step(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def training_step(self) -> Iterator[None]:
         """Lead random numbers while microbatches run here, as over a pipeline (called by `@smp.step`)."""
         if self.random is None:
             # torch.compile of the whole model traces through the calls of its modules: leave those alone.
             if hasattr(self.module, "_orig_mod"):
-                return contextlib.nullcontext()
+                yield
+                return
             self.random = RandomStreams(torch.initial_seed() + state.dp_rank, state.device)
             install_streams(self.module, [unit.name for unit in units_of(self.module).units], self.random)
-        return self.random.training_step(training=self.module.training)
+            self._resume_random()
+        with self.random.training_step(training=self.module.training), self.random.between_units():
+            yield
 
     def begin_microbatch(self, index: int) -> None:
         """Start the random numbers of a microbatch (called by `@smp.step`)."""
         if self.random is not None:
             self.random.begin_microbatch(index)
+        if self.offloading is not None:
+            self.offloading.begin_microbatch(index)
+
+    def random_state(self) -> Mapping[str, int]:
+        """Return how far the streams of random numbers are, the same on all ranks: what a checkpoint keeps of them."""
+        random = self._streams
+        return self._resumed_random if random is None else {"seed": random.seed - state.dp_rank, "step": random.step}
+
+    def load_random_state(self, kept: Mapping[str, int]) -> None:
+        """Go on with the random numbers of the job that saved `random_state()`; nothing if it is empty."""
+        self._resumed_random = dict(kept)
+        self._resume_random()
+
+    def _resume_random(self) -> None:
+        random = self._streams
+        if random is not None and self._resumed_random:
+            random.seed, random.step = self._resumed_random["seed"] + state.dp_rank, self._resumed_random["step"]
+            self._resumed_random = {}
+
+    @property
+    def _streams(self) -> RandomStreams | None:
+        return self.random if self.pipeline is None else self.pipeline.random
 
     def before_last_backward(self) -> None:
         """Let gradients be reduced while the backward that comes next runs."""
@@ -200,12 +237,16 @@ class DistributedModel(ModelState):
         if self.data_parallel is not None:
             with recorded_work("reduce gradients"):
                 self.data_parallel.end_step(run)
+        if self.offloading is not None:
+            self.offloading.end_step(trains=run.total_backwards > 0)
         self.run_post_step_hooks()
 
     def abandon_step(self) -> None:
         """Forget a step that an exception ended."""
         if self.pipeline is not None:
             self.pipeline.abandon()
+        if self.offloading is not None:
+            self.offloading.abandon_step()
         if self.data_parallel is not None:
             self.data_parallel.abandon()
 
@@ -326,16 +367,7 @@ def _scaled(
 ) -> list[torch.Tensor | None]:
     """Return the gradients that backward starts from, times `scale`."""
     given: list[torch.Tensor | None] = [None] * len(roots) if grads is None else list(grads)
-    return [_scaled_start(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
-
-
-def _scaled_start(root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-    if scale == 1.0:
-        return grad
-    if grad is not None:
-        return grad * scale
-    # Without a gradient a root must be a scalar, and starts at 1; of any other, torch says what is wrong with it.
-    return torch.full_like(root, scale) if root.numel() == 1 else None
+    return [scaled_start(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
 
 
 def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableHandle:

@@ -109,6 +109,10 @@ class Recorder:
         """Note something else that took time."""
         self._events.append(WorkSpan(self._step, name, start_ns, end_ns))
 
+    def on_counter(self, name: str, value: int, at_ns: int) -> None:
+        """Note a figure of the step."""
+        self._events.append(Counter(name, value, at_ns))
+
     def on_backward(self, start_ns: int, end_ns: int) -> None:
         """Note a backward of the current microbatch, where there is no pipeline."""
         self._backwards.append((start_ns, end_ns))

@@ -121,6 +121,12 @@ class GradientReducer:
         }
         self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in live]  # type: ignore[no-untyped-call]
 
+    def release(self) -> None:
+        """Let go of the parameters: what their hooks hold, the group among it, lives as long as they do."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._signature = [], []
+
     def arm(self) -> None:
         """Let the backward that comes next start reductions as its gradients become final."""
         for bucket in self._buckets:

@@ -79,12 +79,11 @@ class Splitter:
         parts = {
             name: self._split_argument(name, value, count, device) for name, value in _named_arguments(bound).items()
         }
-        calls = []
-        for index in range(count):
-            positional = tuple(parts[name][index] for name in _positional_names(bound))
-            keywords = {name: parts[name][index] for name in bound.kwargs}
-            calls.append(Call(positional, keywords))
-        return calls
+        positional, keywords = _positional_names(bound), list(bound.kwargs)  # each asks `inspect` again
+        return [
+            Call(tuple(parts[name][index] for name in positional), {name: parts[name][index] for name in keywords})
+            for index in range(count)
+        ]
 
     def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> list[Any]:
         plain = name.split("[", maxsplit=1)[0]
@@ -106,8 +105,9 @@ def _named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
 def _positional_names(bound: inspect.BoundArguments) -> list[str]:
     """Name each positional argument: by its parameter, or `rest[2]` for what a `*rest` collects."""
     names: list[str] = []
+    count = len(bound.args)
     for name, parameter in bound.signature.parameters.items():
-        if len(names) == len(bound.args):
+        if len(names) == count:
             break
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             names += [f"{name}[{index}]" for index in range(len(bound.arguments.get(name, ())))]

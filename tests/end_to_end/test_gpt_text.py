@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,18 +46,39 @@ def test_the_example_learns_saves_and_resumes(job: Path) -> None:
     assert "in 4 steps" in second
 
 
+def test_recomputing_its_blocks_changes_nothing(job: Path) -> None:
+    losses = []
+    for recompute in ("none", "each"):
+        shutil.rmtree(job.parent / "checkpoints", ignore_errors=True)
+        done = subprocess.run(
+            [*command(job, 4), "--set", f"hyperparameters.recompute={recompute}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append(re.findall(r"loss [\d.]+(?: -> [\d.]+)?", done.stdout))
+    assert losses[0] == losses[1] != []
+
+
 def test_asked_to_stop_it_saves_and_ends_well(job: Path) -> None:
+    newest = job.parent / "checkpoints" / "newest"
     with subprocess.Popen(
-        command(job, 100_000), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=None
+        [*command(job, 100_000), "--set", "hyperparameters.save-every=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
-        assert process.stdout is not None
-        assert "4 ranks" in process.stdout.readline()
+        deadline = time.monotonic() + 100
+        while not newest.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert "held-out loss" in output
-    newest = (job.parent / "checkpoints" / "newest").read_text().strip()
-    assert re.fullmatch(r"step_\d+_partial", newest)
+    steps = re.search(r"held-out loss .* in (\d+) steps", output)
+    assert steps is not None
+    assert newest.read_text().strip() == f"step_{steps[1]}_partial"
 
 
 def test_the_same_script_runs_over_a_pipeline(job: Path) -> None:

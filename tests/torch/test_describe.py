@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
 from smpkit.torch.partitioning.describe import describe
-from smpkit.torch.partitioning.trace import measure_units, run_fake, units_of
+from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
 
 
 class Tied(nn.Module):
@@ -48,6 +49,31 @@ def test_tied_tensors_are_one_and_loose_ones_are_on_every_rank() -> None:
     )
 
 
+class ByHand(nn.Module):
+    """Says where its parts belong; the parts of its block are apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        with smp.partition(1):
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        smp.set_partition(self.block[1], 3)
+
+
+def test_places_that_a_model_says_are_described() -> None:
+    model = describe(ByHand, 4, by_hand=True)
+    assert model.places == {"block.0": 1, "block.1": 3}
+    assert [unit.cost.name for unit in model.units] == ["embed", "block.0", "block.1"]
+    assert describe(ByHand, 4).places == {}
+    assert ModelFacts.from_json(model.to_json()) == model
+
+
+def test_places_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(UsageError, match="partition 3 is no planned partition") as caught:
+        describe(ByHand, 2, by_hand=True)
+    assert "valid are 0 to 1" in str(caught.value.hint)
+
+
 def with_inputs() -> tuple[nn.Module, torch.Tensor]:
     return Tied(), torch.zeros(6, dtype=torch.int64)
 
@@ -68,7 +94,7 @@ def test_with_inputs_compute_and_activations_are_known(factory: Any) -> None:
 def test_weights_are_no_activations_of_a_traced_step() -> None:
     # A linear layer saves the transpose of its weight, which is a view: it was counted as an activation.
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
-    costs = measure_units(model, units_of(model), lambda: run_fake(model, model, (torch.zeros(2, 100),), {}))
+    costs = measure_units(model, units_of(model), lambda: run_fake(model, Step(model, (torch.zeros(2, 100),))))
     assert [cost.activation_bytes for cost in costs] == [2 * 100 * 4] * 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
@@ -71,6 +74,42 @@ def test_full_gathered_and_local_state_dicts() -> None:
     assert len(optim0["state"]) == len(trained)
 
 
+class Allocated(TorchDispatchMode):
+    """Adds up the storages of numbers that operations make; pickled names and headers are bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = {each.untyped_storage()._cdata for each in tensors}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            is_made = isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given
+            if is_made and each.is_floating_point():
+                self.num_bytes += each.untyped_storage().nbytes()
+        return result
+
+
+def count_gathered() -> tuple[int, int, int]:
+    """Return what this rank allocates to gather the whole on the first one, what it holds, and what the whole is."""
+    model, optimizer = start(4)
+    train(model, optimizer, range(1))
+    with Allocated() as allocated:
+        whole = model.state_dict(gather_to_rank0=True)
+    held = sum(each.nbytes for each in [*model.local_parameters(), *model.local_buffers()])
+    return allocated.num_bytes, held, sum(each.nbytes for each in whole.values())
+
+
+def test_gathering_puts_the_whole_model_on_the_first_rank_only() -> None:
+    (first, held, whole), *others = run_ranks(count_gathered, 4)
+    assert whole - held <= first < whole, "the first rank has its own part already"
+    for allocated, _, gathered in others:
+        assert allocated == 0
+        assert gathered == 0
+
+
 def load_plain_and_train() -> list[float]:
     model, optimizer = start()
     model.load_state_dict(plain_state())
@@ -95,6 +134,56 @@ def test_trap_11_a_plain_state_dict_loads_before_and_after_partitioning() -> Non
     expected = loss_of(module, *batch(2)).item()
     for losses in [*run_ranks(load_plain_and_train, 2), *run_ranks(load_after_partition, 2)]:
         assert losses[0] == pytest.approx(expected, abs=1e-10)
+
+
+def wrap_optimizer(when: str) -> dict[str, torch.Tensor]:
+    """Make the optimizer before the model is wrapped, after, or when it has been partitioned."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    module = build()
+    early = optimizer_of(module) if when == "before" else None
+    optimizer = None if early is None else smp.DistributedOptimizer(early)
+    model = smp.DistributedModel(module)
+    if when == "after":
+        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+    for step in range(3):
+        model.zero_grad()
+        train_step(model, *batch(step))
+        if optimizer is None:
+            optimizer = smp.DistributedOptimizer(optimizer_of(model))
+        optimizer.step()
+    assert optimizer is not None
+    held = {id(parameter) for parameter in model.local_parameters()}
+    assert {id(parameter) for parameter in optimizer.state} <= held, "states of parameters of other ranks"
+    return model.state_dict()
+
+
+def test_the_optimizer_may_be_made_before_or_after_the_model_or_its_first_step() -> None:
+    first = run_ranks(wrap_optimizer, 2, "before")[0]
+    for when in ("after", "partitioned"):
+        for state in run_ranks(wrap_optimizer, 2, when):
+            assert all(torch.equal(value, first[name]) for name, value in state.items()), when
+
+
+def interrupt_plain(degree: int) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    model, optimizer = start(degree)
+    train(model, optimizer, range(2))
+    # As torch's, they hold the tensors themselves, which training goes on to change.
+    model_state, optimizer_state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    return train(model, optimizer, range(2, 4)), model_state, optimizer_state
+
+
+def go_on(degree: int, model_state: dict[str, Any], optimizer_state: dict[str, Any]) -> list[float]:
+    model, optimizer = start(degree)
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(optimizer_state)
+    return train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_training_goes_on_with_another_number_of_ranks(old: int, new: int) -> None:
+    losses, model_state, optimizer_state = run_ranks(interrupt_plain, old, old)[0]
+    for resumed in run_ranks(go_on, new, new, model_state, optimizer_state):
+        assert resumed == pytest.approx(losses, abs=1e-12)
 
 
 def save(path: Path) -> list[float]:

@@ -120,11 +120,6 @@ def test_sharded_data_parallelism_is_refused_by_name() -> None:
         run_ranks(initialise, 2, {"sharded_data_parallel_degree": 2, "ddp": True})
 
 
-def test_offloading_warns_that_it_needs_checkpointed_layers() -> None:
-    with pytest.warns(UserWarning, match="no effect without checkpointed layers"):
-        smp.init({"offload_activations": True})
-
-
 def test_nccl_without_a_gpu_falls_back_to_gloo_and_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -13,12 +13,12 @@ from tests.transparency.pipeline_models import Case, tokens
 # transformers takes seconds to import: each builder imports what it needs, on the ranks that need it.
 
 
-def gpt2() -> nn.Module:
+def gpt2(dropout: float = 0.0) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes: dict[str, Any] = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 4, "n_head": 2}
-    no_dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+    chances: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **chances, bos_token_id=0, eos_token_id=0))
 
 
 def llama() -> nn.Module:

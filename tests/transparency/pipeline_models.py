@@ -22,11 +22,13 @@ class Case:
         build: makes the model.
         batch: makes the arguments of the step for a batch of `size` samples.
         step: what a user decorates with `@smp.step`: `step(model, *batch)`.
+        dtype: of the parameters.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], tuple[Any, ...]]
     step: Callable[..., Any]
+    dtype: torch.dtype = torch.float64
 
 
 # --- batches ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ import copy
 import os
 import pickle
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +41,8 @@ class Switch(nn.Module):
         return result
 
 
-def begin() -> tuple[Any, Switch]:
-    options = {"microbatches": 4, "ddp": True, "timeout_seconds": SECONDS, "skip_tracing": True}
+def begin(seconds: float = SECONDS) -> tuple[Any, Switch]:
+    options = {"microbatches": 4, "ddp": True, "timeout_seconds": seconds, "skip_tracing": True}
     smp.init({"pipeline_parallel_degree": 2, **options})
     torch.manual_seed(3)
     switch = Switch()
@@ -87,11 +89,109 @@ def fail(number: int) -> tuple[str, float]:
     return told(lambda: train_step(model, *data()))
 
 
-def test_a_unit_that_raises_ends_all_ranks_with_its_reason() -> None:
+def test_a_unit_that_raises_ends_all_ranks_with_its_reason_and_place() -> None:
     told = run_ranks(fail, 2, 1)
     assert told[1][0] == "ValueError: the switch is broken"
-    assert "rank 1 failed: ValueError: the switch is broken" in told[0][0]
+    assert "rank 1 failed: ValueError: the switch is broken (forward of microbatch 0, module `1`)" in told[0][0]
     assert told[0][1] < SECONDS + 3
+
+
+class Refusing(torch.autograd.Function):
+    """Passes its input, and raises in the backward of the third microbatch."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Refusing.calls += 1
+        if Refusing.calls == 3:
+            raise ValueError("no gradient here")
+        return grad
+
+
+class Refuser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Refusing.apply(self.linear(x))
+
+
+def begin_with(*layers: nn.Module, degree: int = 2) -> smp.DistributedModel:
+    """Put one layer on each of the first ranks."""
+    options = {"microbatches": 4, "ddp": True, "timeout_seconds": SECONDS, "auto_partition": False}
+    smp.init({"pipeline_parallel_degree": degree, "default_partition": 0, **options})
+    torch.manual_seed(3)
+    for rank, layer in enumerate(layers):
+        smp.set_partition(layer, rank)
+    return smp.DistributedModel(nn.Sequential(*layers).double())
+
+
+def fail_in_backward() -> tuple[str, float]:
+    model = begin_with(Refuser(), block(), block(), degree=3)
+    return told(lambda: [train_step(model, *data()) for _ in range(3)])
+
+
+def test_a_backward_that_raises_ends_all_ranks_with_its_reason_and_place() -> None:
+    first, *others = run_ranks(fail_in_backward, 3)
+    assert first[0] == "ValueError: no gradient here"
+    for message, seconds in others:
+        assert "rank 0 failed: ValueError: no gradient here (backward of microbatch 2)" in message
+        assert seconds < SECONDS + 5
+
+
+class Branching(nn.Module):
+    """Lies on several ranks, and raises between them on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([block(), block()])
+        smp.set_partition(self.parts[0], 0)
+        smp.set_partition(self.parts[1], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x)
+        if smp.pp_rank() == 0:
+            raise KeyError("only here")
+        result: Tensor = self.parts[1](x)
+        return result
+
+
+def fail_between_units() -> tuple[str, float]:
+    options = {"microbatches": 4, "ddp": True, "timeout_seconds": SECONDS, "auto_partition": False}
+    smp.init({"pipeline_parallel_degree": 2, "default_partition": 0, **options})
+    model = smp.DistributedModel(nn.Sequential(Branching()).double())
+    return told(lambda: train_step(model, *data()))
+
+
+def test_an_error_between_units_names_the_module_around_them() -> None:
+    first, second = run_ranks(fail_between_units, 2)
+    assert first[0] == "KeyError: 'only here'"
+    assert "rank 0 failed: KeyError: 'only here' (forward of microbatch 0, module `0`)" in second[0]
+    assert second[1] < SECONDS + 5
+
+
+def shown_traceback() -> list[str]:
+    model, switch = begin()
+    train_step(model, *data())
+    switch.trouble = lambda: dict[str, int]()["nothing"]
+    try:
+        train_step(model, *data())
+    except (KeyError, SmpkitError) as error:
+        deadline.report_failure(error)
+        return traceback.format_exception(error)
+    return []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks show notes from Python 3.11 on")
+def test_the_traceback_of_the_failing_rank_ends_with_the_place() -> None:
+    _, second = run_ranks(shown_traceback, 2)
+    assert second[-2:] == ["KeyError: 'nothing'\n", "forward of microbatch 0, module `1`\n"]
 
 
 def die() -> tuple[str, float]:
@@ -151,7 +251,7 @@ def late_step(model: Any, x: Tensor, y: Tensor, bad: Tensor) -> Tensor:
 
 def recover() -> bool:
     """Fail in the third microbatch, where ranks have got differently far, and train on."""
-    model, _ = begin()
+    model, _ = begin(60)
     bad = torch.tensor([False, False, False, False, True, True, True, True])
     expected = [loss.item() for loss in late_step(model, *data(), bad & False).outputs]
     late_step(model, *data(), bad & False)
@@ -242,6 +342,18 @@ def assign_data(model: Any, x: Tensor) -> Any:
     return out
 
 
+def bare_backward(model: Any, x: Tensor) -> Any:
+    model(x).mean().backward()
+
+
+def hook(model: Any, x: Tensor) -> Any:
+    model(x).register_hook(print)
+
+
+def retain(model: Any, x: Tensor) -> Any:
+    model(x).retain_grad()
+
+
 KEPT: list[Tensor] = []
 
 
@@ -256,12 +368,15 @@ FENCES: dict[str, tuple[Callable[..., Any], str]] = {
     "deepcopy": (copy_deeply, "cannot be copied deeply"),
     "pickle": (save, "cannot be saved inside the step"),
     "assigning data": (assign_data, "was assigned"),
+    "a bare backward": (bare_backward, "call `model.backward(loss)` instead"),
+    "a hook": (hook, "`register_hook` was called on a value that another pipeline rank may hold"),
+    "retain_grad": (retain, "inside a torch.nn.Module"),
 }
 
 
 def run_into_fences() -> dict[str, str]:
     """Return what each forbidden thing says; after each, a proper step must work."""
-    model, _ = begin()
+    model, _ = begin(60)
     said = {}
     for name, (body, _) in FENCES.items():
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -141,3 +144,30 @@ def gradient_beside_difference() -> tuple[float, float]:
 def test_an_operation_between_units_that_is_recomputed_drops_the_same() -> None:
     ((gradient, difference),) = run_ranks(gradient_beside_difference, 1)
     assert gradient == pytest.approx(difference, rel=1e-6)
+
+
+def interrupted(folder: str, degree: int, *, resume: bool) -> list[float]:
+    """Return the losses of four steps, the last two after a checkpoint: in the same job or in another one."""
+    case, losses = Case(Dropping, vectors, mse_step), []
+    for steps in (range(2), range(2, 4)):
+        with world(Setup(4), degree):
+            model = smp.DistributedModel(build(case))
+            if steps[0]:
+                smp.resume_from_checkpoint(folder)
+            step = smp.step(case.step)
+            numbers = steps if resume else range(4)
+            losses += [step(model, *batch(case, number, 8)).reduce_mean().item() for number in numbers]
+            if not resume:
+                return losses
+            smp.save_checkpoint(folder, f"after {steps[-1]}")
+    return losses
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_dropout_goes_on_after_a_checkpoint_as_if_nothing_had_happened(degree: int, tmp_path: Path) -> None:
+    for whole, parts in zip(
+        run_ranks(functools.partial(interrupted, resume=False), degree, "", degree),
+        run_ranks(functools.partial(interrupted, resume=True), degree, str(tmp_path), degree),
+        strict=True,
+    ):
+        assert whole == parts

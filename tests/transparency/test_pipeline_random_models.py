@@ -1,64 +1,142 @@
-"""Random models in random placements train as in one process, however slow units, sends and receives are."""
+"""Random models in random placements train as in one process, however slow units, sends and receives are.
+
+hypothesis draws recipes, which are plain data: all ranks build the same model from one, and a failing one shrinks. The
+examples are the same in every run; `--full` tries many.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, check_same, run_all, train, train_plainly
-from tests.transparency.pipeline_models import WIDTH, Case, mse_step, vectors
+from tests.transparency.pipeline_models import WIDTH, Case, vectors
 
-# Seeds, and not hypothesis: a model must be drawn alike on all ranks, and a world of ranks costs more than a model.
+# No shrinking: each attempt starts ranks, and a failure that hangs would take its deadline again and again.
+FEW = settings(
+    max_examples=3,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+MANY = settings(FEW, max_examples=70)
+
+Branch: TypeAlias = tuple[str, tuple["Branch", ...]]
+"""A module: its kind and what is in it."""
+
+
+@dataclass(frozen=True, eq=False)  # ranks remember the plain run of a recipe by its identity
+class Recipe:
+    """How to make a model, and how to train it.
+
+    Args:
+        layers: its modules.
+        steps: which layer is called, with which earlier value its result is joined, and how.
+        tied: index of the linear layer that shares the weight of the first one; 0 for none.
+        functional_tie: use the first linear layer's weight once more, at the end.
+        frozen: index of a linear layer that is not trained; -1 for none.
+        outputs: what the model returns: a tensor, or a nest of them.
+        setup: microbatches, schedule and placement.
+    """
+
+    layers: tuple[Branch, ...]
+    steps: tuple[tuple[int, int, str], ...]
+    tied: int
+    functional_tie: bool
+    frozen: int
+    outputs: str
+    setup: Setup
+
+
+LEAVES = st.sampled_from([("linear", ()), ("block", ()), ("pair", ())])
+BRANCHES: st.SearchStrategy[Branch] = st.recursive(
+    LEAVES,
+    lambda inner: st.tuples(
+        st.sampled_from(["sequence", "residual"]), st.lists(inner, min_size=1, max_size=3).map(tuple)
+    ),
+    max_leaves=5,
+)
+STEPS = st.tuples(
+    st.integers(0, 4), st.integers(0, 6), st.sampled_from(["add", "cat", "where", "detach", "alone", "in place"])
+)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    setup = Setup(
+        draw(st.sampled_from([1, 2, 4, 8])),
+        draw(st.sampled_from(["interleaved", "simple"])),
+        draw(st.one_of(st.none(), st.integers(0, 99))),
+        draw(st.sampled_from([(8, 8), (8, 16, 8)])),
+        {"timeout_seconds": 30},
+    )
+    return Recipe(
+        # Two linear layers at least: every rank of three wants a unit.
+        (("linear", ()), ("block", ()), *draw(st.lists(BRANCHES, min_size=1, max_size=3))),
+        tuple(draw(st.lists(STEPS, min_size=2, max_size=7))),
+        draw(st.integers(0, 3)),
+        draw(st.booleans()),
+        draw(st.integers(-1, 2)),
+        draw(st.sampled_from(["tensor", "tuple", "dict", "nested"])),
+        setup,
+    )
 
 
 class Grown(nn.Module):
     """A tree of modules: lists, sequences, skips, a block that is used again, shared weights, operations between."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__()
-        dice = random.Random(seed)
-        self.layers = nn.ModuleList([_branch(dice, 0) for _ in range(dice.randint(2, 5))])
-        self.order = [dice.randrange(len(self.layers)) for _ in range(len(self.layers) + dice.randint(0, 2))]
-        self.skips = [dice.randrange(index + 1) for index in range(len(self.order))]
-        self.kinds = [dice.randrange(5) for _ in self.order]
+        self.recipe = recipe
+        self.layers = nn.ModuleList([_module(branch) for branch in recipe.layers])
         self.scale = nn.Parameter(torch.ones(WIDTH))
         linears = [each for each in self.modules() if isinstance(each, nn.Linear)]
-        if dice.random() < 0.5:
-            linears[-1].weight = linears[0].weight
-        self.tied = linears[0] if dice.random() < 0.3 else None
+        linears[recipe.tied % len(linears)].weight = linears[0].weight
+        if recipe.frozen >= 0:
+            linears[recipe.frozen].requires_grad_(False)
+        self.first = linears[0] if recipe.functional_tie else None
+
+    def forward(self, x: Tensor) -> Any:
+        made = [x]
+        for layer, skip, kind in self.recipe.steps:
+            out = self.layers[layer % len(self.layers)](made[-1])
+            made.append(_joined(out, made[skip % len(made)], kind))
+        last = made[-1] * self.scale
+        if self.first is not None:
+            last = functional.linear(last, self.first.weight)
+        return _nested(last, made[1:], self.recipe.outputs)
+
+
+class Pair(nn.Module):
+    """Returns a dict that the same module takes apart again, with something that is no tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        made = [x]
-        for index, skip, kind in zip(self.order, self.skips, self.kinds, strict=True):
-            out = self.layers[index](made[-1])
-            made.append(_joined(out, made[skip], kind))
-        x = made[-1] * self.scale
-        return x if self.tied is None else functional.linear(x, self.tied.weight)
-
-
-def _branch(dice: random.Random, depth: int) -> nn.Module:
-    kind = dice.randrange(4 if depth < 2 else 1)
-    if kind == 0:
-        return nn.Linear(WIDTH, WIDTH)
-    if kind == 1:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
-    children = [_branch(dice, depth + 1) for _ in range(dice.randint(1, 3))]
-    return nn.Sequential(*children) if kind == 2 else Residual(children)
+        both = {"left": self.left(x).tanh(), "right": (self.right(x), None, 3)}
+        return both["left"] + both["right"][0] / both["right"][2]
 
 
 class Residual(nn.Module):
-    def __init__(self, children: list[nn.Module]) -> None:
+    def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(children)
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:
@@ -66,44 +144,94 @@ class Residual(nn.Module):
         return x
 
 
-def _joined(out: Tensor, earlier: Tensor, kind: int) -> Tensor:
-    if kind == 0:
+def _module(branch: Branch) -> nn.Module:
+    kind, inner = branch
+    if kind == "linear":
+        return nn.Linear(WIDTH, WIDTH)
+    if kind == "block":
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
+    if kind == "pair":
+        return Pair()
+    parts = [_module(each) for each in inner]
+    return nn.Sequential(*parts) if kind == "sequence" else Residual(parts)
+
+
+def _joined(out: Tensor, earlier: Tensor, kind: str) -> Tensor:
+    if kind == "add":
         return out + 0.5 * earlier
-    if kind == 1:
+    if kind == "cat":
         return torch.cat([out, earlier], -1)[..., ::2].tanh()
-    if kind == 2:
+    if kind == "where":
         return torch.where(earlier > 0, out, -out)
-    return torch.stack([out, earlier.detach()]).mean(0) if kind == 3 else out.tanh()
+    if kind == "detach":
+        return torch.stack([out, earlier.detach()]).mean(0)
+    if kind == "in place":
+        out = 0.5 * out
+        out += earlier
+        return out
+    return out.tanh()
 
 
+def _nested(last: Tensor, made: list[Tensor], kind: str) -> Any:
+    if kind == "tuple":
+        return last, made[0]
+    if kind == "dict":
+        return {"last": last, "none": None, "first": made[0]}
+    if kind == "nested":
+        return {"outer": [last, (made[0], {"count": len(made)})], "name": "nested"}
+    return last
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in inside for tensor in _tensors(each)]
+
+
+def loss_step(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+    out = model(x)
+    first, *others = _tensors(out)
+    loss = functional.mse_loss(first, y) + 0.1 * sum(other.square().mean() for other in others)
+    model.backward(loss)
+    return loss, out
+
+
+@dataclass(frozen=True)
 class Grow:
-    """Makes the model of a seed; a class, so that ranks can be told of it."""
+    """Makes the model of a recipe; a class, so that ranks can be told of it."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    recipe: Recipe
 
     def __call__(self) -> nn.Module:
-        return Grown(self.seed)
+        return Grown(self.recipe)
 
 
-def train_seeds(seeds: range, degree: int) -> int:
-    for seed in seeds:
-        dice = random.Random(1000 + seed)
-        setup = Setup(dice.choice([1, 2, 4, 8]), dice.choice(["interleaved", "simple"]), seed=seed, batches=(8, 8))
-        run_all({f"seed {seed}": Case(Grow(seed), vectors, mse_step)}, [setup], degree)
-    return len(seeds)
+def train_recipes(drawn: list[Recipe], degree: int) -> int:
+    for recipe in drawn:
+        run_all({str(recipe): Case(Grow(recipe), vectors, loss_step)}, [recipe.setup], degree)
+    return len(drawn)
 
 
+def trains_as_in_one_process(drawn: list[Recipe], degree: int) -> None:
+    assert run_ranks(train_recipes, degree, drawn, degree, timeout=150) == [len(drawn)] * degree
+
+
+# A world of ranks costs more than a model: an example is a few of them.
 @pytest.mark.parametrize("degree", [2, 3], ids=["pp2", "pp3"])
-def test_random_models_train_as_in_one_process(degree: int) -> None:
-    assert run_ranks(train_seeds, degree, range(12), degree, timeout=150) == [12] * degree
+@FEW
+@given(drawn=st.lists(recipes(), min_size=1, max_size=4))
+def test_random_models_train_as_in_one_process(degree: int, drawn: list[Recipe]) -> None:
+    trains_as_in_one_process(drawn, degree)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("degree", [2, 3, 4], ids=["pp2", "pp3", "pp4"])
-def test_many_random_models_train_as_in_one_process(degree: int) -> None:
-    assert run_ranks(train_seeds, degree, range(100, 300), degree, timeout=1700) == [200] * degree
+@MANY
+@given(drawn=st.lists(recipes(), min_size=1, max_size=6))
+def test_many_random_models_train_as_in_one_process(degree: int, drawn: list[Recipe]) -> None:
+    trains_as_in_one_process(drawn, degree)
 
 
 # --- chaos --------------------------------------------------------------------------------------------------------
@@ -118,20 +246,19 @@ def sleepy(function: Any, dice: random.Random) -> Any:
     return called
 
 
-def train_with_sleeps(seeds: range, degree: int) -> int:
+def train_with_sleeps(recipe: Recipe, seeds: range, degree: int) -> int:
     """Sleep at random in sends, receives and units; each rank by dice of its own."""
     plain = {name: getattr(Transport, name) for name in ("send", "send_gradient", "receive", "receive_gradient")}
     linear = nn.Linear.forward
+    case = Case(Grow(recipe), vectors, loss_step)
+    expected = train_plainly(case, recipe.setup)
     for seed in seeds:
-        setup = Setup(4, "interleaved", seed=seed, batches=(8, 8, 8), options={"timeout_seconds": 30})
-        case = Case(Grow(seed % 7), vectors, mse_step)
-        expected = train_plainly(case, setup)
         dice = random.Random(f"{seed} {os.environ['RANK']}")
         for name, function in plain.items():
             setattr(Transport, name, sleepy(function, dice))
         nn.Linear.forward = sleepy(linear, dice)  # type: ignore[method-assign]
         try:
-            check_same(train(case, setup, degree), expected)
+            check_same(train(case, recipe.setup, degree), expected)
         finally:
             nn.Linear.forward = linear  # type: ignore[method-assign]
             for name, function in plain.items():
@@ -139,12 +266,21 @@ def train_with_sleeps(seeds: range, degree: int) -> int:
     return len(seeds)
 
 
-def test_random_sleeps_neither_hang_nor_change_a_result() -> None:
-    assert run_ranks(train_with_sleeps, 3, range(6), 3, timeout=120) == [6] * 3
+def survives_sleeps(recipe: Recipe, start: int, degree: int) -> None:
+    seeds = range(start, start + 4)
+    assert run_ranks(train_with_sleeps, degree, recipe, seeds, degree, timeout=150) == [4] * degree
+
+
+@settings(FEW, max_examples=2)
+@given(recipe=recipes(), start=st.integers(0, 10**6))
+def test_random_sleeps_neither_hang_nor_change_a_result(recipe: Recipe, start: int) -> None:
+    survives_sleeps(recipe, start, 3)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
-def test_two_hundred_seeds_of_sleeps_neither_hang_nor_change_a_result(degree: int) -> None:
-    assert run_ranks(train_with_sleeps, degree, range(200), degree, timeout=1700) == [200] * degree
+@settings(MANY, max_examples=50)
+@given(recipe=recipes(), start=st.integers(0, 10**6))
+def test_two_hundred_seeds_of_sleeps_neither_hang_nor_change_a_result(degree: int, recipe: Recipe, start: int) -> None:
+    survives_sleeps(recipe, start, degree)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.plan.assignment import UnitCost
 from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts
+from smpkit.torch.partitioning.manual import Pins, pinned_modules, planning
 from smpkit.torch.partitioning.trace import measure_units, units_of
 
 __all__ = ["describe", "main"]
@@ -29,34 +30,41 @@ __all__ = ["describe", "main"]
 _FORM: Final = "write `module:factory`, such as `model:build`"
 
 
-def describe(factory: Callable[[], Any]) -> ModelFacts:
+def describe(factory: Callable[[], Any], num_places: int = 1, *, by_hand: bool = False) -> ModelFacts:
     """Return what planning needs to know of the model that `factory()` returns.
 
     Args:
         factory: returns a module, or a pair of a module and the arguments for one microbatch (a tuple, a dict, or one
             tensor), with which compute and activations become known too.
+        num_places: how many partitions (or virtual stages) it may name in `smp.partition`.
+        by_hand: units are placed there, so modules whose parts are placed apart are no units.
 
     Raises:
         UsageError: it fails, or returns something else.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with mode:
-            made = factory()
-    except Exception:  # user code on tensors without data may fail in any way
-        mode, made = FakeTensorMode(allow_non_fake_inputs=True), _really(factory)
+    with planning(num_places):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with mode:
+                made = factory()
+        except Exception:  # user code on tensors without data may fail in any way
+            mode, made = FakeTensorMode(allow_non_fake_inputs=True), _really(factory)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the factory returned an object of type `{type(model).__name__}`",
             hint="return a torch.nn.Module, or a pair of it and the arguments for one microbatch",
         )
-    return _facts(model, None if inputs is None else _call(model, inputs, mode))
+    return _facts(
+        model, None if inputs is None else _call(model, inputs, mode), pinned_modules(model) if by_hand else None
+    )
 
 
 def _really(factory: Callable[[], Any]) -> Any:
     try:
         return factory()
+    except SmpkitError:
+        raise
     except Exception as error:
         traceback.print_exc()
         raise UsageError(f"the factory failed: {type(error).__name__}: {error}", hint="`-v` shows where") from None
@@ -77,8 +85,8 @@ def _call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], o
     return call
 
 
-def _facts(model: nn.Module, call: Callable[[], object] | None) -> ModelFacts:
-    tree = units_of(model)
+def _facts(model: nn.Module, call: Callable[[], object] | None, pins: Pins | None) -> ModelFacts:
+    tree = units_of(model) if pins is None else units_of(model, pins.split)
     costs = measure_units(model, tree, call)
     names = _first_names(model)
     units = tuple(_unit(model, cost, names) for cost in costs)
@@ -89,6 +97,7 @@ def _facts(model: nn.Module, call: Callable[[], object] | None) -> ModelFacts:
         tensors={name: _tensor(name, tensor) for name, tensor in _tensors(model) if name == names[id(tensor)]},
         loose=tuple(name for name in dict.fromkeys(names.values()) if name not in placed),
         traced=any(cost.activation_bytes for cost in costs),
+        places={} if pins is None else pins.on([cost.name for cost in costs]),
     )
 
 
@@ -128,15 +137,20 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the description of `module:factory` (the first argument), found in the folders that follow, or the error.
+    """Print the description of `module:factory`, found in the folders that follow it, or the error.
+
+    `--places=N` before it says how many partitions it may name; `--by-hand=N` also that its units go there.
 
     Whatever user code prints goes to stderr, so that stdout is one JSON object.
     """
     with _only_ours_on_stdout() as write:
         try:
-            target, *folders = arguments
+            option, _, places = arguments[0].partition("=")
+            given = option in ("--places", "--by-hand")
+            target, *folders = arguments[given:]
             sys.path[:0] = folders
-            write(describe(_find(target)).to_json())
+            facts = describe(_find(target), int(places) if given else 1, by_hand=option == "--by-hand")
+            write(facts.to_json())
         except SmpkitError as error:
             write(json.dumps({"error": error.message, "hint": error.hint, "exit_code": error.exit_code}))
             return error.exit_code

@@ -14,20 +14,36 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.state import state
 
-__all__ = ["Pins", "partition", "pinned_modules", "set_partition"]
+__all__ = ["Pins", "partition", "pinned_modules", "planning", "set_partition"]
 
 _chosen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Partition by module, as the user said."""
+
+
+_num_planned: int | None = None
+"""How many places there are where a model is only planned, without `smp.init()`."""
+
+
+@contextlib.contextmanager
+def planning(num_places: int) -> Iterator[None]:
+    """Let `partition` and `set_partition` be used without a runtime, with so many places."""
+    global _num_planned  # noqa: PLW0603 - one per process, as the model that is planned
+    previous, _num_planned = _num_planned, num_places
+    try:
+        yield
+    finally:
+        _num_planned = previous
 
 
 @contextlib.contextmanager
 def partition(index: int) -> Iterator[None]:
     """Put the modules that are created in this block on pipeline rank `index`; the innermost block wins.
 
-    Acts only with `auto_partition: false`. Modules created in no block go to `default_partition`.
+    Acts only with `auto_partition: false`. Modules created in no block go to `default_partition`. With virtual stages
+    `index` counts them, 0 to `virtual_pipeline_degree * pipeline_parallel_degree - 1`: stage k is on rank k mod degree.
 
     Raises:
-        UsageError: `index` is no pipeline rank.
+        UsageError: `index` is no pipeline rank, or no virtual stage.
     """
     _check(index)
     plain = nn.Module.__init__
@@ -47,8 +63,10 @@ def partition(index: int) -> Iterator[None]:
 def set_partition(module: nn.Module, index: int) -> None:
     """Put a module that exists, and everything in it, on pipeline rank `index`, before the first step.
 
+    With virtual stages `index` counts them, as in `partition`.
+
     Raises:
-        UsageError: `index` is no pipeline rank, or the model has been partitioned.
+        UsageError: `index` is no pipeline rank or virtual stage, or the model has been partitioned.
     """
     _check(index)
     if state.model is not None and state.model.partitioned and state.pp_size > 1:
@@ -92,8 +110,12 @@ def _ends(name: str) -> list[int]:
 
 
 def _check(index: int) -> None:
-    if type(index) is not int or not 0 <= index < state.pp_size:  # not a bool, which Python takes for an int
-        raise UsageError(
-            f"partition {index!r} is no pipeline rank; pipeline_parallel_degree is {state.pp_size}",
-            hint=f"valid are 0 to {state.pp_size - 1}",
-        )
+    if _num_planned is not None:
+        what, of, limit = "planned partition", "", _num_planned
+    elif (num_chunks := state.cfg.virtual_pipeline_degree) > 1:
+        what, limit = "virtual stage", state.pp_size * num_chunks
+        of = f"; pipeline_parallel_degree is {state.pp_size}, virtual_pipeline_degree {num_chunks}"
+    else:
+        what, of, limit = "pipeline rank", f"; pipeline_parallel_degree is {state.pp_size}", state.pp_size
+    if type(index) is not int or not 0 <= index < limit:  # not a bool, which Python takes for an int
+        raise UsageError(f"partition {index!r} is no {what}{of}", hint=f"valid are 0 to {limit - 1}")

@@ -6,10 +6,14 @@ A step that looks at values cannot run so; then the sizes of parameters, in the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -17,10 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smpkit.plan.assignment import UnitCost
 from smpkit.plan.units import Node, UnitTree, unit_tree
+from smpkit.torch.partitioning.recomputed import CheckpointedCall, CheckpointedCalls
 from smpkit.torch.pipeline.specs import map_tensors
 from smpkit.torch.state import state
 
-__all__ = ["measure_units", "node_of", "run_fake", "units_of"]
+__all__ = ["Step", "leaving_no_trace", "measure_units", "node_of", "run_fake", "units_of"]
 
 _log = logging.getLogger("smpkit")
 
@@ -85,21 +90,26 @@ def _with(cost: UnitCost, **changes: Any) -> UnitCost:
 def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any]) -> dict[str, UnitCost]:
     measured: dict[str, UnitCost] = {}
     counter = FlopCounterMode(display=False)
-    started: dict[str, tuple[int, int]] = {}
+    started: dict[str, tuple[int, int, int]] = {}
     saved = _SavedBytes(root.parameters())
+    checkpointed = CheckpointedCalls(lambda: saved.total, counter.get_total_flops)
 
     def before(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            started[name] = (counter.get_total_flops(), saved.total)
+            checkpointed.begin_unit(name)
+            started[name] = (counter.get_total_flops(), saved.total, len(checkpointed.calls))
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            flops, num_bytes = started.pop(name)
+            flops, num_bytes, num_calls = started.pop(name)
+            checkpointed.end_unit()
+            inside = [call for call in checkpointed.calls[num_calls:] if call.unit is None]
             known = measured.get(name, costs[name])
-            measured[name] = _with(
+            measured[name] = _checkpointed(
                 known,
+                inside,
                 flops=known.flops + counter.get_total_flops() - flops,
                 activation_bytes=known.activation_bytes + saved.total - num_bytes,
                 output_bytes=_bytes_of(output),
@@ -111,18 +121,33 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
     for name in costs:
         module = root.get_submodule(name)
         handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
-    state.tracing = True
     try:
-        with counter, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        with counter, checkpointed.watch(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             body()
     except Exception as error:  # user code on tensors without data may fail in any way
         _log.info("no tracing pass: the step needs values (%s); partitioning by parameter sizes", error)
         return {}
     finally:
-        state.tracing = False
         for handle in handles:
             handle.remove()
+    for call in checkpointed.calls:
+        if call.unit is not None:  # it spans units: the first of them holds what it keeps
+            known = measured[call.unit]
+            measured[call.unit] = _checkpointed(
+                known, [call], activation_bytes=known.activation_bytes + call.boundary_bytes
+            )
     return measured
+
+
+def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: Any) -> UnitCost:
+    """Return the cost with these checkpointed calls, and with other changes."""
+    return _with(
+        cost,
+        boundary_bytes=cost.boundary_bytes + sum(call.boundary_bytes for call in calls),
+        recomputed_bytes=max([cost.recomputed_bytes, *(call.recomputed_bytes for call in calls)]),
+        recomputed_flops=cost.recomputed_flops + sum(call.flops for call in calls),
+        **changes,
+    )
 
 
 class _SavedBytes:
@@ -171,25 +196,57 @@ def _bytes_of(output: Any) -> int:
     return total
 
 
-def run_fake(root: nn.Module, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call `body` on tensors without data; the model's parameters take part without being copied.
+@dataclass(frozen=True)
+class Step:
+    """A step function and the arguments of one microbatch, to be tried out before training."""
 
-    Calling it leaves no trace in the model: buffers that forward changes (running statistics) and attributes that it
-    sets (a mask kept for the next call) are afterwards what they were.
-    """
+    body: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Any:
+        """Run forward only: `model.backward` does nothing meanwhile, and `smp.is_tracing()` is true."""
+        state.tracing = True
+        try:
+            return self.body(*self.args, **self.kwargs)
+        finally:
+            state.tracing = False
+
+
+def run_fake(root: nn.Module, step: Step) -> None:
+    """Run a step on tensors without data; the model's parameters take part without being copied."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
 
-    args, kwargs = map_tensors(fake, (args, kwargs))
+    args, kwargs = map_tensors(fake, (step.args, step.kwargs))
+    with leaving_no_trace(root, fake), mode:
+        Step(step.body, args, kwargs)()
+
+
+@contextlib.contextmanager
+def leaving_no_trace(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let a step be tried out on this rank only: afterwards the model and chance are what they were.
+
+    Forward may change buffers (running statistics) and set attributes (a mask kept for the next call). A step that
+    draws random numbers must find the same ones as on the ranks that tried nothing, or it takes another way there.
+
+    Args:
+        stand_in: makes the buffer that forward may change meanwhile.
+    """
     kept = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         for module, _, buffers in kept:
-            module._buffers.update({name: None if each is None else fake(each) for name, each in buffers.items()})
-        with mode:
-            body(*args, **kwargs)
+            made = {name: None if each is None else stand_in(each) for name, each in buffers.items()}
+            module._buffers.update(made)
+        with torch.random.fork_rng(devices):
+            yield
     finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
         for module, attributes, buffers in kept:
             vars(module).clear()
             vars(module).update(attributes)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch.pipeline.divergence import disagreement, ways_of
 from smpkit.torch.pipeline.located import Located
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.specs import TensorSpec, map_tensors, spec_of
@@ -41,17 +42,18 @@ class Ending:
         self._located = _located_by_home(outputs)
         self._paths = _checksums(microbatches, self._located)
         self._waits: dict[int, Callable[[], torch.Tensor]] = {}
-        self._paths_before: Callable[[], torch.Tensor] | None = None
+        neighbours = (stage.rank - 1, stage.rank + 1)
+        self._neighbours = [rank for rank in neighbours if 0 <= rank < stage.size]
+        self._paths_of: dict[int, Callable[[], torch.Tensor]] = {}
         self._begin_paths()
         for home, values in self._located.items():
             self._begin_outputs(home, values)
 
     def _begin_paths(self) -> None:
-        transport, rank = self._stage.transport, self._stage.rank
-        if rank < self._stage.size - 1:
-            transport.send_bytes(self._paths.view(torch.uint8), rank + 1, Tag.PATHS)
-        if rank > 0:
-            self._paths_before = transport.expect_bytes(self._paths.nbytes, rank - 1, Tag.PATHS, _WHAT)
+        transport = self._stage.transport
+        for rank in self._neighbours:
+            transport.send_bytes(self._paths.view(torch.uint8), rank, Tag.PATHS)
+            self._paths_of[rank] = transport.expect_bytes(self._paths.nbytes, rank, Tag.PATHS, _WHAT)
 
     def _begin_outputs(self, home: int, values: list[Located]) -> None:
         rank = self._stage.rank
@@ -75,10 +77,11 @@ class Ending:
         """Return the outputs with the data of their homes.
 
         Raises:
-            UsageError: this rank went another way through the step than the one before.
+            UsageError: this rank went another way through the step than a neighbour.
         """
-        if self._paths_before is not None:
-            self._compare(self._paths_before().view(torch.int64))
+        for rank in self._neighbours:
+            if not torch.equal(self._paths, self._paths_of[rank]().view(torch.int64)):
+                self._explain(rank)
         data: dict[int, torch.Tensor] = {}
         for home, values in self._located.items():
             data.update((id(value), tensor) for value, tensor in zip(values, self._data(home, values), strict=True))
@@ -92,14 +95,16 @@ class Ending:
         # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
         return [tensor.to(self._stage.device, copy=True) for tensor in unpack(packed, [spec_of(v) for v in values])]
 
-    def _compare(self, before: torch.Tensor) -> None:
-        if torch.equal(self._paths, before):
-            return
-        index = int((self._paths != before).nonzero()[0])
-        where = f"microbatch {index}" if index < len(before) - 1 else "what the step returns"
-        rank = self._stage.rank
+    def _explain(self, rank: int) -> None:
+        """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""
+        transport, mine = self._stage.transport, ways_of(self._stage)
+        transport.broadcast_object(mine, [rank], Tag.WAYS)
+        theirs = transport.receive_object(rank, _WHAT, Tag.WAYS)
+        error = disagreement({self._stage.rank: mine, rank: theirs}, ended=True)
+        if error is not None:
+            raise error
         raise UsageError(
-            f"pipeline rank {rank} took another way through {where} than pipeline rank {rank - 1}",
+            f"pipeline ranks {self._stage.rank} and {rank} returned other things from the step",
             hint="a step runs on every pipeline rank and must not branch on the rank or on data of its own",
         )
 

@@ -14,19 +14,35 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
-from smpkit.plan.schedule import Action, Kind, Schedule, Segment, SegmentGraph, Transfer, check, interleaved, simple
+from smpkit.plan.schedule import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    Segment,
+    SegmentGraph,
+    Transfer,
+    check,
+    interleaved,
+    simple,
+)
+from smpkit.torch.deadline import note_place
+from smpkit.torch.offload import active
 from smpkit.torch.pipeline.ending import Ending
 from smpkit.torch.pipeline.located import set_current
-from smpkit.torch.pipeline.microbatch import Microbatch, Move
+from smpkit.torch.pipeline.microbatch import Microbatch, Move, Record
 from smpkit.torch.pipeline.parking import Parked
 from smpkit.torch.pipeline.replan import Meter, replan
 from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.watch import watching
 
 __all__ = ["ActionRecorder", "Executor", "Policy"]
 
 _LOOKAHEAD: Final = 2  # actions whose receives are posted before their turn
+_STRAYS: Final = 3  # steps in which microbatches left the record, until there is none any more
 _REPLAN_AFTER: Final = 2  # steps; the first one is slow for other reasons, the last of them is measured
 
 ActionRecorder = Callable[[str, int, int, int, int], object]
@@ -40,20 +56,24 @@ class Policy:
     pipeline: str
     active_microbatches: int
 
-    def schedule(self, graph: SegmentGraph, count: int) -> Schedule:
-        """Choose the order; the same on every rank, since it follows from the graph alone."""
-        if self.pipeline == "simple":
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward may run in two halves."""
+        return self.pipeline == "zero_bubble"
+
+    def schedule(self, graph: SegmentGraph, count: int, costs: Costs | None = None) -> Schedule:
+        """Choose the order; the same on every rank, since it follows from the graph and the costs alone."""
+        if self.pipeline == "simple" or not graph.has_backward:
             return simple(graph, count)
-        if not graph.has_backward:
-            return simple(graph, count)
-        return interleaved(graph, count, self.active_microbatches)
+        return interleaved(graph, count, self.active_microbatches, costs, split_backward=self.splits_backward)
 
     def can_replan(self, schedule: Schedule) -> bool:
         """Whether there is a choice: other depths fit under `active_microbatches`, and several ranks take part."""
         graph = schedule.graph
         limit = min(self.active_microbatches, schedule.num_microbatches)
         deeper = any(live < limit for live in schedule.peak_live_microbatches)
-        return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and deeper
+        has_choice = deeper or self.splits_backward
+        return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and has_choice
 
 
 @dataclass(frozen=True)
@@ -63,14 +83,31 @@ class _Plan:
     schedule: Schedule
     actions: tuple[Action, ...]
     revisited: bool
+    """Whether some rank is visited more than once: then microbatches must be able to wait for one another."""
     forward_receives: dict[int, tuple[Move, ...]]
     backward_receives: dict[int, tuple[Move, ...]]
+    record: Record
+    whole: frozenset[int]
+    """Segments of this rank whose backward runs in one, whatever the schedule says."""
     places: Mapping[tuple[int, bool, int, int], int]
     """Index in its rank's list, by pp_rank, whether backward, segment and microbatch."""
 
     def follow(self, schedule: Schedule, rank: int) -> _Plan:
         """Return the plan of the same step in another order."""
         return replace(self, schedule=schedule, actions=schedule.actions[rank], places=_places(schedule))
+
+    @property
+    def num_split(self) -> int:
+        """How many segments of this rank run their backward in two halves."""
+        return sum(map(self.is_split, self._weighted))
+
+    def is_split(self, segment: int) -> bool:
+        """Whether a segment's backward runs in two halves."""
+        return segment in self._weighted and segment not in self.whole
+
+    @cached_property
+    def _weighted(self) -> frozenset[int]:
+        return frozenset(action.segment for action in self.actions if action.kind is Kind.WEIGHT)
 
     def place(self, rank: int, backward: bool, segment: int, microbatch: int) -> int | None:
         """Return where an action stands in the list of its rank; None if the schedule does not have it."""
@@ -90,6 +127,7 @@ class Executor:
         self._policy = policy
         self._plans: dict[Hashable, _Plan | None] = {}
         self._steps: Counter[Hashable] = Counter()
+        self._strays: Counter[Hashable] = Counter()
         self._parked: dict[int, Parked] = {}
 
     def run(
@@ -106,9 +144,12 @@ class Executor:
         meter = Meter() if self._steps[kind] == _REPLAN_AFTER - 1 else None
         step = _Step(self.stage, body, count, before_last_backward, self.recorder, meter)
         self._parked = step.parked
+        self.stage.begin_step(step.microbatches)
         if kind not in self._plans:
-            step.forward_straight(0)
-            self._plans[kind] = self._plan(step.microbatches[0], count)
+            microbatch = step.microbatches[0]
+            with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
+                step.forward_straight(0)
+            self._plans[kind] = self._plan(microbatch, count)
         plan = self._plans[kind]
         self.last_schedule = None if plan is None else plan.schedule
         if plan is None:
@@ -120,8 +161,15 @@ class Executor:
         outputs = step.ending.finish()
         self.stage.transport.flush()
         self._steps[kind] += 1
+        if any(microbatch.strayed for microbatch in step.microbatches):
+            self.stage.transport.abandon()  # receives that were posted for the record's moves wait for nothing
+            self._strays[kind] += 1
+            if self._strays[kind] < _STRAYS:
+                del self._plans[kind]  # perhaps the step has changed for good: record it again
+                return outputs
+            plan = self._plans[kind] = None
         if plan is not None and meter is not None and self._policy.can_replan(plan.schedule):
-            schedule = replan(self.stage, plan.schedule, self._policy.active_microbatches, meter)
+            schedule = replan(self.stage, plan.schedule, self._policy.schedule, meter)
             self._plans[kind] = plan.follow(schedule, self.stage.rank)
         return outputs
 
@@ -146,9 +194,11 @@ class Executor:
         return _Plan(
             schedule,
             schedule.actions[rank],
-            len(segments) > 1,
+            max(microbatch.num_segments) > 1,
             {s: tuple(m for m in microbatch.moves if (m.target, m.target_segment) == (rank, s)) for s in segments},
             {s: tuple(m for m in returning if (m.source, m.source_segment) == (rank, s)) for s in segments},
+            microbatch.recorded(),
+            frozenset(microbatch.unsplittable),
             _places(schedule),
         )
 
@@ -174,7 +224,10 @@ class _Step:
         self._recorder = recorder
         self._meter = meter
         self._before_last_backward = before_last_backward
-        self._backwards = 0
+        self._num_backwards = 0
+        """How many backwards and weight halves have begun."""
+        self._num_split = 0
+        """How many segments of a microbatch have both."""
 
     def forward_straight(self, index: int) -> None:
         """Run a microbatch's forward from end to end."""
@@ -193,17 +246,26 @@ class _Step:
     def run_plan(self, plan: _Plan) -> None:
         """Run this rank's actions."""
         self.stage.transport.place = plan.place
+        active.follow(plan.actions)
+        for microbatch in self.microbatches:
+            if microbatch.index not in self.outputs:
+                microbatch.record = plan.record
+        self._num_split = plan.num_split
         for coming in plan.actions[:_LOOKAHEAD]:
             self._post(plan, coming)
         for number, action in enumerate(plan.actions):
             for coming in plan.actions[number + _LOOKAHEAD : number + _LOOKAHEAD + 1]:
                 self._post(plan, coming)
             microbatch = self.microbatches[action.microbatch]
+            if microbatch.strayed:  # the schedule knows nothing of its way: it must wait until nobody waits for others
+                continue
             if action.kind is Kind.FORWARD:
                 self._forward(microbatch, action.segment, plan.revisited)
+            elif action.kind is Kind.WEIGHT:
+                self._weights(microbatch, action.segment, plan.is_split(action.segment))
             elif action.segment < microbatch.num_segments[self.stage.rank]:
-                self._backward(microbatch, action.segment)
-        # A microbatch that took a longer way than the first has something left to do.
+                self._backward(microbatch, action.segment, split=plan.is_split(action.segment))
+        # What has strayed goes on in the program's own order, which is the same on all ranks.
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
                 self._forward(microbatch, microbatch.num_segments[self.stage.rank], plan.revisited)
@@ -212,9 +274,11 @@ class _Step:
         self.stage.transport.place = None
 
     def _post(self, plan: _Plan, action: Action) -> None:
+        if action.kind is Kind.WEIGHT:
+            return
         microbatch = self.microbatches[action.microbatch]
         backward = action.kind is not Kind.FORWARD
-        if not backward and microbatch.index in self.outputs:
+        if microbatch.strayed or (not backward and microbatch.index in self.outputs):
             return
         moves = plan.backward_receives if backward else plan.forward_receives
         for move in moves.get(action.segment, ()):
@@ -240,6 +304,7 @@ class _Step:
     def _returned(self, index: int, output: Any) -> None:
         """Keep what a microbatch returned; after the last one, let everyone know."""
         self.outputs[index] = output
+        self.microbatches[index].end_forward()
         if len(self.outputs) == len(self.microbatches):
             self.ending = Ending(self.stage, self.microbatches, [self.outputs[i] for i in range(len(self.outputs))])
 
@@ -255,14 +320,27 @@ class _Step:
                     self._backward(microbatch, segment)
         microbatch.release()
 
-    def _backward(self, microbatch: Microbatch, segment: int) -> None:
-        self._backwards += 1
-        if self.ending is not None and self._backwards == self._num_segments():
-            self._before_last_backward()
+    def _backward(self, microbatch: Microbatch, segment: int, *, split: bool = False) -> None:
+        self._begin_backward()
         with self._action(Kind.BACKWARD, segment, microbatch):
-            microbatch.backward_segment(segment)
-        if len(microbatch.backward_done) == microbatch.num_segments[self.stage.rank]:
+            microbatch.backward_segment(segment, split=split)
+        if microbatch.is_done:
             microbatch.release()
+
+    def _weights(self, microbatch: Microbatch, segment: int, split: bool) -> None:
+        """Run the other half of a backward, or, where it has run in one, say that there is none."""
+        if split:
+            self._begin_backward()
+        with self._action(Kind.WEIGHT, segment, microbatch):
+            microbatch.backward_weights(segment)
+        if microbatch.is_done:
+            microbatch.release()
+
+    def _begin_backward(self) -> None:
+        self._num_backwards += 1
+        num_halves = self._num_split * sum(not microbatch.strayed for microbatch in self.microbatches)
+        if self.ending is not None and self._num_backwards == self._num_segments() + num_halves:
+            self._before_last_backward()
 
     def _num_segments(self) -> int:
         return sum(each.num_segments[self.stage.rank] for each in self.microbatches)
@@ -271,9 +349,13 @@ class _Step:
     def _action(self, kind: Kind, segment: int, microbatch: Microbatch) -> Iterator[None]:
         """Do something for a microbatch, and tell those who listen what it took."""
         start_ns, waited_ns = time.perf_counter_ns(), self.stage.transport.waited_ns
+        active.begin_action(kind, segment, microbatch.index)
         set_current(microbatch if kind is Kind.FORWARD else None)
         try:
             yield
+        except Exception as error:
+            note_place(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"})
+            raise
         finally:
             set_current(None)
         end_ns = time.perf_counter_ns()
@@ -288,6 +370,7 @@ def _places(schedule: Schedule) -> dict[tuple[int, bool, int, int], int]:
         (rank, action.kind is not Kind.FORWARD, action.segment, action.microbatch): place
         for rank, actions in enumerate(schedule.actions)
         for place, action in enumerate(actions)
+        if action.kind is not Kind.WEIGHT  # nothing travels by it
     }
 
 

@@ -58,10 +58,11 @@ def is_running() -> bool:
 class Located(torch.Tensor):
     """A tensor of which this rank holds either the data or only the shape.
 
-    `home` is the pp_rank that holds it; `value` the data there, None elsewhere; `segment` the home's segment that made
-    it; `copies` what it was sent as, by pp_rank.
+    `spec` is what all ranks know of it; `home` the pp_rank that holds it; `value` the data there, None elsewhere;
+    `segment` the home's segment that made it; `copies` what it was sent as, by pp_rank.
     """
 
+    spec: TensorSpec
     home: int
     value: torch.Tensor | None
     segment: int
@@ -74,11 +75,20 @@ class Located(torch.Tensor):
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
         )
-        made.home, made.value, made.segment, made.copies = home, value, segment, {}
+        made.spec, made.home, made.value, made.segment, made.copies = spec, home, value, segment, {}
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: `__new__` has done everything, and Tensor's own would refuse the arguments."""
+
+    # The questions that models ask most, answered without the detour through __torch_function__.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.spec.dtype
 
     @classmethod
     def __torch_function__(
@@ -93,18 +103,8 @@ class Located(torch.Tensor):
                 "an attribute of a value that another pipeline rank may hold was assigned",
                 hint="use the operation instead, for example `x = x.detach().requires_grad_()`",
             )
-        if func in _OF_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _FOR_PYTHON:
-            return current().value_for_python(func, args, kwargs)
-        if func in _NEW_FROM_SHAPE:
-            return func(_stand_in(args[0]), *args[1:], **kwargs)
-        if func in _LIKE_OTHER and len(args) > 1 and isinstance(args[1], Located):
-            args = (args[0], _stand_in(args[1]), *args[2:])
-            if not isinstance(args[0], Located):
-                return func(*args, **kwargs)
-        return current().operate(func, name, args, kwargs)
+        answer = _ANSWERS.get(func)
+        return current().operate(func, name, args, kwargs) if answer is None else answer(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -239,5 +239,52 @@ _NEW_FROM_SHAPE: Final = frozenset(
 )
 """Functions that make a tensor from another's shape and dtype: every rank makes it."""
 
+_INSIDE: Final = "do it inside a torch.nn.Module, where tensors are plain ones"
+_REFUSED: Final[dict[Any, str]] = {
+    # It would run on one rank, through what that rank holds, and the others would train on nothing.
+    T.backward: "call `model.backward(loss)` instead, so that every rank runs its part",
+    T.register_hook: _INSIDE,
+    T.retain_grad: _INSIDE,
+    T.untyped_storage: _INSIDE,
+}
+"""Methods that mean the tensor itself and not its value, with what to do instead."""
+
 _LIKE_OTHER: Final = frozenset({T.type_as, T.expand_as, T.view_as, T.reshape_as, T.to})
 """Methods that look at their second tensor's shape, dtype or device only."""
+
+
+def _from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _for_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return current().value_for_python(func, args, kwargs)
+
+
+def _new_from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(_stand_in(args[0]), *args[1:], **kwargs)
+
+
+def _like_other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 and isinstance(args[1], Located):
+        args = (args[0], _stand_in(args[1]), *args[2:])
+        if not isinstance(args[0], Located):
+            return func(*args, **kwargs)
+    return current().operate(func, func.__name__, args, kwargs)
+
+
+def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    raise UsageError(
+        f"`{func.__name__}` was called on a value that another pipeline rank may hold", hint=_REFUSED[func]
+    )
+
+
+_ANSWERS: Final[dict[Any, Callable[..., Any]]] = {
+    **dict.fromkeys(_OF_SHAPE, _from_shape),
+    **dict.fromkeys(_FOR_PYTHON, _for_python),
+    **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
+    **dict.fromkeys(_LIKE_OTHER, _like_other),
+    **dict.fromkeys(_REFUSED, _refuse),
+}
+"""What is no operation on data."""

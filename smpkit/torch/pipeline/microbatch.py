@@ -11,7 +11,6 @@ it), so no graph is walked twice and no autograd node ever waits for another ran
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,21 +18,33 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpkit.errors import UsageError
+from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.containers import children, rebuild
+from smpkit.torch.pipeline.halves import WeightHalf, backward_inputs
 from smpkit.torch.pipeline.located import Located
-from smpkit.torch.pipeline.specs import Call, TensorSpec, map_tensors, signature, spec_of, template_of
+from smpkit.torch.pipeline.specs import TensorSpec, describe, map_tensors, spec_of, tensors_in
+from smpkit.torch.pipeline.transport import version_of
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage import Stage
 
-__all__ = ["Microbatch", "Move"]
+__all__ = ["Microbatch", "Move", "Record"]
+
+_OurOwn: Final = torch._C.DisableTorchFunction
+"""Around what the engine itself asks of tensors: that is none of the step's operations."""
+
+STRAYED: Final = 1 << 11
+"""Added to the numbers of moves of a microbatch that has left the record."""
 
 _DYNAMIC: Final = frozenset(
     {torch.Tensor.__bool__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.__contains__, torch.equal}
 )
 """Questions whose answer is most often a branch, so that another microbatch may take another path."""
+
+_UNKNOWN: Final = object()  # not None, which is what a call such as `x[0] = 1` returns
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,17 @@ class Move:
     source_segment: int
     target_segment: int
     spec: TensorSpec
+    unit: str = ""
+    """What needed the value: a unit or an operation."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The way that the first microbatch of a kind went, which the schedule relies on."""
+
+    moves: tuple[Move, ...]
+    changed: frozenset[int]
+    """Moves from this rank whose value was changed in place after it had been handed over: they travel as copies."""
 
 
 class Microbatch:
@@ -59,6 +81,10 @@ class Microbatch:
     def __init__(self, stage: Stage, index: int) -> None:
         self.stage = stage
         self.index = index
+        self.record: Record | None = None
+        """Which way it should go; None if it is the first of its kind, or each may go another way."""
+        self.strayed = False
+        """Whether it has gone another way than the record. All ranks notice alike, or they run different programs."""
         self.moves: list[Move] = []
         self.path: list[str] = []
         """The names of all calls in order: the same on every rank, or the ranks run different programs."""
@@ -67,20 +93,29 @@ class Microbatch:
         self.has_backward = False
         self.before_wait: Callable[[], None] | None = None
         """Called where a new segment begins: lets other work of this rank go first."""
+        self._handed_over: list[tuple[int, torch.Tensor, int]] = []
         self._segments = [0] * stage.size
         self._sent = [False] * stage.size
         self._losses: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = defaultdict(list)
-        self._departures: defaultdict[int, list[tuple[torch.Tensor, Move]]] = defaultdict(list)
+        self._departures: defaultdict[int, list[tuple[GradientEdge | None, Move]]] = defaultdict(list)
         self._arrivals: defaultdict[int, list[tuple[torch.Tensor, Move]]] = defaultdict(list)
         self._cuts: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         self._cut_leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.backward_done: set[int] = set()
-        """Segments whose backward has run."""
+        """Segments whose backward has run, as far as other ranks wait for it."""
+        self.unsplittable: set[int] = set()
+        """Segments of this rank in which hooks were used that run in every walk through the graph."""
+        self._weight_halves: dict[int, WeightHalf] = {}
 
     @property
     def num_segments(self) -> tuple[int, ...]:
         """How many segments each rank has had so far."""
         return tuple(segment + 1 for segment in self._segments)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of this rank's backward has run."""
+        return len(self.backward_done) == self.num_segments[self.stage.rank] and not self._weight_halves
 
     @property
     def _segment(self) -> int:
@@ -96,9 +131,17 @@ class Microbatch:
                 f"`{name}` changes a tensor that every rank holds by a value that only one pipeline rank holds",
                 hint="write `x = x + y` instead of `x += y`",
             )
-        home = target.home if target is not None else self._home_of((args, kwargs))
-        result = self.run_at(home, func, name, func, args, kwargs)
-        return result if target is None else self._changed(target, result)
+        if target is not None:
+            home = target.home
+        elif len(args) == 1 and type(args[0]) is Located and not kwargs:
+            home = args[0].home
+        else:
+            home = self._home_of((args, kwargs))
+        if target is None:
+            return self.run_at(home, func, name, func, args, kwargs)
+        change = _set_item if func is torch.Tensor.__setitem__ else func
+        result = self._changed(target, self.run_at(home, func, name, change, args, kwargs))
+        return None if change is _set_item else result
 
     def run_at(
         self,
@@ -106,9 +149,9 @@ class Microbatch:
         target: Any,
         name: str,
         function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        modes: Any = (),
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: object = None,
         *,
         stream: bool | None = None,
     ) -> Any:
@@ -117,27 +160,64 @@ class Microbatch:
         Args:
             target: what the cache knows the call by.
             name: the module or operation, for messages and for its stream of random numbers.
-            modes: what else decides the result, such as a module's `training`.
+            mode: what else decides the result, such as a module's `training`.
             stream: whether its stream of random numbers is a closed one; None if it has none of its own.
         """
         stage = self.stage
-        args, kwargs = map_tensors(lambda tensor: self._bring(tensor, home), (args, kwargs))
-        call = Call(target, (*_modes(stage.device), *modes), signature((args, kwargs)))
-        self.path.append(name)
-        if home != stage.rank:
-            if stream is not None:
-                stage.random.skip()
-            template = stage.specs.get(call)
-            if template is None:
-                template = stage.transport.receive_object(home, f"the first result of `{name}`")
-                stage.specs[call] = template
-            return _ghosts(template, stage.device, home)
-        args, kwargs = map_tensors(self._real, (args, kwargs))
-        with contextlib.nullcontext() if stream is None else stage.random.stream(name, closed=stream):
-            output = function(*args, **kwargs)
-        self._announce(call, name, output)
-        segment = self._segment
-        return map_tensors(lambda tensor: Located(spec_of(tensor), stage.device, home, tensor, segment), output)
+        here = home == stage.rank
+        with _OurOwn():
+            device_type = stage.device.type
+            autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+            key = [target, mode, torch.is_grad_enabled(), autocast]
+
+            def visit(tensor: torch.Tensor) -> torch.Tensor:
+                if type(tensor) is Located:
+                    key.append(tensor.spec)
+                    return self._bring(tensor, home)
+                key.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+                return tensor
+
+            self.path.append(name)  # before anything is waited for, which may be because of this very call
+            args = describe(args, key, visit)
+            kwargs = describe(kwargs, key, visit) if kwargs else kwargs
+            call = tuple(key)
+            known = stage.specs.get(call, _UNKNOWN)
+            if known is _UNKNOWN:
+                self._stray()  # results of new kinds are told in the program's own order
+                known = stage.specs.get(call, _UNKNOWN)
+            if not here:
+                if stream is not None:
+                    stage.random.skip()
+                if known is _UNKNOWN:
+                    known = stage.specs[call] = stage.transport.receive_object(home, f"the first result of `{name}`")
+                return _ghosts(known, stage.device, home)
+            # Only now that all have arrived: an arrival may have begun a new segment, in which older values are cut.
+            alone = len(args) == 1 and type(args[0]) is Located  # most calls: no need to look for tensors
+            args = (self._real(args[0]),) if alone else map_tensors(self._real, args)
+            kwargs = map_tensors(self._real, kwargs) if kwargs else kwargs
+        output = function(*args, **kwargs) if stream is None else stage.random.run(name, stream, function, args, kwargs)
+        with _OurOwn():
+            return self._made(call, known, name, output)
+
+    def _made(self, call: tuple[Any, ...], known: Any, name: str, output: Any) -> Any:
+        """Return the result of a call that ran here, located; the other ranks are told what it is like, or know."""
+        device, home, segment = self.stage.device, self.stage.rank, self._segment
+
+        def locate(tensor: torch.Tensor) -> Located:
+            return Located(spec_of(tensor), device, home, tensor, segment)
+
+        located = locate(output) if type(output) is torch.Tensor else map_tensors(locate, output)
+        template = located.spec if type(located) is Located else map_tensors(spec_of, located)
+        if known is _UNKNOWN:
+            self.stage.specs[call] = template
+            self.stage.transport.broadcast_object(template)
+        elif known is not template and known != template and not _same(known, template):
+            raise UsageError(
+                f"`{name}` returned {_difference(known, template)} for arguments of the same shapes",
+                hint="shapes that depend on values cannot cross pipeline ranks; put the code that makes and the code"
+                " that uses them into one torch.nn.Module, which is placed as a whole",
+            )
+        return located
 
     def value_for_python(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give every rank the value, because Python needs it (`.item()`, `if tensor:`)."""
@@ -154,70 +234,56 @@ class Microbatch:
             home = root.home if isinstance(root, Located) else 0
             self._bring(root, home)
             start = None if grad is None else self._bring(grad, home)
-            if home == self.stage.rank:
-                value = self._real(root)
-                self._losses[self._segment].append((value, _start(value, start, scale, self._real)))
-
-    def _announce(self, call: Call, name: str, output: Any) -> None:
-        """Tell the other ranks, once per kind of call, what it returns; afterwards hold it to that."""
-        template = template_of(output)
-        known = self.stage.specs.get(call)
-        if known is None:
-            self.stage.specs[call] = template
-            self.stage.transport.broadcast_object(template)
-        elif known != template and not _same(known, template):
-            raise UsageError(
-                f"`{name}` returned {_difference(known, template)} for arguments of the same shapes",
-                hint="shapes that depend on values cannot cross pipeline ranks; put the code that makes and the code"
-                " that uses them into one torch.nn.Module, which is placed as a whole",
-            )
+            if home == self.stage.rank and (value := self._real(root)).requires_grad:
+                given = None if start is None else self._real(start)
+                self._losses[self._segment].append((value, scaled_start(value, given, scale)))
 
     def _home_of(self, arguments: Any) -> int:
         """Return where an operation runs: with its parameter, else where most bytes are, and then on the later rank."""
         weights: dict[int, int] = {}
-        owner: list[int] = []
-
-        def weigh(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, Located):
-                weights[tensor.home] = weights.get(tensor.home, 0) + spec_of(tensor).num_bytes
+        for tensor in tensors_in(arguments):
+            if type(tensor) is Located:
+                weights[tensor.home] = weights.get(tensor.home, 0) + tensor.spec.num_bytes
             elif isinstance(tensor, nn.Parameter) and (home := self.stage.owner_of(tensor)) is not None:
-                owner.append(home)
-            return tensor
-
-        map_tensors(weigh, arguments)
-        return owner[0] if owner else max(weights, key=lambda home: (weights[home], home))
+                return home
+        return max(weights, key=lambda home: (weights[home], home))
 
     def _changed(self, target: Located, result: Any) -> Any:
         """Bring the ghost up to date with a change in place, and forget copies of what it was."""
         target.copies.clear()
-        if isinstance(result, Located):
-            target.value = result.value
-            target.segment = result.segment
-            with torch._C.DisableTorchFunctionSubclass():
-                target.requires_grad_(result.requires_grad)
-            return target
-        return result
+        if not isinstance(result, Located):
+            return result
+        if result.spec.shape != target.spec.shape:
+            raise UsageError(
+                f"a value of shape {list(target.shape)} that another pipeline rank may hold was given another shape in"
+                f" place, {list(result.shape)}",
+                hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
+            )
+        target.value, target.segment, target.spec = result.value, result.segment, result.spec
+        with _OurOwn():
+            target.requires_grad_(result.spec.requires_grad)
+        return target
 
     # --- moves ---------------------------------------------------------------------------------------------------
 
     def _bring(self, tensor: torch.Tensor, home: int) -> torch.Tensor:
         """Return the value as rank `home` has it, moving it there the first time."""
-        if not isinstance(tensor, Located):
+        if type(tensor) is not Located:
             return tensor
-        _refuse_foreign_graph(tensor)
+        if tensor.grad_fn is not None:
+            _refuse_foreign_graph(tensor.grad_fn)
         if tensor.home == home:
             return tensor
         copy = tensor.copies.get(home)
         if copy is None:
-            copy = tensor.copies[home] = self._move(tensor, home, spec_of(tensor))
+            copy = tensor.copies[home] = self._move(tensor, home, tensor.spec)
         return copy
 
     def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a value on every rank, without its graph."""
-        if not isinstance(tensor, Located):
+        if type(tensor) is not Located:
             return tensor
-        spec = spec_of(tensor)
-        spec = TensorSpec(spec.shape, spec.stride, spec.dtype, requires_grad=False)
+        spec = tensor.spec.without_gradient
         copies = [self._move(tensor, rank, spec) for rank in range(self.stage.size) if rank != tensor.home]
         mine = tensor if tensor.home == self.stage.rank else next(c for c in copies if c.home == self.stage.rank)
         return self._real(mine).detach()
@@ -229,15 +295,16 @@ class Microbatch:
             self._segments[target] += 1
             self._sent[target] = False
         self._sent[source] = True
-        number = len(self.moves)
-        move = Move(number, source, target, self._segments[source], self._segments[target], spec)
+        move = self._next_move(source, target, spec)
         self.moves.append(move)
         value = None
         if source == stage.rank:
             sent = self._real(tensor)
-            stage.transport.send(sent.detach(), self.index, move)
             if spec.requires_grad:
-                self._departures[self._segment].append((sent, move))
+                # Not the value itself: when it has arrived, and backward did not keep it, its memory is free.
+                edge = get_gradient_edge(sent) if sent.requires_grad else None
+                self._departures[self._segment].append((edge, move))
+            self._hand_over(sent.detach(), move)
         elif target == stage.rank:
             if begins and self.before_wait is not None:
                 self.before_wait()
@@ -245,12 +312,51 @@ class Microbatch:
             if spec.requires_grad:
                 leaf = value.requires_grad_()
                 self._arrivals[self._segment].append((leaf, move))
-                value = leaf.view_as(leaf)  # a leaf must not be changed in place, and modules change their inputs
+                value = _usable(leaf)
         return Located(spec, stage.device, target, value, self._segments[target])
+
+    def _next_move(self, source: int, target: int, spec: TensorSpec) -> Move:
+        """Return the move as the record has it; where that has another, or none, this microbatch has strayed."""
+        number, record = len(self.moves), self.record
+        if record is not None and not self.strayed:
+            known = record.moves[number] if number < len(record.moves) else None
+            if known is not None and (known.source, known.target) == (source, target) and known.spec == spec:
+                return known
+            self._stray()
+        # Other numbers, hence other tags: receives that were posted for the record's moves must not get these.
+        number += STRAYED * self.strayed
+        unit = self.path[-1] if self.path else ""
+        return Move(number, source, target, self._segments[source], self._segments[target], spec, unit)
+
+    def _stray(self) -> None:
+        """Leave the record, and let everything go first that follows it."""
+        if self.record is not None and not self.strayed:
+            self.strayed = True
+            if self.before_wait is not None:
+                self.before_wait()
+
+    def _hand_over(self, sent: torch.Tensor, move: Move) -> None:
+        """Send a value; a copy of it where the record does not say that it stays as it is while it travels."""
+        stays = self.record is not None and not self.strayed and move.number not in self.record.changed
+        if not stays:
+            self._handed_over.append((move.number, sent, version_of(sent)))
+        self.stage.transport.send(sent, self.index, move, copy=not stays)
+
+    def end_forward(self) -> None:
+        """Note that the code of this microbatch has run to its end."""
+        self.path.append("the end of the step function")
+        if self.record is not None and len(self.moves) < len(self.record.moves):
+            self.strayed = True
+
+    def recorded(self) -> Record:
+        """Return the way that this microbatch has gone, for others to follow."""
+        changed = [number for number, sent, version in self._handed_over if version_of(sent) != version]
+        self._handed_over.clear()
+        return Record(tuple(self.moves), frozenset(changed))
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a value whose home this is, cut off its graph if that belongs to an earlier segment."""
-        if not isinstance(tensor, Located):
+        if type(tensor) is not Located:
             outside = self._segment > 0 and tensor.requires_grad and not tensor.is_leaf
             return self._cut(tensor, 0) if outside else tensor
         assert tensor.value is not None, f"{tensor!r} has no data on pp_rank {self.stage.rank}"
@@ -263,60 +369,96 @@ class Microbatch:
             leaf = source.detach().requires_grad_()
             self._cut_leaves[key] = (source, leaf)  # holds the source, so that its id is not given away
             self._cuts[segment].append((source, leaf))
-        leaf = self._cut_leaves[key][1]
-        return leaf.view_as(leaf)
+        return _usable(self._cut_leaves[key][1])
 
     # --- backward ------------------------------------------------------------------------------------------------
 
-    def backward_segment(self, segment: int) -> None:
-        """Run backward through one segment: receive the gradients of what left it, send those of what came in."""
+    def backward_segment(self, segment: int, *, split: bool = False) -> None:
+        """Run backward through one segment: receive the gradients of what left it, send those of what came in.
+
+        Args:
+            split: leave the gradients of weights to `backward_weights`, where that is possible.
+        """
         self.backward_done.add(segment)
-        roots = self._losses.pop(segment, [])
-        for sent, move in self._departures.pop(segment, ()):
-            roots.append((sent, self.stage.transport.receive_gradient(self.index, move)))
+        roots: list[tuple[Any, torch.Tensor | None]] = [*self._losses.pop(segment, ())]
+        for edge, move in self._departures.pop(segment, ()):
+            gradient = self.stage.transport.receive_gradient(self.index, move)
+            if edge is not None:
+                roots.append((edge, gradient))
         roots += [(source, leaf.grad) for source, leaf in self._cuts.pop(segment, ()) if leaf.grad is not None]
-        roots = [(root, grad) for root, grad in roots if root.requires_grad]
+        arrivals = self._arrivals.pop(segment, ())
         if roots:
-            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-        for leaf, move in self._arrivals.pop(segment, ()):
+            inputs = [*(leaf for leaf, _ in arrivals), *self._cut_leaves_of(segment)] if split else ()
+            half = backward_inputs([root for root, _ in roots], [grad for _, grad in roots], inputs)
+            if half is not None:
+                self._weight_halves[segment] = half
+        for leaf, move in arrivals:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             self.stage.transport.send_gradient(gradient, self.index, move)
+
+    def backward_weights(self, segment: int) -> None:
+        """Run what a split backward through a segment has left; nothing if that was all of it."""
+        half = self._weight_halves.pop(segment, None)
+        if half is not None:
+            half.run()
+
+    def _cut_leaves_of(self, segment: int) -> list[torch.Tensor]:
+        """Return the leaves by which a segment uses what earlier ones made."""
+        return [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
+
+    def note_hooks(self) -> None:
+        """Note that the code of the present segment uses hooks that run in every walk through the graph."""
+        self.unsplittable.add(self._segment)
 
     def release(self) -> None:
         """Let go of everything that is kept for backward."""
         for kept in (self._losses, self._departures, self._arrivals, self._cuts):
             kept.clear()
         self._cut_leaves.clear()
+        self._handed_over.clear()
+        self._weight_halves.clear()
 
 
-def _start(
-    root: torch.Tensor, grad: torch.Tensor | None, scale: float, real: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor | None:
-    """Return the gradient that backward starts with; None leaves it to torch, which knows what is wrong with it."""
-    if grad is None:
-        return None if scale == 1.0 or root.numel() != 1 else torch.full_like(root, scale)
-    return real(grad) * scale
+class _Handed(torch.autograd.Function):
+    """Gives the data of a leaf to a graph in which they may be changed in place, as modules change their inputs.
+
+    Neither a leaf nor a view of one may be; what a Function says it has changed in place is neither, and no copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _leaf: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(data)
+        return data
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
-def _refuse_foreign_graph(tensor: Located) -> None:
-    """Raise if torch has put a graph of its own on a ghost: its backward would end there, and nobody would notice."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grad_fn = tensor.grad_fn
-    if grad_fn is not None:
-        raise UsageError(
-            f"`{grad_fn.name().removesuffix('Backward')}`, a custom autograd.Function, was applied to a value that"
-            " another pipeline rank may hold",
-            hint="put the code that calls it into a torch.nn.Module, which is placed as a whole",
-        )
+def _usable(leaf: torch.Tensor) -> torch.Tensor:
+    # Nothing has changed yet: what others keep of these data (a graph, a message on its way) must not be told so.
+    with torch.autograd._unsafe_preserve_version_counter(leaf):  # type: ignore[attr-defined]
+        result: torch.Tensor = _Handed.apply(leaf, leaf.detach())  # type: ignore[no-untyped-call]
+    return result
+
+
+def _refuse_foreign_graph(grad_fn: Any) -> None:
+    """Raise: torch has put a graph of its own on a ghost; its backward would end there, and nobody would notice."""
+    raise UsageError(
+        f"`{grad_fn.name().removesuffix('Backward')}`, a custom autograd.Function, was applied to a value that"
+        " another pipeline rank may hold",
+        hint="put the code that calls it into a torch.nn.Module, which is placed as a whole",
+    )
 
 
 def _changes_in_place(func: Callable[..., Any], name: str) -> bool:
     return func is torch.Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
 
 
-def _modes(device: torch.device) -> tuple[Any, ...]:
-    enabled = torch.is_autocast_enabled(device.type)
-    return torch.is_grad_enabled(), torch.get_autocast_dtype(device.type) if enabled else None
+def _set_item(target: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """Assign to a part and return the whole, which may need gradients from now on."""
+    target[index] = value
+    return target
 
 
 def _ghosts(template: Any, device: torch.device, home: int) -> Any:

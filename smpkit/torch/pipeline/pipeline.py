@@ -6,19 +6,27 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from smpkit.errors import UsageError
 from smpkit.plan.assignment import Assignment
 from smpkit.plan.partition import assign, partition
 from smpkit.torch.announce import announce
+from smpkit.torch.checkpointing.whole import check_places
 from smpkit.torch.comm import CommGroup
+from smpkit.torch.deadline import waiting
 from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
+from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.partitioning.manual import pinned_modules
-from smpkit.torch.partitioning.trace import measure_units, run_fake, units_of
+from smpkit.torch.partitioning.measure import Measured, measure
+from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
+from smpkit.torch.pipeline.divergence import watch
 from smpkit.torch.pipeline.executor import Executor, Policy
 from smpkit.torch.pipeline.inputs import inputs_of_first
 from smpkit.torch.pipeline.located import current
 from smpkit.torch.pipeline.random import RandomStreams
+from smpkit.torch.pipeline.reentrant import follow_values
 from smpkit.torch.pipeline.specs import map_tensors, signature
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.transport import Transport
@@ -35,8 +43,9 @@ __all__ = ["Pipeline"]
 class Pipeline:
     """One rank's part in running `root` over the ranks of PP_GROUP."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, measured: Measured) -> None:
         self._root = root
+        self._measured = measured
         self._transport = Transport(
             state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
         )
@@ -45,9 +54,9 @@ class Pipeline:
         self.holders: dict[int, frozenset[int]] = {}
 
     @property
-    def random(self) -> RandomStreams:
-        assert self._executor is not None
-        return self._executor.stage.random
+    def random(self) -> RandomStreams | None:
+        """The streams of random numbers, once the model is partitioned."""
+        return None if self._executor is None else self._executor.stage.random
 
     def same_inputs(self, arguments: Any) -> Any:
         """Return the arguments of a step with the tensors of pp_rank 0, as SMP v1 took them.
@@ -70,15 +79,21 @@ class Pipeline:
     # --- partitioning ----------------------------------------------------------------------------------------------
 
     def prepare(self, body: Callable[..., Any], call: Call) -> None:
-        """Partition the model at the first step: decide, tell everyone, keep what is this rank's."""
+        """Partition the model at the first step: decide, tell everyone, keep what is this rank's.
+
+        Raises:
+            UsageError: costs are to be measured, and the model has no weights yet.
+        """
+        self._check_weights()
         if state.pp_rank == 0:
-            self.assignment = self._decide(body, call)
+            self.assignment = self._agreed(Step(body, call.args, call.kwargs))
             self._transport.broadcast_object((self.assignment.to_json(), torch.initial_seed()))
             seed = torch.initial_seed()
         else:
             text, seed = self._transport.receive_object(0, "the partition assignment")
             self.assignment = Assignment.from_json(text)
         placement = self.assignment.partition_of
+        check_places(self._root, placement)
         self.holders = holders_of(self._root, placement, state.pp_size)
         keep_own_parts(self._root, placement, self.holders, state.pp_rank, state.device)
         stage = Stage(
@@ -90,24 +105,59 @@ class Pipeline:
             self.holders,
         )
         install(self._root, placement, stage)
+        follow_values()
+        watch(stage, state.group(CommGroup.PP_GROUP))
         policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)
         self._executor = Executor(stage, policy)
         if (recorder := current_recorder()) is not None:
             recorder.attach(self._executor)
         if state.rank == 0:
-            announce(self.assignment.log_lines())
+            announce([*self._how(), *self.assignment.log_lines()])
 
-    def _decide(self, body: Callable[..., Any], call: Call) -> Assignment:
+    def _check_weights(self) -> None:
+        if self._measured and any(is_delayed(parameter) for parameter in self._root.parameters()):
+            raise UsageError(
+                f"{self._measured} cannot be measured: the model was made under delay_param_initialization and has"
+                " no weights yet",
+                hint="leave out trace_execution_times and trace_memory_usage; costs are then computed from shapes",
+            )
+
+    def _how(self) -> list[str]:
+        """Say what came of the wish to measure."""
+        if not self._measured:
+            return []
+        if not state.cfg.auto_partition:
+            return [f"auto_partition is off: modules are placed by hand, not by measured {self._measured}."]
+        if state.cfg.skip_tracing:
+            return [f"skip_tracing is on: partitioned by parameter sizes, not by measured {self._measured}."]
+        return [f"Partitioned by {self._measured} of one microbatch, measured on rank 0 ({state.device})."]
+
+    def _agreed(self, step: Step) -> Assignment:
+        """Decide on the first replica for all of them: others may see other shapes, and would measure other times."""
+        if not (state.cfg.ddp and state.dp_size > 1):
+            return self._decide(step)
+        group = state.process_group(CommGroup.DP_GROUP)
+        text = [self._decide(step).to_json() if state.dp_rank == 0 else ""]
+        with waiting("the partition assignment", group):
+            dist.broadcast_object_list(text, group=group, group_src=0)
+        return Assignment.from_json(text[0])
+
+    def _decide(self, step: Step) -> Assignment:
         cfg = state.cfg
+        num_chunks = cfg.virtual_pipeline_degree
         if not cfg.auto_partition:
             pins = pinned_modules(self._root)
             costs = measure_units(self._root, units_of(self._root, pins.split), None)
-            return assign(costs, state.pp_size, pins.on([cost.name for cost in costs]), cfg.default_partition)
+            places = pins.on([cost.name for cost in costs])
+            return assign(costs, state.pp_size, places, cfg.default_partition, num_chunks)
         tree = units_of(self._root)
         if cfg.skip_tracing:
-            return partition(measure_units(self._root, tree, None), state.pp_size, cfg.memory_weight)
-        costs = measure_units(self._root, tree, lambda: run_fake(self._root, body, call.args, call.kwargs))
-        return partition(costs, state.pp_size, cfg.memory_weight)
+            costs = measure_units(self._root, tree, None)
+        else:
+            costs = measure_units(self._root, tree, lambda: run_fake(self._root, step))
+            if self._measured:
+                costs = measure(self._root, costs, self._measured, step, state.device)
+        return partition(costs, state.pp_size, cfg.memory_weight, num_chunks=num_chunks)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -127,7 +177,7 @@ class Pipeline:
             self._root.training,
             torch.is_autocast_enabled(state.device.type),
         )
-        random = self.random
+        random = self._executor.stage.random
 
         def streamed(index: int) -> Any:
             with random.between_units():  # again, because a parked microbatch runs in a thread of its own

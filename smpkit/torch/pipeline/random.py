@@ -8,21 +8,24 @@ checkpointing restores the caller's stream.
 
 [Note: open and closed streams] Operations between units (`F.dropout` in a spanning module) are calls too: a mode of
 torch gives each a stream. Inside a unit they draw from the unit's own, at native speed. Which of the two holds is the
-lowest bit of the stream's seed. Recomputation runs where torch has put the mode aside, with the caller's generator
-restored; so operations between units that will be recomputed draw from their caller's stream both times.
+lowest bit of the stream's seed. Recomputation by torch's own checkpoint runs where the mode may be aside, with the
+caller's generator restored; so operations between units that it will recompute draw from their caller's stream both
+times. Our checkpoint brings the mode back, so there they have streams both times, as without checkpointing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-__all__ = ["RandomStreams"]
+__all__ = ["RandomStreams", "operations_again", "will_be_recomputed"]
 
 _WORD: Final = (1 << 64) - 1
 
@@ -41,7 +44,12 @@ _OPERATIONS: Final = frozenset(
 _CHANCES: Final = frozenset({"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"})
 """Functions whose result a branch may hang on (LayerDrop's coin)."""
 
+_Generators = tuple[torch.Tensor, torch.Tensor | None]
+_Kept = tuple[_Generators, TorchFunctionMode | None]
+
 _QUESTIONS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
+
+_WATCHED: Final = _OPERATIONS | _CHANCES | _QUESTIONS
 
 
 class RandomStreams:
@@ -64,13 +72,14 @@ class RandomStreams:
         self._cuda = device if device.type == "cuda" else None
         self._names: dict[str, int] = {}
 
-    def state(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def state(self) -> _Generators:
         """Return where the generators are."""
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self._cuda) if self._cuda is not None else None
+        cuda = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
+        return torch.default_generator.get_state(), cuda
 
-    def restore(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    def restore(self, state: _Generators) -> None:
         """Put the generators back."""
-        torch.set_rng_state(state[0])
+        torch.default_generator.set_state(state[0])
         if state[1] is not None and self._cuda is not None:
             torch.cuda.set_rng_state(state[1], self._cuda)
 
@@ -84,8 +93,7 @@ class RandomStreams:
         kept = self.state()
         self.active = True
         try:
-            with self.between_units():
-                yield
+            yield
         finally:
             self.active = False
             self.restore(kept)
@@ -110,30 +118,41 @@ class RandomStreams:
         if self.active:
             _draw()
 
-    @contextlib.contextmanager
-    def stream(self, name: str, *, closed: bool) -> Iterator[None]:
-        """Run a call under a stream of its own.
+    def run(
+        self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function under a stream of its own.
 
         Args:
             name: of the module or operation.
             closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
         """
         if not self.active:
-            yield
-            return
+            return function(*args, **kwargs)
+        kept = self._begin(name, closed)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._end(kept)
+
+    def _begin(self, name: str, closed: bool) -> _Kept:
+        """Start a stream; what it returns must be handed to `_end`."""
         key = self._names.get(name)
         if key is None:
             key = self._names[name] = zlib.crc32(name.encode())
-        seed = _mixed(_draw(), key)
-        kept = self.state()
-        self._seed(seed, closed=closed)
-        try:
-            # At native speed: no Python at each operation inside.
-            aside = closed and type(_get_current_function_mode()) is _Operations  # type: ignore[no-untyped-call]
-            with _pop_mode_temporarily() if aside else contextlib.nullcontext():
-                yield
-        finally:
-            self.restore(kept)
+        with torch._C.DisableTorchFunction():
+            seed = _mixed(_draw(), key)
+            kept = self.state()
+            self._seed(seed, closed=closed)
+        # At native speed: no Python at each operation inside.
+        aside = closed and type(_get_current_function_mode()) is _Operations  # type: ignore[no-untyped-call]
+        return kept, _pop_mode() if aside else None  # type: ignore[no-untyped-call]
+
+    def _end(self, kept: _Kept) -> None:
+        state, mode = kept
+        if mode is not None:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+        self.restore(state)
 
     def _seed(self, seed: int, *, closed: bool) -> None:
         seed = seed | 1 if closed else seed & ~1
@@ -152,18 +171,57 @@ class _Operations(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, random = getattr(func, "__name__", ""), self._random
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in _WATCHED:
+            return func(*args, **kwargs)
+        random = self._random
         random.drawn = random.drawn or name in _CHANCES
         random.asked = random.asked or (random.drawn and name in _QUESTIONS)
-        if name not in _OPERATIONS or torch.default_generator.initial_seed() & 1 or _will_be_recomputed():
-            return func(*args, **(kwargs or {}))
-        with random.stream(name, closed=True):
-            return func(*args, **(kwargs or {}))
+        if name not in _OPERATIONS or torch.default_generator.initial_seed() & 1 or _draws_from_its_caller():
+            return func(*args, **kwargs)
+        return random.run(name, True, func, args, kwargs)
 
 
-def _will_be_recomputed() -> bool:
+def will_be_recomputed() -> bool:
+    """Return whether what runs here now runs under torch's checkpoint, the first time or again."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+class _Repeated(threading.local):
+    """The saved-tensor hooks under which operations keep their streams; parked microbatches have their own."""
+
+    hooks: tuple[Any, ...] = ()
+
+
+_repeated = _Repeated()
+
+
+def operations_again() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context for what runs now and for its recomputation: operations draw from streams as they would here."""
+    mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return functools.partial(_again, mode if type(mode) is _Operations else None)
+
+
+@contextlib.contextmanager
+def _again(mode: _Operations | None) -> Iterator[None]:
+    if mode is None:
+        yield
+        return
+    outer = _repeated.hooks
+    _repeated.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    aside = type(_get_current_function_mode()) is not _Operations  # type: ignore[no-untyped-call]
+    try:
+        with mode if aside else contextlib.nullcontext():
+            yield
+    finally:
+        _repeated.hooks = outer
+
+
+def _draws_from_its_caller() -> bool:
+    """Return whether only the caller's generator will be restored for a recomputation."""
+    return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _repeated.hooks
 
 
 def _draw() -> int:

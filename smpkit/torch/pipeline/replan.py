@@ -11,18 +11,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
-from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, check, from_json, interleaved, to_json
+from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, check, from_json, to_json
 from smpkit.plan.simulate import simulate
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.transport import Tag
 
 __all__ = ["Meter", "replan"]
 
-_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD)
+_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 _WORTH: Final = 0.002
 """Another schedule must be predicted to be faster by this share. Small, because depth also absorbs jitter, which the
 prediction knows nothing of, and `active_microbatches` has granted the memory."""
@@ -47,7 +48,11 @@ class Meter:
         return [statistics.median(times) / _NS_PER_SECOND for times in spent]
 
 
-def replan(stage: Stage, schedule: Schedule, active_microbatches: int, meter: Meter) -> Schedule:
+Planner = Callable[[SegmentGraph, int, Costs], Schedule]
+"""Makes the schedule of a graph and so many microbatches."""
+
+
+def replan(stage: Stage, schedule: Schedule, planner: Planner, meter: Meter) -> Schedule:
     """Return the schedule to run from now on; all ranks call this at the same time."""
     largest_bytes = max((transfer.num_bytes for transfer in schedule.graph.transfers), default=0)
     latency_seconds, seconds_per_byte = _measure_link(stage, largest_bytes)
@@ -60,7 +65,7 @@ def replan(stage: Stage, schedule: Schedule, active_microbatches: int, meter: Me
     for rank in range(1, stage.size):
         num_bytes = torch.float64.itemsize * (len(_KINDS) * counts[rank] + 2)
         measured.append(stage.transport.receive_bytes(num_bytes, rank, Tag.COSTS, _WHAT).view(torch.float64).tolist())
-    text = _better(schedule, active_microbatches, _costs(counts, measured))
+    text = _better(schedule, planner, _costs(counts, measured))
     stage.transport.broadcast_object(text)
     return _agreed(schedule, text)
 
@@ -73,22 +78,28 @@ def _agreed(schedule: Schedule, text: str) -> Schedule:
     return other
 
 
-def _better(schedule: Schedule, active_microbatches: int, costs: Costs) -> str:
+def _better(schedule: Schedule, planner: Planner, costs: Costs) -> str:
     """Return a schedule that is worth the change as JSON, or nothing."""
-    other = interleaved(schedule.graph, schedule.num_microbatches, active_microbatches, costs)
+    other = planner(schedule.graph, schedule.num_microbatches, costs)
     before, after = (simulate(each, costs).makespan_seconds for each in (schedule, other))
     return to_json(other) if after < before * (1 - _WORTH) else ""
 
 
 def _costs(counts: tuple[int, ...], measured: list[list[float]]) -> Costs:
-    """Put together what the ranks measured; every link counts as the slowest one."""
-    forward, backward = {}, {}
+    """Put together what the ranks measured; every link counts as the slowest one.
+
+    A backward that ran in one has no weight half: it is taken for one that cannot be split.
+    """
+    forward, backward, weight = {}, {}, {}
     for rank, count in enumerate(counts):
         for index in range(count):
-            forward[Segment(rank, index)], backward[Segment(rank, index)] = measured[rank][2 * index : 2 * index + 2]
+            segment = Segment(rank, index)
+            forward[segment], inputs, weight[segment] = measured[rank][len(_KINDS) * index :][: len(_KINDS)]
+            backward[segment] = inputs + weight[segment]
     return Costs(
         forward,
         backward,
+        weight,
         latency_seconds=max(each[-2] for each in measured),
         seconds_per_byte=max(each[-1] for each in measured),
     )

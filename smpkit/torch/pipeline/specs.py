@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import Any, Final
 
 import torch
 
 from smpkit.torch.containers import children, rebuild
 
-__all__ = ["Call", "TensorSpec", "map_tensors", "signature", "spec_of", "template_of"]
+__all__ = ["TensorSpec", "describe", "map_tensors", "signature", "spec_of", "tensors_in"]
 
 
 @dataclass(frozen=True)
@@ -33,25 +34,36 @@ class TensorSpec:
             count *= size
         return count
 
+    @property
+    def without_gradient(self) -> TensorSpec:
+        return _shared(self.shape, self.stride, self.dtype, False)
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
+    def __hash__(self) -> int:
+        return hash(self.shape)  # a part of each call's key: the shape alone tells nearly all of them apart
 
-@dataclass(frozen=True)
-class Call:
-    """A call as the cache knows it: what is called, in which modes, with arguments of which kind."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shared, (self.shape, self.stride, self.dtype, self.requires_grad)
 
-    target: Any
-    modes: tuple[Any, ...]
-    arguments: tuple[Any, ...]
+
+_SPECS: Final[dict[tuple[Any, ...], TensorSpec]] = {}
+
+
+def _shared(*parts: Any) -> TensorSpec:
+    """Return the one TensorSpec with these parts, so that comparing equal ones costs nothing."""
+    spec = _SPECS.get(parts)
+    if spec is None:
+        spec = _SPECS[parts] = TensorSpec(*parts)
+    return spec
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Return shape, strides, dtype and need of gradients of a tensor; for a located one, without its data."""
-    with torch._C.DisableTorchFunctionSubclass():
-        strided = tensor.layout is torch.strided
-        stride = tensor.stride() if strided else ()
-        return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)
+    with torch._C.DisableTorchFunction():
+        stride = tensor.stride() if tensor.layout is torch.strided else ()
+        return _shared(tensor.shape, stride, tensor.dtype, tensor.requires_grad)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -63,45 +75,72 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)
-    if kind is tuple:
-        parts = [map_tensors(function, part) for part in value]
-        return value if all(a is b for a, b in zip(parts, value, strict=True)) else tuple(parts)
-    if kind is dict:
-        made = {key: map_tensors(function, part) for key, part in value.items()}
-        return value if all(made[key] is part for key, part in value.items()) else made
-    if kind is list:
-        return [map_tensors(function, part) for part in value]
     if kind in _PLAIN:
         return value
+    if kind is tuple:
+        parts = [map_tensors(function, part) for part in value]
+        return value if all(map(is_, parts, value)) else tuple(parts)
+    if kind is dict:
+        made = {key: map_tensors(function, part) for key, part in value.items()}
+        return value if all(map(is_, made.values(), value.values())) else made
+    if kind is list:
+        return [map_tensors(function, part) for part in value]
     inside = children(value)
     if inside is None:
         return value
     mapped = {key: map_tensors(function, part) for key, part in inside.items()}
-    return value if all(mapped[key] is part for key, part in inside.items()) else rebuild(value, mapped)
+    return value if all(map(is_, mapped.values(), inside.values())) else rebuild(value, mapped)
 
 
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+_PLAIN: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
-def signature(value: Any) -> Any:
-    """Return a hashable description of arguments: equal ones make results of equal structure and shapes."""
-    if isinstance(value, torch.Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
-            return value.shape, value.dtype, value.requires_grad
+def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -> Any:
+    """Append a hashable description of arguments to `key` and return them with `visit(tensor)` in each tensor's place.
+
+    Equal descriptions make results of equal structure and shapes. `visit` describes its tensor itself.
+    """
     kind = type(value)
     if kind in _PLAIN:
-        return value if kind is not float else (float, value)
+        key += kind, value  # the kind too: 1, 1.0 and True are equal
+        return value
+    if isinstance(value, torch.Tensor):
+        return visit(value)
     if kind is tuple or kind is list:
-        return kind, *[signature(part) for part in value]
-    if kind is dict:
-        return dict, *[(key, signature(part)) for key, part in value.items()]
-    inside = children(value)
-    if inside is not None:
-        return kind, *[(key, signature(part)) for key, part in inside.items()]
-    # An object of the user's: what it holds may matter, but only its kind can be compared between ranks.
-    return kind if not isinstance(value, slice) else (slice, value.start, value.stop, value.step)
+        key += kind, len(value)
+        parts = [describe(part, key, visit) for part in value]
+        return value if all(map(is_, parts, value)) else kind(parts)
+    inside = value if kind is dict else children(value)
+    if inside is None:
+        # An object of the user's: what it holds may matter, but only its kind can be compared between ranks.
+        key += (slice, value.start, value.stop, value.step) if kind is slice else (kind,)
+        return value
+    key += kind, len(inside), *inside
+    made = {name: describe(part, key, visit) for name, part in inside.items()}
+    if all(map(is_, made.values(), inside.values())):
+        return value
+    return made if kind is dict else rebuild(value, made)
 
 
-def template_of(value: Any) -> Any:
-    """Return a result with every tensor replaced by its TensorSpec, to be sent to the other ranks."""
-    return map_tensors(spec_of, value)
+def signature(value: Any) -> tuple[Any, ...]:
+    """Return a hashable description of arguments that hold plain tensors."""
+    key: list[Any] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        key.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+        return tensor
+
+    describe(value, key, note)
+    return tuple(key)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nested container, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found

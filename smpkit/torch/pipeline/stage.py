@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smpkit.torch.pipeline.random import RandomStreams
-from smpkit.torch.pipeline.specs import Call
 from smpkit.torch.pipeline.transport import Transport
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.microbatch import Microbatch
 
 __all__ = ["Stage"]
 
@@ -40,13 +42,21 @@ class Stage:
         self.device = device
         self.transport = transport
         self.random = random
-        self.specs: dict[Call, Any] = {}
+        self.specs: dict[tuple[Any, ...], Any] = {}
         """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
         self.inside = False
         """Whether a placed module runs here now: what it calls is its own business."""
         self.python_values: dict[str, int] = {}
         """How often Python needed a value, by the function that asked."""
+        self.num_steps = 0
+        self.microbatches: Sequence[Microbatch] = ()
+        """Of the step that runs, or ran last."""
         self._owners = owners
+
+    def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
+        """Note what runs from now on."""
+        self.num_steps += 1
+        self.microbatches = microbatches
 
     def owner_of(self, parameter: nn.Parameter) -> int | None:
         """Return the rank where operations with this parameter run; None if every rank holds it."""

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from smpkit.torch.deadline import waiting
+from smpkit.errors import UsageError
+from smpkit.torch.deadline import reason_of
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
 from smpkit.torch.state import state
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Move
 
-__all__ = ["MessageRecorder", "Place", "Tag", "Transport", "pack", "packed_bytes", "unpack"]
+__all__ = ["MessageRecorder", "Place", "Tag", "Transport", "pack", "packed_bytes", "unpack", "version_of"]
 
 _MOVES_PER_MICROBATCH: Final = 1 << 12
 _ALIGNMENT: Final = 16  # bytes; a packed tensor starts at a multiple, so that it can be viewed as any dtype
-_Key = tuple[int, int, bool]
 
 MessageRecorder = Callable[[str, int, int, int, int, int], object]
 """Called with `(direction, peer, num_bytes, tag, start_ns, end_ns)`.
@@ -51,26 +51,44 @@ _NUM_EPOCHS: Final = 1 << 6
 class Tag:
     """Tags of everything that is no value or gradient of a microbatch."""
 
-    OBJECT_SIZE: Final = (1 << 30) + 1
-    OBJECT: Final = OBJECT_SIZE + 1
-    INPUTS_HEAD: Final = OBJECT_SIZE + 2
-    PATHS: Final = OBJECT_SIZE + 3
-    COSTS: Final = OBJECT_SIZE + 4
-    PING: Final = OBJECT_SIZE + 5
+    OBJECT: Final = (1 << 30) + 1
+    """Its size; the object itself comes under the next tag."""
+    WAYS: Final = OBJECT + 2
+    """As OBJECT."""
+    INPUTS_HEAD: Final = OBJECT + 4
+    PATHS: Final = OBJECT + 5
+    COSTS: Final = OBJECT + 6
+    PING: Final = OBJECT + 7
     INPUTS_REST: Final = (1 << 30) + (1 << 24)
     """Plus the low 24 bits of a checksum of shapes: ranks that expect different bytes never meet in one message."""
     OUTPUTS: Final = (1 << 30) + (2 << 24)
     """As INPUTS_REST."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sent:
     """A message on its way; keeps the tensor, which gloo reads from another thread."""
 
     work: dist.Work
     tensor: torch.Tensor
-    taken_at: int | None
+    version: int
+    """How often the tensor had been changed in place: must stay so until it has arrived."""
+    what: _What
+    taken_at: int | None = None
     """Where the action that takes it stands in the receiver's list; None: not known."""
+
+
+_What = str | tuple[int, "Move", bool]
+"""What a message is, for errors: a text, or microbatch, move and whether it is the move's gradient."""
+
+
+def _text(what: _What) -> str:
+    if isinstance(what, str):
+        return what
+    microbatch, move, backward = what
+    value = f"gradient of {move.spec}" if backward else str(move.spec)
+    user = f" for `{move.unit}`" if move.unit else ""
+    return f"{'backward' if backward else 'forward'} of microbatch {microbatch} ({value}{user})"
 
 
 class Transport:
@@ -87,16 +105,22 @@ class Transport:
         self._ranks = list(ranks)
         self._rank = group.rank()
         self._device = device
+        self._timeout = state.timeout
         self._others = [peer for peer in range(len(self._ranks)) if peer != self._rank]
         self._sending: list[list[_Sent]] = [[] for _ in self._ranks]
         self._orphans: list[object] = []
         self._num_abandoned = 0
         """How many steps an exception has ended; all ranks count alike, for none ends a step alone."""
-        self._posted: dict[_Key, tuple[dist.Work, torch.Tensor]] = {}
+        self._epoch_tag = 0
+        self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self.place: Place | None = None
         """Where actions of the step that runs stand, if the executor knows."""
         self.num_messages = 0
         self.num_bytes = 0
+        self.waiting_since: float | None = None
+        """Since when this rank has been waiting for another, of `time.monotonic()`."""
+        self.verdict: UsageError | None = None
+        """Why the wait cannot end, if somebody has found out."""
         self.waited_ns = 0
         """How long compute has waited for values and gradients."""
         self.recorder: MessageRecorder | None = None
@@ -104,8 +128,14 @@ class Transport:
 
     # --- values and gradients ------------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, microbatch: int, move: Move) -> None:
-        """Send a value forward."""
+    def send(self, tensor: torch.Tensor, microbatch: int, move: Move, *, copy: bool = False) -> None:
+        """Send a value forward.
+
+        Args:
+            copy: it may be changed in place before it has arrived.
+        """
+        if copy and self._device.type == "cpu":  # from a device, a copy is what travels
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._send_move(tensor, microbatch, move, backward=False)
 
     def send_gradient(self, gradient: torch.Tensor, microbatch: int, move: Move) -> None:
@@ -114,55 +144,70 @@ class Transport:
 
     def post(self, microbatch: int, move: Move, *, backward: bool) -> None:
         """Start a receive before its data is needed."""
-        key = (microbatch, move.number, backward)
-        if key not in self._posted:
-            buffer = torch.empty(move.spec.shape, dtype=move.spec.dtype)
-            source = move.target if backward else move.source
-            work = self._group.recv([buffer], source, self._tag(microbatch, move, backward=backward))
-            self._posted[key] = (work, buffer)
+        self._post(self._tag(microbatch, move, backward), move, backward)
 
     def receive(self, microbatch: int, move: Move) -> torch.Tensor:
         """Return a value that another rank sends."""
-        what = f"forward of microbatch {microbatch} ({move.spec})"
-        return self._receive_move(microbatch, move, what, backward=False)
+        return self._receive_move(microbatch, move, backward=False)
 
     def receive_gradient(self, microbatch: int, move: Move) -> torch.Tensor:
         """Return the gradient of a value that was sent."""
-        what = f"backward of microbatch {microbatch} (gradient of {move.spec})"
-        return self._receive_move(microbatch, move, what, backward=True)
+        return self._receive_move(microbatch, move, backward=True)
+
+    def _post(self, tag: int, move: Move, backward: bool) -> None:
+        if tag not in self._posted:
+            buffer = torch.empty(move.spec.shape, dtype=move.spec.dtype)
+            source = move.target if backward else move.source
+            self._posted[tag] = self._group.recv([buffer], source, tag), buffer
 
     def _send_move(self, tensor: torch.Tensor, microbatch: int, move: Move, *, backward: bool) -> None:
         start_ns = time.perf_counter_ns()
         target, segment = (move.source, move.source_segment) if backward else (move.target, move.target_segment)
-        tag = self._tag(microbatch, move, backward=backward)
+        tag = self._tag(microbatch, move, backward)
         taken_at = None if self.place is None else self.place(target, backward, segment, microbatch)
-        self._send(tensor, target, tag, taken_at)
-        self._record("send", target, tensor.nbytes, tag, start_ns)
+        self._send(tensor, target, tag, (microbatch, move, backward), taken_at)
+        if self.recorder is not None:
+            self.recorder("send", target, tensor.nbytes, tag, start_ns, time.perf_counter_ns())
 
-    def _receive_move(self, microbatch: int, move: Move, what: str, *, backward: bool) -> torch.Tensor:
+    def _receive_move(self, microbatch: int, move: Move, *, backward: bool) -> torch.Tensor:
         start_ns = time.perf_counter_ns()
         source, segment = (move.target, move.target_segment) if backward else (move.source, move.source_segment)
-        self.post(microbatch, move, backward=backward)
-        work, buffer = self._posted.pop((microbatch, move.number, backward))
-        with waiting(what, [self._ranks[source]]):
-            work.wait(state.timeout)
+        tag = self._tag(microbatch, move, backward)
+        self._post(tag, move, backward)
+        work, buffer = self._posted.pop(tag)
+        self._wait(work, source, (microbatch, move, backward))
         self.waited_ns += time.perf_counter_ns() - start_ns
-        arrived = buffer.to(self._device)
+        arrived = buffer if self._device.type == "cpu" else buffer.to(self._device)
         if self.place is not None and self._sending[source]:
             self._let_go(source, self.place(source, backward, segment, microbatch))
-        self._record("receive", source, buffer.nbytes, self._tag(microbatch, move, backward=backward), start_ns)
+        if self.recorder is not None:
+            self.recorder("receive", source, buffer.nbytes, tag, start_ns, time.perf_counter_ns())
         return arrived
 
-    def _tag(self, microbatch: int, move: Move, *, backward: bool) -> int:
+    def _tag(self, microbatch: int, move: Move, backward: bool) -> int:
         assert move.number < _MOVES_PER_MICROBATCH, "more moves in one microbatch than tags"
-        tag = (microbatch * _MOVES_PER_MICROBATCH + move.number) * 2 + backward
-        return tag + (self._num_abandoned % _NUM_EPOCHS << 24)
+        return self._epoch_tag + (microbatch * _MOVES_PER_MICROBATCH + move.number) * 2 + backward
 
-    def _send(self, tensor: torch.Tensor, target: int, tag: int, taken_at: int | None = None) -> None:
-        outgoing = tensor.contiguous().cpu()
+    def _send(self, tensor: torch.Tensor, target: int, tag: int, what: _What, taken_at: int | None = None) -> None:
+        outgoing = tensor.contiguous() if self._device.type == "cpu" else tensor.contiguous().cpu()
         self.num_messages += 1
         self.num_bytes += outgoing.nbytes
-        self._sending[target].append(_Sent(self._group.send([outgoing], target, tag), outgoing, taken_at))
+        started = time.monotonic()
+        try:
+            work = self._group.send([outgoing], target, tag)
+        except RuntimeError as error:
+            raise reason_of(error, _text(what), [self._ranks[target]], started) from None
+        self._sending[target].append(_Sent(work, outgoing, version_of(outgoing), what, taken_at))
+
+    def _wait(self, work: dist.Work, peer: int, what: _What) -> None:
+        self.waiting_since = started = time.monotonic()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            if self.verdict is not None:
+                raise self.verdict from None
+            raise reason_of(error, _text(what), [self._ranks[peer]], started) from None
+        self.waiting_since = None
 
     def _let_go(self, peer: int, done_before: int | None) -> None:
         """Forget what `peer` took before the action that it has just sent from: see [Note: letting go]."""
@@ -177,8 +222,12 @@ class Transport:
         self._sending[peer] = kept
 
     def _finish(self, sent: _Sent, peer: int) -> None:
-        with waiting("the send of a value", [self._ranks[peer]]):
-            sent.work.wait(state.timeout)
+        self._wait(sent.work, peer, sent.what)
+        if version_of(sent.tensor) != sent.version:
+            raise UsageError(
+                f"a value was changed in place on its way to pipeline rank {peer}: {_text(sent.what)}",
+                hint="change a copy, for example `x = x.add(1)` instead of `x.add_(1)`",
+            )
 
     def flush(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -188,8 +237,9 @@ class Transport:
                 self._finish(sent, peer)
 
     def abandon(self) -> None:
-        """Forget what an exception interrupted; what is under way must not be taken for the next step's.
+        """Forget what was interrupted; what is under way must not be taken for the next step's.
 
+        An exception interrupts, and microbatches that stray from their record. All ranks must call this alike.
         Messages under way keep their memory, and nobody waits for them: another rank may have got less far and still
         take what was sent here; and a receive that goes away after gloo has announced it blocks its connection.
         """
@@ -198,18 +248,15 @@ class Transport:
         for sending in self._sending:
             sending.clear()
         self._num_abandoned += 1
+        self._epoch_tag = self._num_abandoned % _NUM_EPOCHS << 24
         self._posted.clear()
         self.place = None
-
-    def _record(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int) -> None:
-        if self.recorder is not None:
-            self.recorder(direction, peer, num_bytes, tag, start_ns, time.perf_counter_ns())
 
     # --- anything else of known size ---------------------------------------------------------------------------------
 
     def send_bytes(self, packed: torch.Tensor, target: int, tag: int) -> None:
         """Send a CPU tensor to one rank, which calls `receive_bytes` or `expect_bytes`; it must not change any more."""
-        self._send(packed, target, tag)
+        self._send(packed, target, tag, "bytes of the engine's own")
 
     def expect_bytes(self, num_bytes: int, source: int, tag: int, what: str) -> Callable[[], torch.Tensor]:
         """Start to receive bytes from one rank; return a function that waits for them and returns them."""
@@ -217,8 +264,7 @@ class Transport:
         work = self._group.recv([packed], source, tag)
 
         def wait() -> torch.Tensor:
-            with waiting(what, [self._ranks[source]]):
-                work.wait(state.timeout)
+            self._wait(work, source, what)
             return packed
 
         return wait
@@ -229,19 +275,24 @@ class Transport:
 
     # --- structures, once per kind of call -------------------------------------------------------------------------
 
-    def broadcast_object(self, value: Any) -> None:
-        """Send a Python object to every other rank of the pipeline, each of which calls `receive_object`."""
+    def broadcast_object(self, value: Any, targets: Sequence[int] | None = None, tag: int = Tag.OBJECT) -> None:
+        """Send a Python object to every other rank of the pipeline, or some; each of them calls `receive_object`."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
-        for target in self._others:
-            self._send(size, target, Tag.OBJECT_SIZE)
-            self._send(data, target, Tag.OBJECT)
+        for target in self._others if targets is None else targets:
+            self._send(size, target, tag, "what a call returns")
+            self._send(data, target, tag + 1, "what a call returns")
 
-    def receive_object(self, source: int, what: str) -> Any:
+    def receive_object(self, source: int, what: str, tag: int = Tag.OBJECT) -> Any:
         """Return the Python object that rank `source` broadcasts; it comes from a rank of this very job."""
-        size = self.receive_bytes(8, source, Tag.OBJECT_SIZE, what).view(torch.int64)
-        data = self.receive_bytes(int(size.item()), source, Tag.OBJECT, what)
+        size = self.receive_bytes(8, source, tag, what).view(torch.int64)
+        data = self.receive_bytes(int(size.item()), source, tag + 1, what)
         return pickle.loads(data.numpy().tobytes())  # noqa: S301 - our own job's rank
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory has been changed in place; tensors of inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -5,19 +5,21 @@ Neighbouring units of one rank are called together, through the largest subtree 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 from typing import Any
 
-import torch
 from torch import nn
 
+from smpkit.torch.calls import ModuleCall, OwnCall, Placed
+from smpkit.torch.deadline import note_place
 from smpkit.torch.pipeline.located import Located, current, data_on, is_running
 from smpkit.torch.pipeline.random import RandomStreams
-from smpkit.torch.pipeline.specs import map_tensors
+from smpkit.torch.pipeline.specs import map_tensors, tensors_in
 from smpkit.torch.pipeline.stage import Stage
 
-__all__ = ["install", "install_streams"]
+__all__ = ["home_of", "homes_of", "install", "install_streams", "is_between_units", "run_together"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -28,19 +30,24 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None
     Modules above them that lie on several ranks run everywhere; all have a stream of random numbers of their own.
     """
     for name, module in root.named_modules():
-        homes = {
-            home for unit, home in placement.items() if unit == name or unit.startswith(f"{name}." if name else "")
-        }
+        homes = homes_of(name, placement)
         above = _unit_above(name, placement)
-        if above is not None:
-            homes = {placement[above]}
         if len(homes) == 1 and not isinstance(module, _CONTAINERS):
             kind = _Kind.AROUND if above is None else _Kind.UNIT if above == name else _Kind.INNER
-            _route(module, name or "model", homes.pop(), stage, kind)
+            _route(module, name or "model", next(iter(homes)), stage, kind)
         elif not homes and _is_torch_leaf(module):
             _follow(module, name, stage)
         elif len(homes) > 1 and not isinstance(module, _CONTAINERS):
-            _span(module, name or "model", stage.random, closed=False)
+            _span(module, name or "model", stage.random, homes, closed=False)
+
+
+def homes_of(name: str, placement: Mapping[str, int]) -> set[int]:
+    """Return the ranks on which a module lies: that of the unit around it, or those of the units in it."""
+    above = _unit_above(name, placement)
+    if above is not None:
+        return {placement[above]}
+    below = f"{name}." if name else ""
+    return {home for unit, home in placement.items() if unit.startswith(below)}
 
 
 class _Kind(Enum):
@@ -61,7 +68,7 @@ def install_streams(root: nn.Module, units: Collection[str], random: RandomStrea
         if isinstance(module, _CONTAINERS) or _unit_above(name.rpartition(".")[0], placed) is not None:
             continue
         if name in placed or name in above or _is_torch_leaf(module):
-            _span(module, name or "model", random, closed=name not in above)
+            _span(module, name or "model", random, (), closed=name not in above)
 
 
 def _ancestors(name: str) -> list[str]:
@@ -83,67 +90,88 @@ def _is_torch_leaf(module: nn.Module) -> bool:
 
 def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -> None:
     """Run the module on its home only."""
-    plain = _plain_call(module)
     closed = kind is not _Kind.AROUND
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        stage.inside = True
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            stage.inside = False
-
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        if not stage.inside and is_running():
-            return current().run_at(home, name, name, run, args, kwargs, (module.training,), stream=closed)
+    def routed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_between_units():
+            run = functools.partial(_inside, stage, own)
+            return current().run_at(home, name, name, run, args, kwargs, module.training, stream=closed)
         if not stage.inside:  # recomputation in backward, which comes past no other place
             args, kwargs = map_tensors(lambda tensor: data_on(tensor, stage.rank), (args, kwargs))
         if kind is _Kind.INNER:
-            return plain(*args, **kwargs)
-        with stage.random.stream(name, closed=closed):
-            return plain(*args, **kwargs)
+            return own(*args, **kwargs)
+        return stage.random.run(name, closed, own, args, kwargs)
 
-    _replace_call(module, routed)
+    _place(module, name, routed, {home})
+
+
+def _inside(stage: Stage, own: OwnCall, *args: Any, **kwargs: Any) -> Any:
+    """Run a call that is this rank's own business, whatever it calls."""
+    stage.inside = True
+    try:
+        return own(*args, **kwargs)
+    finally:
+        stage.inside = False
 
 
 def _follow(module: nn.Module, name: str, stage: Stage) -> None:
     """Run a module that holds nothing (a Dropout, an activation) where its input is."""
-    plain = _plain_call(module)
 
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        homes: list[int] = []
+    def followed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        home = home_of((args, kwargs)) if is_between_units() else None
+        if home is None:
+            return stage.random.run(name, True, own, args, kwargs)
+        return current().run_at(home, name, name, own, args, kwargs, module.training, stream=True)
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, Located):
-                homes.append(tensor.home)
-            return tensor
-
-        if not stage.inside and is_running():
-            map_tensors(note, (args, kwargs))
-        if not homes:
-            with stage.random.stream(name, closed=True):
-                return plain(*args, **kwargs)
-        return current().run_at(homes[0], name, name, plain, args, kwargs, (module.training,), stream=True)
-
-    _replace_call(module, followed)
+    _place(module, name, followed, set())
 
 
-def _span(module: nn.Module, name: str, random: RandomStreams, *, closed: bool) -> None:
+def home_of(arguments: Any) -> int | None:
+    """Return where the first located value among arguments is."""
+    return next((tensor.home for tensor in tensors_in(arguments) if isinstance(tensor, Located)), None)
+
+
+def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module], argument: Any) -> Any:
+    """Run `function`, which calls neighbouring modules of one rank one after the other, as one call over there.
+
+    Args:
+        members: the modules by name; if they all hold nothing, they run where `argument` is.
+    """
+    homes = {home for module in members.values() for home in ModuleCall.of(module).homes}
+    home = next(iter(homes), home_of(argument))
+    if home is None:
+        return function(argument)
+    stage, names = current().stage, tuple(members)
+    run = functools.partial(_inside, stage, function)
+    modes = tuple(module.training for module in members.values())
+    result = current().run_at(home, names, f"{names[0]} to {names[-1]}", run, (argument,), {}, modes)
+    if home != stage.rank:
+        for _ in names:  # each takes a stream of random numbers
+            stage.random.skip()
+    return result
+
+
+def is_between_units() -> bool:
+    """Return whether what runs now is run by every rank, each with what it holds."""
+    return is_running() and not current().stage.inside
+
+
+def _span(module: nn.Module, name: str, random: RandomStreams, homes: Collection[int], *, closed: bool) -> None:
     """Run the module on every rank, each with what it holds; `closed` says that it is no more than a unit."""
-    plain = _plain_call(module)
 
-    def spanning(*args: Any, **kwargs: Any) -> Any:
-        with random.stream(name, closed=closed):
-            return plain(*args, **kwargs)
+    def spanning(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return random.run(name, closed, own, args, kwargs)
 
-    _replace_call(module, spanning)
+    _place(module, name, spanning, homes)
 
 
-def _plain_call(module: nn.Module) -> Callable[..., Any]:
-    compiled: Callable[..., Any] | None = module._compiled_call_impl
-    return compiled if compiled is not None else module._call_impl
+def _place(module: nn.Module, name: str, placed: Placed, homes: Collection[int]) -> None:
+    def named(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return placed(own, args, kwargs)
+        except Exception as error:
+            note_place(error, module=f"`{name}`")
+            raise
 
-
-def _replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    # The slot that `module.compile()` fills: nn.Module.__call__ looks there first, and pickling leaves it out.
-    module._compiled_call_impl = call
+    call = ModuleCall.on(module)
+    call.placed, call.homes = named, frozenset(homes)

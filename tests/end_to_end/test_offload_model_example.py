@@ -1,0 +1,35 @@
+"""The example of OffloadModel learns within its device budget, and the plan says what it takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "offload_model"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "train.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=EXAMPLE)
+
+
+def test_the_example_learns_within_its_budget() -> None:
+    done = run("--steps", "21", "--width", "64", "--layers", "8", "--device-budget-mib", "4.5")
+    assert done.returncode == 0, done.stderr
+    needed = re.search(r"weights and AdamW's state take ([\d.]+) MiB", done.stdout)
+    device = re.search(r"device +planned +([\d.]+) MiB +measured +([\d.]+) MiB", done.stdout)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert needed is not None
+    assert device is not None
+    planned, measured = float(device[1]), float(device[2])
+    assert float(needed[1]) > 4.5 > planned
+    assert 0.4 * planned < measured < 1.1 * planned  # a small model saves less than the plan's dense blocks
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_budget_for_less_than_a_layer_is_refused() -> None:
+    done = run("--device-budget-mib", "0.1")
+    assert done.returncode == 1
+    assert "even one layer at a time needs" in done.stderr

@@ -1,0 +1,93 @@
+"""What only a GPU can show of the traps in `tests/torch/offload/test_traps.py`: streams, allocator, captured graphs."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor, nn
+
+from smpkit.torch.offload.arena import Arena
+from smpkit.torch.offload.cuda import CudaLink, pinned_memory
+from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
+from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.link import link_for
+
+_WIDTH, _LAYERS = 512, 8
+
+
+def layers() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)).cuda()
+
+
+def forward(model: nn.ModuleList, x: Tensor, engine: Engine | None) -> Tensor:
+    x = x * 1
+    for number, layer in enumerate(model):
+        if engine is None:
+            x = layer(x).relu()
+            continue
+        with engine.boundary(f"layers.{number}"):
+            x = layer(x).relu()
+    return x
+
+
+def gradients(model: nn.ModuleList, engine: Engine | None) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(1024, _WIDTH, device="cuda")
+    for parameter in model.parameters():
+        parameter.grad = None
+    forward(model, x, engine).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def checked() -> CheckedEngine:
+    link = link_for(torch.device("cuda"), 60.0)
+    return CheckedEngine(CheckedLink(link), Arena(memory=pinned_memory), lead=2, min_bytes=0)
+
+
+def test_07_08_and_09_the_checker_finds_no_race_and_no_changed_bit() -> None:
+    model, engine = layers(), checked()
+    engine.keep(model.parameters())
+    plain = gradients(model, None)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(model, engine), plain))
+        gc.collect()
+        engine.end_step()
+    engine.close()
+
+
+def test_10_forward_and_backward_on_another_stream() -> None:
+    model, engine = layers(), checked()
+    engine.keep(model.parameters())
+    plain = gradients(model, None)
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            ours = gradients(model, engine)
+        torch.cuda.current_stream().wait_stream(side)
+        assert all(map(torch.equal, ours, plain))
+        gc.collect()
+    engine.end_step()
+    engine.close()
+
+
+def test_20_nothing_is_offloaded_while_a_graph_is_captured() -> None:
+    engine = Engine(link_for(torch.device("cuda"), 60.0), Arena(memory=pinned_memory), lead=2, min_bytes=0)
+    x = torch.randn(64, _WIDTH, device="cuda", requires_grad=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), engine.boundary("layer"):
+        y = (x * 1).square()
+    assert engine.ledger.bytes_out == 0
+    graph.replay()
+    assert torch.equal(y, x.square())
+    engine.close()
+
+
+def test_host_memory_is_pinned_and_exact() -> None:
+    tensor, release = pinned_memory(3 * 4096)
+    assert tensor.numel() == 3 * 4096
+    assert tensor.is_pinned()
+    release()
+    assert CudaLink.is_stream_ordered

@@ -1,0 +1,124 @@
+"""Placing modules by hand: `smp.partition`, `smp.set_partition`, `default_partition`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.torch.partitioning.manual import pinned_modules
+from tests.ranks import run_ranks
+
+WIDTH = 4
+
+
+class Nested(nn.Module):
+    """Blocks in blocks: what is made in the inner one belongs to it, what follows to the outer one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.partition(1):
+            self.first = nn.Linear(WIDTH, WIDTH)
+            with smp.partition(2):
+                self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+            self.second = nn.Linear(WIDTH, WIDTH)
+            with smp.partition(0), smp.partition(3):
+                self.innermost = nn.Linear(WIDTH, WIDTH)
+        self.nowhere = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+@smp.step
+def train_step(model: Any, x: Tensor) -> Tensor:
+    loss = functional.mse_loss(model(x), x)
+    model.backward(loss)
+    return loss
+
+
+def begin(**options: Any) -> None:
+    smp.init({"pipeline_parallel_degree": 4, "microbatches": 4, "ddp": True, **options})
+    torch.manual_seed(3)
+
+
+def placed(module: nn.Module) -> dict[str, int]:
+    """Train a step and return where the parts are."""
+    model = smp.DistributedModel(module)
+    x = torch.ones(8, WIDTH)
+    expected = functional.mse_loss(module(x), x).item()
+    assert train_step(model, x).reduce_mean().item() == pytest.approx(expected, rel=1e-5)
+    assert model.pipeline is not None
+    assert model.pipeline.assignment is not None
+    return model.pipeline.assignment.partition_of
+
+
+def nested() -> dict[str, int]:
+    begin(auto_partition=False, default_partition=2)
+    return placed(Nested())
+
+
+def test_the_innermost_context_wins_and_what_is_in_none_goes_to_the_default() -> None:
+    expected = {"first": 1, "inner.0": 2, "inner.1": 2, "second": 1, "innermost": 3, "nowhere": 2}
+    assert run_ranks(nested, 4) == [expected] * 4
+
+
+def moved() -> dict[str, int]:
+    begin(auto_partition=False, default_partition=0)
+    module = Nested()
+    smp.set_partition(module, 0)
+    smp.set_partition(module.inner, 1)
+    smp.set_partition(module.inner[1], 3)
+    return placed(module)
+
+
+def test_what_is_said_last_counts() -> None:
+    places = run_ranks(moved, 4)[0]
+    assert places.pop("inner.0") == 1
+    assert places.pop("inner.1") == 3
+    assert set(places.values()) == {0}
+
+
+def ignored() -> dict[str, int]:
+    begin()
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    smp.set_partition(module, 3)
+    return placed(module)
+
+
+def test_automatic_partitioning_takes_no_notice() -> None:
+    assert list(run_ranks(ignored, 4)[0].values()) == [0, 1, 2, 3]
+
+
+def refused() -> list[str]:
+    begin(auto_partition=False, default_partition=0)
+    told = []
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    for rank, layer in enumerate(module):
+        smp.set_partition(layer, rank)
+    for index in (4, -1, True, 1.0):
+        with pytest.raises(UsageError) as caught:
+            smp.set_partition(module, index)  # type: ignore[arg-type]
+        told.append(str(caught.value))
+        with pytest.raises(UsageError), smp.partition(index):  # type: ignore[arg-type]
+            pass
+    with pytest.raises(ZeroDivisionError), smp.partition(1):
+        _ = 1 / 0
+    assert not pinned_modules(nn.Linear(2, 2)).places, "a context that raised is still open"
+    placed(module)
+    with pytest.raises(UsageError, match="has been partitioned"):
+        smp.set_partition(module, 0)
+    return told
+
+
+def test_a_partition_that_is_none_is_refused() -> None:
+    for told in run_ranks(refused, 4):
+        assert told[0] == ("partition 4 is no pipeline rank; pipeline_parallel_degree is 4\nhint: valid are 0 to 3")
+        assert [text.split()[1] for text in told] == ["4", "-1", "True", "1.0"]

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from tests.ranks import run_ranks
+
+
+@smp.step
+def one_step(model: smp.DistributedModel, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).sum()
+    model.backward(loss)
+    return loss
+
+
+def start_over_and_over(times: int) -> list[int]:
+    """Return how many threads gloo has after each of several worlds, with the last model still in a variable."""
+    counts = []
+    for _ in range(times):
+        smp.init({"pipeline_parallel_degree": 2, "ddp": True})
+        model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        one_step(model, torch.ones(2, 2))
+        smp.shutdown()
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        counts.append(sum("gloo" in name for name in names))
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_worlds_that_are_over_leave_no_threads() -> None:
+    for counts in run_ranks(start_over_and_over, 4, 5):
+        assert max(counts[2:]) <= counts[1]

@@ -1,0 +1,106 @@
+"""The proof grid of OffloadModel: after five steps everything equals the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smpkit import OffloadModel, OffloadOptimizer
+
+CPU = torch.device("cpu")
+BATCH = 7  # no multiple of 3 or 5: microbatches are ragged
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
+    "ours": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
+}
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, 24), nn.ReLU(inplace=True), nn.Linear(24, 1)
+    )
+
+
+def norm_clip(parameters: Any) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+@pytest.mark.parametrize("clipping", [False, True], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_slices", [1, 2, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 5])
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
+def test_five_steps_equal_the_plain_model(
+    checkpoint: bool, num_microbatches: int, num_slices: int, optimizer: str, clipping: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = make_model()
+    model = OffloadModel(copy.deepcopy(plain), CPU, CPU, num_slices, checkpoint, num_microbatches)
+    rule, options = OPTIMIZERS[optimizer]
+    expected = rule(plain.parameters(), **options)
+    ours = optimizer == "ours"
+    actual = (
+        OffloadOptimizer(model, rule, max_grad_norm=0.1 if clipping else None, **options)
+        if ours
+        else rule(model.parameters(), **options)
+    )
+    # One microbatch runs the same operations in the same order; several add up gradients in another order.
+    tolerance = 0.0 if num_microbatches == 1 and not ours else 2e-6
+    for _ in range(5):
+        batch = torch.randn(BATCH, 6)
+        one, other = batch.clone().requires_grad_(), batch.clone().requires_grad_()
+        losses = []
+        for network, inputs in ((plain, one), (model, other)):
+            losses.append(network(inputs).square().mean())
+            losses[-1].backward()
+        assert one.grad is not None
+        torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=tolerance)
+        if not ours:
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=tolerance)
+        if clipping:
+            norm_clip(plain.parameters())
+            if not ours:
+                norm_clip(model.parameters())
+        for each in (expected, actual):
+            each.step()
+            each.zero_grad()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
+@pytest.mark.parametrize("num_slices", [1, 3, 8])
+def test_dropout_and_batchnorm_are_exact_under_a_seed(checkpoint: bool, num_slices: int, autocast: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Linear(6, 16),
+        nn.BatchNorm1d(16),
+        nn.Dropout(0.3),
+        nn.Linear(16, 16),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(16, momentum=None),
+        nn.Linear(16, 1),
+    )
+    model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=num_slices, checkpoint_activation=checkpoint)
+    states = []
+    for network in (plain, model):
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+        torch.manual_seed(1)
+        for _ in range(5):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = network(torch.randn(BATCH, 6)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        states.append([loss, torch.rand(1), *network.parameters(), *network.buffers()])
+    for expected, actual in zip(*states, strict=True):
+        assert torch.equal(expected, actual)
