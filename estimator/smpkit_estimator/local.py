@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, Problem
-from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST, hyperparameters
+from smpkit_estimator.platform_files import config_files
 
 __all__ = ["EVENTS", "LocalPlan", "LocalRun", "plan_local_run", "run_local"]
 
@@ -42,6 +43,10 @@ class LocalPlan:
     """Folder for the results that the job file names; None = inside the temporary tree."""
     checkpoints: Path | None
     ranks: int
+    """Over all hosts."""
+    hosts: int = 1
+    dependencies: tuple[Path, ...] = ()
+    """What lies beside the script besides its own folder."""
     notes: tuple[str, ...] = ()
 
 
@@ -65,11 +70,12 @@ class LocalRun:
         return self.exit_code == _INTERRUPTED
 
 
-def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0) -> LocalPlan:
+def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0, hosts: int | None = None) -> LocalPlan:
     """Decide how `job` runs here; relative paths in it start at `folder`.
 
-    Several hosts become one with all their ranks. If the job does not say how many ranks a host has, there is one per
-    GPU, or without GPUs as many as the degrees need. Results meant for S3 stay in a local folder, which a note says.
+    Without `hosts`, several hosts become one with all their ranks; else each is a container. If the job does not say
+    how many ranks a host has, there is one per GPU, or without GPUs as many as the degrees need. Results meant for S3
+    stay in a local folder, which a note says.
 
     Raises:
         ConfigError: sources or inputs are not on this machine, or the degrees do not fit; lists all problems.
@@ -78,11 +84,12 @@ def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0) -> LocalPlan
     notes: list[str] = []
     source = _local_source(job, folder, problems)
     inputs = dict(_local_inputs(job, folder, problems))
-    ranks = _num_ranks(job, num_gpus)
+    dependencies = tuple(_local_dependencies(job, folder, problems))
+    ranks = _num_ranks(job, num_gpus) if hosts is None else hosts * _ranks_per_host(job, num_gpus, hosts)
     problems += [Problem(("distribution", *p.path), p.message, p.hint) for p in job.distribution.world_problems(ranks)]
     if problems:
         raise ConfigError(problems, subject="job for a local run")
-    if job.compute.instance_count > 1:
+    if hosts is None and job.compute.instance_count > 1:
         notes.append(f"the job's {job.compute.instance_count} hosts run as one on this machine, with {ranks} ranks")
     return LocalPlan(
         job=job,
@@ -91,6 +98,8 @@ def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0) -> LocalPlan
         output=_local_place("output", job.output, folder, notes),
         checkpoints=_local_place("checkpoints", job.checkpoints.uri if job.checkpoints else None, folder, notes),
         ranks=ranks,
+        hosts=hosts or 1,
+        dependencies=dependencies,
         notes=tuple(notes),
     )
 
@@ -133,11 +142,18 @@ def run_local(
 
 
 def _num_ranks(job: JobConfig, num_gpus: int) -> int:
-    parameters = job.distribution.model_parallel
-    needed = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
     if job.distribution.processes_per_host is None:
-        return num_gpus or needed
+        return num_gpus or _needed_ranks(job)
     return job.num_processes(job.distribution.processes_per_host)
+
+
+def _ranks_per_host(job: JobConfig, num_gpus: int, hosts: int) -> int:
+    return job.distribution.processes_per_host or num_gpus or math.ceil(_needed_ranks(job) / hosts)
+
+
+def _needed_ranks(job: JobConfig) -> int:
+    parameters = job.distribution.model_parallel
+    return parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
 
 
 def _is_remote(location: str) -> bool:
@@ -154,6 +170,19 @@ def _local_source(job: JobConfig, folder: Path, problems: list[Problem]) -> Path
     elif not (path / job.entry_point).is_file():
         problems.append(Problem(("entry_point",), f"there is no file `{job.entry_point}` in `{path}`"))
     return path.absolute()
+
+
+def _local_dependencies(job: JobConfig, folder: Path, problems: list[Problem]) -> Iterator[Path]:
+    taken = {path.name for path in (folder / job.source_dir).glob("*")}
+    for name in job.dependencies:
+        path = (folder / name).resolve()
+        if _is_remote(name) or not path.exists():
+            problems.append(Problem(("dependencies",), f"there is no file or folder `{name}` on this machine"))
+        elif path.name in taken:
+            problems.append(Problem(("dependencies",), f"`{path.name}` is in source_dir too", "rename one of them"))
+        else:
+            taken.add(path.name)
+            yield path
 
 
 def _local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Iterator[tuple[str, Path]]:
@@ -186,7 +215,7 @@ def _build(tree: Path, plan: LocalPlan) -> None:
     config.mkdir(parents=True)
     (tree / "input" / "data").mkdir()
     (tree / "output").mkdir()
-    (tree / "code").symlink_to(plan.source, target_is_directory=True)
+    _place_code(tree / "code", plan)
     for name, path in plan.inputs.items():
         (tree / "input" / "data" / name).symlink_to(path)
     _place(tree / "model", plan.output and plan.output / "model")
@@ -194,6 +223,16 @@ def _build(tree: Path, plan: LocalPlan) -> None:
     _place(tree / "checkpoints", plan.checkpoints)
     for name, value in _config_files(tree, plan).items():
         (config / f"{name}.json").write_text(json.dumps(value, indent=2), encoding="utf-8")
+
+
+def _place_code(code: Path, plan: LocalPlan) -> None:
+    """Put the sources there: the folder itself, or what is in it beside the dependencies."""
+    if not plan.dependencies:
+        code.symlink_to(plan.source, target_is_directory=True)
+        return
+    code.mkdir()
+    for path in (*plan.source.iterdir(), *plan.dependencies):
+        (code / path.name).symlink_to(path)
 
 
 def _place(link: Path, target: Path | None) -> None:
@@ -205,32 +244,16 @@ def _place(link: Path, target: Path | None) -> None:
 
 
 def _config_files(tree: Path, plan: LocalPlan) -> dict[str, Any]:
-    job = plan.job
-    sent = hyperparameters(job, submit_directory=str(tree / "code"), job_name=tree.name, region="")
-    sent[PROCESSES_PER_HOST[job.distribution.launcher]] = json.dumps(plan.ranks)  # all hosts are this one
-    return {
-        "hyperparameters": sent,
-        "resourceconfig": {
-            "current_host": _HOST,
-            "current_instance_type": "local",
-            "current_group_name": "homogeneousCluster",
-            "hosts": [_HOST],
-            "instance_groups": [
-                {"instance_group_name": "homogeneousCluster", "instance_type": "local", "hosts": [_HOST]}
-            ],
-            "network_interface_name": "lo",
-        },
-        "inputdataconfig": {
-            name: {
-                "TrainingInputMode": channel.mode,
-                "S3DistributionType": "FullyReplicated",
-                "RecordWrapperType": "None",
-                **({"ContentType": channel.content_type} if channel.content_type else {}),
-            }
-            for name, channel in job.inputs.items()
-        },
-        "checkpointconfig": {"LocalPath": str(tree / "checkpoints")},
-    }
+    return config_files(
+        plan.job,
+        hosts=[_HOST],
+        host=_HOST,
+        submit_directory=str(tree / "code"),
+        job_name=tree.name,
+        ranks_per_host=plan.ranks,  # all hosts are this one
+        interface="lo",
+        checkpoints=str(tree / "checkpoints"),
+    )
 
 
 # ---- the process ---------------------------------------------------------------------------------------------------
@@ -242,9 +265,13 @@ def _python() -> list[str]:
 
 
 def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    variables = {**environ, **plan.job.environment}
+    if plan.dependencies:
+        # The script's own folder is found through its link, so that Python would look for imports only there.
+        found = [str(tree / "code"), *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(found)
     return {
-        **environ,
-        **plan.job.environment,
+        **variables,
         "SMPKIT_BASE_DIR": str(tree),
         "SMPKIT_DIE_WITH_PARENT": "1",
         "TRAINING_JOB_NAME": tree.name,

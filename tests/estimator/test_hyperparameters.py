@@ -33,6 +33,8 @@ GOLDEN = {
 }
 """Captured from a request of SageMaker's SDK 2.257.7."""
 
+TORCH = {"sagemaker_torch_distributed_enabled": "true", "sagemaker_instance_type": '"local"'}
+
 
 def job(distribution: dict[str, Any], **settings: Any) -> JobConfig:
     return JobConfig.model_validate({"entry_point": "train.py", "distribution": distribution, **settings})
@@ -76,9 +78,9 @@ def test_the_sdks_own_request_comes_out() -> None:
         ({}, {}),
         (
             {"torch_distributed": {"enabled": True, "processes_per_host": 2}},
-            {"sagemaker_torch_distributed_enabled": "true", "sagemaker_smpkit_processes_per_host": "2"},
+            {**TORCH, "sagemaker_smpkit_processes_per_host": "2"},
         ),
-        ({"torch_distributed": {"enabled": True}}, {"sagemaker_torch_distributed_enabled": "true"}),
+        ({"torch_distributed": {"enabled": True}}, TORCH),
         ({"mpi": {"enabled": True}}, {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_custom_mpi_options": '""'}),
         ({"mpi": {"enabled": False}}, {}),
     ],

@@ -144,3 +144,17 @@ def test_failure_comes_back_with_the_exit_code(tmp_path: Path) -> None:
     assert done.failure is not None
     assert done.failure.startswith("the script exited with code 3\nrank 0 on algo-1, exit 3")
     assert done.tree is None
+
+
+def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "src" / "train.py").write_text("import lib.one; print(lib.one.X)")
+    (tmp_path / "lib" / "one.py").write_text("X = 'from a dependency'")
+    written = {"entry_point": "train.py", "source_dir": "src", "dependencies": ["lib"]}
+    plan = plan_local_run(JobConfig.model_validate(written), tmp_path)
+    assert run_local(plan).exit_code == 0
+    clash = JobConfig.model_validate({**written, "dependencies": ["lib", "src/train.py", "none"]})
+    with pytest.raises(ConfigError) as caught:
+        plan_local_run(clash, tmp_path)
+    assert [problem.message.split("`")[1] for problem in caught.value.problems] == ["train.py", "none"]

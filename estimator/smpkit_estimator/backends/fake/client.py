@@ -1,0 +1,85 @@
+"""What all clients of the fake share: requests and answers checked against botocore's model, and errors on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from smpkit_estimator.backends.sagemaker_model import (
+    client_error,
+    operation_name,
+    request_shape,
+    response_shape,
+    validate,
+)
+
+__all__ = ["FakeClient", "Faults"]
+
+Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass
+class _Fault:
+    error: Exception
+    times: int
+    after: int
+
+
+@dataclass
+class Faults:
+    """Errors that calls will meet, by the name of the method.
+
+    ::
+
+        fake.faults.add("describe_training_job", "ThrottlingException", "Rate exceeded", times=3)
+        fake.faults.raises("get_log_events", EndpointConnectionError(endpoint_url="https://..."))
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    """How often each method was called."""
+    _waiting: dict[str, list[_Fault]] = field(default_factory=dict)
+
+    def add(self, method: str, code: str, message: str, *, times: int = 1, after: int = 0) -> None:
+        """Let `method` be refused `times` times, after `after` more calls that are not."""
+        operation = "".join(part.title() for part in method.split("_"))
+        self.raises(method, client_error(code, message, operation), times=times, after=after)
+
+    def raises(self, method: str, error: Exception, *, times: int = 1, after: int = 0) -> None:
+        """Let `method` raise `error`."""
+        self._waiting.setdefault(method, []).append(_Fault(error, times, after))
+
+    def meet(self, method: str) -> None:
+        """Count a call, and raise the error that waits for it."""
+        self.calls[method] = self.calls.get(method, 0) + 1
+        for fault in self._waiting.get(method, []):
+            if fault.after > 0:
+                fault.after -= 1
+            elif fault.times > 0:
+                fault.times -= 1
+                raise fault.error
+
+
+class FakeClient:
+    """A client of one service; its methods are those of a boto3 client that have a handler here."""
+
+    def __init__(self, service: str, faults: Faults, handlers: Mapping[str, Handler]) -> None:
+        self._service = service
+        self._faults = faults
+        self._handlers = handlers
+
+    def __getattr__(self, method: str) -> Callable[..., dict[str, Any]]:
+        operation = operation_name(self._service, method)
+        if method not in self._handlers:
+            raise NotImplementedError(f"the fake has no {self._service}.{method}")
+
+        def call(**request: Any) -> dict[str, Any]:
+            validate(request, request_shape(self._service, operation))
+            self._faults.meet(method)
+            answer = self._handlers[method](request)
+            shape = response_shape(self._service, operation)
+            if shape is not None:
+                validate({name: value for name, value in answer.items() if name != "Body"}, shape)  # a stream
+            return answer
+
+        return call

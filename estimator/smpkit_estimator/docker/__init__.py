@@ -1,0 +1,1 @@
+"""The job in the real training image, with one container for each host."""

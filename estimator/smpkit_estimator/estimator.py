@@ -1,0 +1,181 @@
+"""`Estimator`: SDK v2's estimator, with its argument names, for jobs of smpkit; needs boto3 and none of AWS's SDKs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from smpkit.config.job import JobConfig
+from smpkit.errors import UsageError
+from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.backends.sagemaker import Cloud, Session, open_session
+from smpkit_estimator.follow import Notice
+from smpkit_estimator.inputs import channels
+from smpkit_estimator.job import Job, show
+from smpkit_estimator.log_reader import LogLine
+from smpkit_estimator.submission import Submission, plan_submission, send
+
+__all__ = ["Estimator"]
+
+
+class Estimator:
+    """A training job in the making, and the last one that it started.
+
+    Takes the arguments of SDK v2's `PyTorch` estimator by the same names, except those that choose an AWS image: give
+    `image_uri`. `distribution` may be the full dict of SageMaker, or the bare `smp_options` of many notebooks, with
+    `mpi_options` inside or beside it. Everything is checked here, before anything is uploaded::
+
+        estimator = Estimator(
+            entry_point="train.py",
+            role="SageMakerRole",
+            image_uri="123456789012.dkr.ecr.eu-west-1.amazonaws.com/smpkit:latest",
+            instance_type="ml.p4d.24xlarge",
+            instance_count=2,
+            distribution={"enabled": True, "parameters": {"pipeline_parallel_degree": 2, "microbatches": 4}},
+            mpi_options={"enabled": True, "processes_per_host": 8},
+        )
+        estimator.fit("s3://bucket/data")
+
+    Args:
+        entry_point: the script; relative to `source_dir` if that is given.
+        source_dir: the folder that is packed; without it only the script and `dependencies` are.
+        distribution, mpi_options: see above.
+        session: a `boto3.Session`, or `backends.fake.FakeSageMaker`; made from the environment when first needed.
+        sagemaker_session: a `Session` of SDK v2, whose boto3 session is taken.
+        arguments: all others; the reference lists them.
+
+    Raises:
+        ConfigError: with all problems, each under the name of its argument.
+    """
+
+    def __init__(
+        self,
+        entry_point: str | Path,
+        *,
+        source_dir: str | Path | None = None,
+        distribution: Mapping[str, Any] | None = None,
+        mpi_options: Mapping[str, Any] | None = None,
+        session: Session | None = None,
+        sagemaker_session: Any = None,
+        **arguments: Any,
+    ) -> None:
+        self._script_only = source_dir is None
+        if source_dir is None:
+            source_dir, entry_point = Path(entry_point).parent, Path(entry_point).name
+        given = {"entry_point": entry_point, "source_dir": source_dir, **arguments}
+        self.config: JobConfig = job_from_arguments(given, distribution, mpi_options)
+        self._session = session or getattr(sagemaker_session, "boto_session", None)
+        self._cloud: Cloud | None = None
+        self._job: Job | None = None
+
+    @classmethod
+    def attach(cls, job_name: str, session: Session | None = None) -> Job:
+        """Return a job that exists already.
+
+        Raises:
+            UsageError: there is none of this name.
+        """
+        job = Job(job_name, Cloud(session or open_session()))
+        job.describe()
+        return job
+
+    def plan(self, inputs: Any = None, job_name: str | None = None) -> Submission:
+        """Return what `fit` would send, without sending anything: its `request` is the very object.
+
+        Raises:
+            ConfigError: the job cannot be sent as it is; lists all problems.
+        """
+        found = {**self.config.inputs, **channels(inputs)}
+        updates: dict[str, Any] = {"inputs": found}
+        mode = getattr(inputs, "mode", None) or getattr(inputs, "config", {}).get("InputMode")
+        if mode is not None:  # as SDK v2 does with one input that is no mapping
+            updates["input_mode"] = mode
+        config = self.config.model_copy(update=updates)
+        return plan_submission(config, Path(), self.cloud, job_name=job_name, script_only=self._script_only)
+
+    def fit(self, inputs: Any = None, wait: bool = True, logs: bool = True, job_name: str | None = None) -> Job:
+        """Start the job; with `wait`, stay until it is over, with `logs` showing its lines.
+
+        An interrupt (Ctrl-C) ends the waiting, never the job.
+
+        Args:
+            inputs: an S3 URI or `TrainingInput`, which becomes the channel `training`; or a mapping of names to them.
+
+        Raises:
+            ConfigError: the job cannot be sent as it is; lists all problems.
+            CloudError: the cloud refused or could not be reached.
+            JobError: the job failed or was stopped, with the first failing rank's exception.
+        """
+        submission = self.plan(inputs, job_name)
+        for note in submission.notes:
+            sys.stderr.write(f"note: {note}\n")
+        send(submission, self.cloud)
+        self._job = Job(submission.request.job_name, self.cloud)
+        if wait:
+            self._watch(self._job, logs)
+        return self._job
+
+    def _watch(self, job: Job, logs: bool) -> None:
+        try:
+            if logs:
+                show(job.logs(follow=True))
+            else:
+                job.wait()
+        except KeyboardInterrupt:
+            sys.stderr.write(f"job `{job.name}` goes on; `smpkit logs -f {job.name}` follows, `smpkit stop` stops it\n")
+            raise
+        job.check()
+
+    @property
+    def cloud(self) -> Cloud:
+        """The cloud that jobs are sent to."""
+        if self._cloud is None:
+            self._cloud = Cloud(self._session or open_session())
+        return self._cloud
+
+    @property
+    def latest_training_job(self) -> Job:
+        """The job that `fit` started last.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self._job is None:
+            raise UsageError("no job was started yet", hint="call `fit`, or `Estimator.attach(job_name)`")
+        return self._job
+
+    def stop(self) -> None:
+        """Ask the last job to stop."""
+        self.latest_training_job.stop()
+
+    def logs(
+        self, *, follow: bool = True, tail: int | None = None, since: datetime | timedelta | None = None,
+        ranks: Sequence[int] = (), hosts: Sequence[str] = (), grep: str | None = None,
+    ) -> Iterator[LogLine | Notice]:  # fmt: skip
+        """Yield lines of the last job's log; arguments as of `Job.logs`."""
+        job = self.latest_training_job
+        return job.logs(follow=follow, tail=tail, since=since, ranks=ranks, hosts=hosts, grep=grep)
+
+    def describe(self) -> dict[str, Any]:
+        """Return all that the service knows about the last job."""
+        return self.latest_training_job.describe()
+
+    @property
+    def model_data(self) -> str:
+        """S3 URI of the last job's model."""
+        return self.latest_training_job.model_data
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """S3 URI of the last job's newest whole checkpoint; None if there is none yet."""
+        return self.latest_training_job.latest_checkpoint
+
+    def resume(self, wait: bool = True, logs: bool = True) -> Job:
+        """Start a new job that goes on from the last one's checkpoints; arguments and errors as of `fit`."""
+        self._job = self.latest_training_job.resume()
+        if wait:
+            self._watch(self._job, logs)
+        return self._job

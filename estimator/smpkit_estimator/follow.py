@@ -1,0 +1,172 @@
+"""Follow a job: its lines as they come, its phases, and a word where something is missing, until really nothing comes.
+
+Never stops the job, whatever happens to the follower.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from smpkit_estimator.backends.sagemaker import Cloud
+from smpkit_estimator.backends.sagemaker_errors import UnreachableError
+from smpkit_estimator.log_reader import LogLine, LogReader
+from smpkit_estimator.status import JobStatus
+
+__all__ = ["LogFilter", "Notice", "follow", "snapshot"]
+
+_POLL_SECONDS = 5.0
+_STREAMS_PER_SECOND = 8
+"""CloudWatch allows 25 reads a second in a whole account; a follower of many streams takes a third of that."""
+_QUIET_SECONDS = 30.0
+_SETTLE_SECONDS = 5.0
+_MAX_LAST_READS = 6
+_UNREACHABLE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something about the job or the log, which is not a line of it."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class LogFilter:
+    """Which lines are wanted; empty means all."""
+
+    ranks: frozenset[int] = frozenset()
+    hosts: frozenset[str] = frozenset()
+    pattern: re.Pattern[str] | None = None
+
+    def __call__(self, line: LogLine) -> bool:
+        """Tell whether a line is wanted."""
+        return (
+            (not self.ranks or line.rank in self.ranks)
+            and (not self.hosts or line.host in self.hosts)
+            and (self.pattern is None or self.pattern.search(line.text) is not None)
+        )
+
+
+def snapshot(
+    cloud: Cloud, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
+) -> Iterator[LogLine | Notice]:
+    """Yield what has been logged so far."""
+    status = JobStatus.read(cloud.describe_job(name), cloud.clock.now())
+    reader = LogReader(cloud, name, since)
+    lines = reader.tail(tail, wanted) if tail is not None else [line for line in reader.read() if wanted(line)]
+    yield from lines
+    if not reader.num_streams:
+        yield Notice(f"nothing is logged yet; the job is {status.phase}" if not status.over else "nothing was logged")
+    yield from _gaps(reader, status)
+
+
+@dataclass
+class _Follower:
+    cloud: Cloud
+    name: str
+    wanted: LogFilter
+    reader: LogReader
+    phase: tuple[str, int] = ("", 0)
+    quiet: float = 0.0
+    """For how long nothing came."""
+    patience: float = _QUIET_SECONDS
+    unreachable: float = 0.0
+    status: JobStatus | None = field(default=None)
+
+    def look(self) -> Iterator[LogLine | Notice]:
+        """Yield the change of phase and the new lines; remember how long there were none."""
+        # The status first: lines that were written before the end are then read after it was seen.
+        self.status = JobStatus.read(self.cloud.describe_job(self.name), self.cloud.clock.now())
+        phase = (self.status.phase, len(self.status.phases))
+        if phase != self.phase:
+            self.phase, self.quiet, self.patience = phase, 0.0, _QUIET_SECONDS
+            yield Notice(_phase_sentence(self.status))
+        lines = self.reader.read()
+        if lines:
+            self.quiet, self.patience = 0.0, _QUIET_SECONDS
+        yield from filter(self.wanted, lines)
+
+    @property
+    def pause(self) -> float:
+        return max(_POLL_SECONDS, self.reader.num_streams / _STREAMS_PER_SECOND)
+
+    def wait(self) -> Iterator[Notice]:
+        assert self.status is not None
+        if self.quiet >= self.patience:
+            yield Notice(f"no new lines for {self.quiet:.0f} s; the job is {self.status.phase}")
+            self.patience *= 2
+        self.cloud.clock.sleep(self.pause)
+        self.quiet += self.pause
+
+
+def follow(
+    cloud: Cloud, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
+) -> Iterator[LogLine | Notice]:
+    """Yield the lines of a job until it is over and its log has come to its end.
+
+    A network that fails is waited for, five minutes long. After the end the log is read until two reads in a row bring
+    nothing, since CloudWatch delivers late.
+
+    Raises:
+        CloudError: the log cannot be read, or the cloud could not be reached for too long.
+    """
+    follower = _Follower(cloud, name, wanted, LogReader(cloud, name, since))
+    if tail is not None:
+        cloud.describe_job(name)  # says so if there is no such job
+        yield from follower.reader.tail(tail, wanted)
+    while follower.status is None or not follower.status.over:
+        try:
+            yield from follower.look()
+        except UnreachableError as error:
+            yield from _out_of_reach(follower, error)
+            continue
+        follower.unreachable = 0.0
+        assert follower.status is not None
+        if not follower.status.over:
+            yield from follower.wait()
+    yield from _last_lines(follower)
+
+
+def _out_of_reach(follower: _Follower, error: UnreachableError) -> Iterator[Notice]:
+    if follower.unreachable >= _UNREACHABLE_SECONDS:
+        raise error
+    if not follower.unreachable:
+        yield Notice(
+            f"{error.message}; trying for {_UNREACHABLE_SECONDS / 60:.0f} minutes, the job goes on", warning=True
+        )
+    follower.cloud.clock.sleep(_POLL_SECONDS)
+    follower.unreachable += _POLL_SECONDS
+
+
+def _last_lines(follower: _Follower) -> Iterator[LogLine | Notice]:
+    """Read on after the end until nothing comes any more."""
+    assert follower.status is not None
+    silent = 0
+    for _ in range(_MAX_LAST_READS):
+        follower.cloud.clock.sleep(_SETTLE_SECONDS)
+        lines = follower.reader.read()
+        yield from filter(follower.wanted, lines)
+        silent = 0 if lines else silent + 1
+        if silent == 2:
+            break
+    else:
+        yield Notice(f"lines still come in; `smpkit logs {follower.name}` shows the rest later", warning=True)
+    yield from _gaps(follower.reader, follower.status)
+
+
+def _gaps(reader: LogReader, status: JobStatus) -> Iterator[Notice]:
+    """Say where the log may not be all there is."""
+    if status.over and status.training_started is not None and len(reader.hosts) < status.instance_count:
+        text = f"only {len(reader.hosts)} of {status.instance_count} hosts have a log; it may be incomplete"
+        yield Notice(text, warning=True)
+    for stream in reader.incomplete:
+        yield Notice(f"the log stream {stream} did not come to an end; it may be incomplete", warning=True)
+
+
+def _phase_sentence(status: JobStatus) -> str:
+    message = " ".join(status.message.split()).rstrip(".")
+    return f"{status.phase}: {message}" if message else status.phase

@@ -1,0 +1,181 @@
+"""A managed job that exists: look at it, wait for it, stop it, read its log, go on where it ended."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from smpkit.errors import CheckpointError, DeadlineError, JobError
+from smpkit_estimator.backends.sagemaker import Cloud
+from smpkit_estimator.checkpoints import latest_checkpoint
+from smpkit_estimator.follow import LogFilter, Notice, follow, snapshot
+from smpkit_estimator.log_reader import LogLine
+from smpkit_estimator.request import TrainingRequest
+from smpkit_estimator.resume import resumed_request
+from smpkit_estimator.status import JobStatus
+
+__all__ = ["Job", "show"]
+
+_POLL_SECONDS = 10.0
+
+
+class Job:
+    """A managed job, by name. All methods may raise CloudError; UsageError if there is no such job."""
+
+    def __init__(self, name: str, cloud: Cloud) -> None:
+        self.name = name
+        self._cloud = cloud
+
+    def __repr__(self) -> str:
+        return f"Job({self.name!r})"
+
+    def describe(self) -> dict[str, Any]:
+        """Return all that the service knows about the job, as `DescribeTrainingJob` does."""
+        return self._cloud.describe_job(self.name)
+
+    def status(self) -> JobStatus:
+        """Return what the job is doing now."""
+        return JobStatus.read(self.describe(), self._cloud.clock.now())
+
+    def wait(self, timeout: float | None = None, on_change: Callable[[JobStatus], None] = lambda _: None) -> JobStatus:
+        """Wait until the job is over, and return how it ended.
+
+        Args:
+            timeout: in seconds; None means for ever, which the job's own limits bound.
+            on_change: called with the status whenever the phase is another.
+
+        Raises:
+            DeadlineError: the job is not over in time; it goes on.
+        """
+        began = self._cloud.clock.now()
+        phase = ("", 0)
+        while True:
+            status = self.status()
+            if (status.phase, len(status.phases)) != phase:
+                phase = (status.phase, len(status.phases))
+                on_change(status)
+            if status.over:
+                return status
+            waited = (self._cloud.clock.now() - began).total_seconds()
+            if timeout is not None and waited >= timeout:
+                message = f"waited {waited:.0f} s for job `{self.name}`, which is {status.phase}"
+                raise DeadlineError(message, hint=f"it goes on; `smpkit stop {self.name}` stops it")
+            left = _POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout - waited)
+            self._cloud.clock.sleep(left)
+
+    def check(self) -> JobStatus:
+        """Return the status of a job that is over and succeeded.
+
+        Raises:
+            JobError: it failed, or was stopped.
+        """
+        status = self.status()
+        if status.over and not status.succeeded:
+            raise _failed(status)
+        return status
+
+    def stop(self, *, wait: bool = False) -> None:
+        """Ask the job to stop: the script hears SIGTERM and has about 110 s to save. With `wait`, until it is over."""
+        self._cloud.stop_job(self.name)
+        if wait:
+            self.wait()
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        tail: int | None = None,
+        since: datetime | timedelta | None = None,
+        ranks: Sequence[int] = (),
+        hosts: Sequence[str] = (),
+        grep: str | None = None,
+    ) -> Iterator[LogLine | Notice]:
+        """Yield lines of the log, merged by time, and notices about the job and about gaps.
+
+        Args:
+            follow: go on until the job is over; otherwise what there is so far.
+            tail: only so many of the last lines (and with `follow`, those that come).
+            since: only lines from this time on, or of so long ago.
+            ranks, hosts, grep: only lines of these ranks or hosts, or that match this regular expression.
+        """
+        if isinstance(since, timedelta):
+            since = self._cloud.clock.now() - since
+        wanted = LogFilter(frozenset(ranks), frozenset(hosts), re.compile(grep) if grep is not None else None)
+        read = _follow if follow else snapshot
+        return read(self._cloud, self.name, wanted=wanted, tail=tail, since=since)
+
+    @property
+    def model_data(self) -> str:
+        """S3 URI of the model.
+
+        Raises:
+            JobError: the job is not over, or ended without one.
+        """
+        status = self.status()
+        if not status.over:
+            raise JobError(
+                f"job `{self.name}` is {status.phase} and has no model yet", hint="`job.wait()` waits for it"
+            )
+        if status.model_data is None:
+            raise JobError(f"job `{self.name}` ended without a model")
+        return status.model_data
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """S3 URI of the newest whole checkpoint; None if there is none yet.
+
+        Raises:
+            CheckpointError: the job keeps no checkpoints.
+        """
+        return latest_checkpoint(self._cloud, self._checkpoints())
+
+    def resumed(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> TrainingRequest:
+        """Return the request of a new job that goes on from this one's checkpoints; sends nothing.
+
+        Args:
+            job_name: name of the new job; made of this one's and the time if None.
+            changes: parts of `ResourceConfig` and `StoppingCondition` that are to be different.
+
+        Raises:
+            CheckpointError: the job keeps no checkpoints.
+        """
+        self._checkpoints()
+        description = self.describe()
+        tags = self._cloud.tags(description["TrainingJobArn"])
+        return resumed_request(description, tags, job_name, self._cloud.clock.now(), changes or {})
+
+    def resume(self, job_name: str | None = None, changes: Mapping[str, Any] | None = None) -> Job:
+        """Start a new job like this one that goes on from its checkpoints, and return it; arguments as of `resumed`."""
+        request = self.resumed(job_name, changes)
+        self._cloud.create_job(request.body)
+        return Job(request.job_name, self._cloud)
+
+    def _checkpoints(self) -> str:
+        uri = self.status().checkpoints
+        if uri is None:
+            message = f"job `{self.name}` keeps no checkpoints"
+            raise CheckpointError(message, hint="set `checkpoints: s3://...`, and save to SMPKIT_CHECKPOINT_DIR")
+        return uri
+
+
+_follow = follow
+
+
+def show(lines: Iterator[LogLine | Notice]) -> None:
+    """Write lines to stdout and notices to stderr, for notebooks and scripts."""
+    for line in lines:
+        stream, text = (sys.stderr, line.text) if isinstance(line, Notice) else (sys.stdout, f"{line.host} {line.text}")
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
+def _failed(status: JobStatus) -> JobError:
+    if status.failure is None:
+        return JobError(f"job `{status.name}` was stopped ({status.phase})")
+    failure = status.failure
+    place = f" (rank {failure.rank} on {failure.host}, exit {failure.exit_code})" if failure.rank is not None else ""
+    details = "".join(f"\n{line}" for line in failure.details)
+    return JobError(f"job `{status.name}` failed{place}: {failure.headline}{details}", hint=failure.hint)

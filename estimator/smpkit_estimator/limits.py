@@ -1,0 +1,104 @@
+"""Check a request against every limit of the service before anything is sent; boto3 itself checks almost none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from smpkit.config.section import KeyPath
+from smpkit.config.words import closest, quoted
+from smpkit.errors import Problem
+from smpkit_estimator.remedies import place_of, remedy_for
+
+__all__ = ["preflight"]
+
+
+def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
+    """Say everything in a request that the service would refuse, each under its name in the job file, with a remedy.
+
+    Args:
+        body: the request.
+        shape: botocore's shape of it (see `backends.sagemaker_model.request_shape`).
+    """
+    found = ((place_of(path, body), message, hint) for path, message, hint in _violations((), body, shape))
+    return [Problem(place, message, hint or remedy_for(place)) for place, message, hint in found]
+
+
+_Violation = tuple[KeyPath, str, "str | None"]
+
+
+def _violations(path: KeyPath, value: Any, shape: Any) -> Iterator[_Violation]:
+    if shape.type_name == "structure":
+        yield from _structure(path, value, shape)
+    elif shape.type_name == "map":
+        yield from _size(path, len(value), "entries", shape)
+        for name, item in value.items():
+            yield from _violations((*path, name), name, shape.key)
+            yield from _violations((*path, name), item, shape.value)
+    elif shape.type_name == "list":
+        yield from _size(path, len(value), "entries", shape)
+        for index, item in enumerate(value):
+            yield from _violations((*path, index), item, shape.member)
+    elif shape.type_name == "string":
+        yield from _text(path, value, shape)
+    elif shape.type_name in ("integer", "long"):
+        yield from _number(path, value, shape)
+
+
+def _structure(path: KeyPath, value: Mapping[str, Any], shape: Any) -> Iterator[_Violation]:
+    for name in shape.required_members:
+        if value.get(name) is None:
+            yield (*path, name), "is required", None
+    for name, item in value.items():
+        if name not in shape.members:
+            yield (*path, name), "is not known to this version of botocore", "update boto3"
+        elif item is not None:
+            yield from _violations((*path, name), item, shape.members[name])
+
+
+def _size(path: KeyPath, size: int, what: str, shape: Any) -> Iterator[_Violation]:
+    low, high = shape.metadata.get("min", 0), shape.metadata.get("max")
+    if size < low or (high is not None and size > high):
+        allowed = f"at most {high:,}" if size >= low else f"at least {low:,}"
+        yield path, f"has {size:,} {what}, SageMaker takes {allowed}", None
+
+
+def _text(path: KeyPath, value: str, shape: Any) -> Iterator[_Violation]:
+    if shape.enum:
+        if value not in shape.enum:
+            near = closest(value, shape.enum)
+            yield path, f"{quoted(value)} is not one of SageMaker's {len(shape.enum)} values", _meant(near, shape.enum)
+        return
+    too_long = list(_size(path, len(value), "characters", shape))
+    yield from too_long
+    pattern = shape.metadata.get("pattern")
+    if pattern is not None and not too_long and re.fullmatch(_python_pattern(pattern), value) is None:
+        yield path, f"{quoted(value)} does not fit SageMaker's pattern `{pattern}`", None
+
+
+def _meant(near: str | None, values: list[str]) -> str | None:
+    if near is not None:
+        return f"did you mean `{near}`?"
+    if len(values) <= 8:
+        return f"one of {', '.join(f'`{value}`' for value in values)}"
+    return "update boto3 if SageMaker has it: the values are those that boto3 knows"
+
+
+def _number(path: KeyPath, value: int, shape: Any) -> Iterator[_Violation]:
+    low, high = shape.metadata.get("min"), shape.metadata.get("max")
+    largest = 2**31 - 1 if shape.type_name == "integer" else 2**63 - 1
+    if (low is not None and value < low) or value > (high if high is not None else largest):
+        least = low if low is not None else -largest - 1
+        yield path, f"is {value}, SageMaker takes {least} to {high if high is not None else largest}", None
+
+
+@cache
+def _python_pattern(pattern: str) -> str:
+    """Rewrite Java's classes, which the service model has in a few patterns, for Python's `re`."""
+    classes = {r"\p{L}": r"\w", r"\p{N}": r"\w", r"\p{Z}": r" \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"}
+    classes[r"\p{Alnum}"] = "a-zA-Z0-9"
+    for java, python in classes.items():
+        pattern = pattern.replace(java, python)
+    return pattern

@@ -1,0 +1,147 @@
+"""Read all log streams of a job to their present end: page by page, streams of later attempts too, nothing twice.
+
+The end of a stream is where the forward token stays the same; an empty page is none (CloudWatch returns empty pages
+within gaps). Streams are listed page by page as well: there may be more than the 50 of one page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from smpkit_estimator.backends.sagemaker import Cloud
+
+__all__ = ["LogLine", "LogReader"]
+
+_RANK_PREFIX = re.compile(r"^\[rank (?P<ours>\d+)\]|^\[\d+,(?:mpirank:)?(?P<mpi>\d+)")
+_MAX_EMPTY_PAGES = 10_000
+
+
+@dataclass(frozen=True, order=True)
+class LogLine:
+    """One line of a job's log; sorts by time."""
+
+    time: datetime
+    stream: str
+    number: int
+    """Its position among the lines of its stream that this reader read."""
+    text: str = field(compare=False)
+    host: str = field(compare=False)
+    rank: int | None = field(compare=False)
+    """The rank that wrote it, where the launcher put it before the line."""
+
+
+Keep = Callable[[LogLine], bool]
+
+
+@dataclass
+class _Stream:
+    name: str
+    host: str
+    token: str | None = None
+    count: int = 0
+
+
+class LogReader:
+    """Reads a job's log as far as it has come; call `read` again for what came since.
+
+    Args:
+        since: leave out what was logged before.
+    """
+
+    def __init__(self, cloud: Cloud, job_name: str, since: datetime | None = None) -> None:
+        self._cloud = cloud
+        self._prefix = f"{job_name}/"
+        self._bounds = {"startTime": round(since.timestamp() * 1000)} if since is not None else {}
+        self._streams: dict[str, _Stream] = {}
+        # Tokens have moved past these, so that an error in a later stream or page must not lose them.
+        self._unread: list[LogLine] = []
+        self.incomplete: list[str] = []
+        """Streams that were given up because they never came to an end."""
+
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts that have logged anything."""
+        return {stream.host for stream in self._streams.values()}
+
+    @property
+    def num_streams(self) -> int:
+        """How many streams there are so far."""
+        return len(self._streams)
+
+    def read(self) -> list[LogLine]:
+        """Return what is new in all streams, sorted by time."""
+        self._find_streams()
+        for stream in self._streams.values():
+            self._forward(stream)
+        lines, self._unread = sorted(self._unread), []
+        return lines
+
+    def tail(self, count: int, keep: Keep) -> list[LogLine]:
+        """Return the last `count` lines of those that `keep` wants; `read` then goes on behind them.
+
+        Each stream is read backwards until it has given so many, so the beginning of a long log is not read at all.
+        """
+        self._find_streams()
+        lines = sorted(line for stream in self._streams.values() for line in self._backward(stream, count, keep))
+        return lines[-count:] if count else []
+
+    def _find_streams(self) -> None:
+        for name in self._cloud.log_streams(self._prefix):
+            if name not in self._streams:
+                self._streams[name] = _Stream(name, _host(name.removeprefix(self._prefix)))
+
+    def _forward(self, stream: _Stream) -> None:
+        empty = 0
+        while empty < _MAX_EMPTY_PAGES:
+            page = self._page(stream, stream.token, startFromHead=True)
+            self._unread += self._lines(stream, page["events"])
+            token = page.get("nextForwardToken")
+            if token is None or token == stream.token:
+                return
+            stream.token = token
+            empty = 0 if page["events"] else empty + 1
+        self.incomplete.append(stream.name)
+
+    def _backward(self, stream: _Stream, count: int, keep: Keep) -> list[LogLine]:
+        pages: list[list[dict[str, Any]]] = []
+        found, token, empty = 0, None, 0
+        while empty < _MAX_EMPTY_PAGES:
+            page = self._page(stream, token, startFromHead=False)
+            if token is None:
+                stream.token = page.get("nextForwardToken")
+            pages.insert(0, page["events"])
+            found += sum(keep(line) for line in self._lines(stream, page["events"]))
+            empty = 0 if page["events"] else empty + 1
+            if found >= count or page.get("nextBackwardToken") in (None, token):
+                break
+            token = page["nextBackwardToken"]
+        stream.count = 0
+        lines = self._lines(stream, [event for events in pages for event in events])
+        return [line for line in lines if keep(line)][-count:] if count else []
+
+    def _page(self, stream: _Stream, token: str | None, *, startFromHead: bool) -> dict[str, Any]:  # noqa: N803
+        place: dict[str, Any] = {"startFromHead": startFromHead} if token is None else {"nextToken": token}
+        return self._cloud.log_events(stream.name, **place, **self._bounds)
+
+    def _lines(self, stream: _Stream, events: Iterable[dict[str, Any]]) -> list[LogLine]:
+        lines = []
+        for event in events:
+            time = datetime.fromtimestamp(event["timestamp"] / 1000, timezone.utc)
+            text = event["message"].rstrip("\r\n")
+            lines.append(LogLine(time, stream.name, stream.count, text, stream.host, _rank(text)))
+            stream.count += 1
+        return lines
+
+
+def _host(rest: str) -> str:
+    """Return the host of a stream's name: `algo-1-1700000000` is of `algo-1`."""
+    return re.sub(r"-\d+$", "", rest) if rest.count("-") > 1 else rest
+
+
+def _rank(text: str) -> int | None:
+    found = _RANK_PREFIX.match(text)
+    return int(found["ours"] or found["mpi"]) if found else None

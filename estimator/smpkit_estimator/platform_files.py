@@ -1,0 +1,56 @@
+"""Write what the platform tells a container below `/opt/ml/input/config`, for hosts of our own making."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from smpkit.config.job import JobConfig
+from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST, hyperparameters
+
+__all__ = ["config_files"]
+
+_GROUP = "homogeneousCluster"
+
+
+def config_files(
+    job: JobConfig,
+    *,
+    hosts: Sequence[str],
+    host: str,
+    submit_directory: str,
+    job_name: str,
+    ranks_per_host: int,
+    interface: str,
+    checkpoints: str,
+) -> dict[str, Any]:
+    """Return the contents of the files that host `host` sees, by name without `.json`.
+
+    Args:
+        submit_directory: where the sources are, in the eyes of the host; so for `checkpoints`.
+        interface: the network interface over which the hosts talk.
+    """
+    sent = hyperparameters(job, submit_directory=submit_directory, job_name=job_name, region="")
+    sent[PROCESSES_PER_HOST[job.distribution.launcher]] = json.dumps(ranks_per_host)
+    return {
+        "hyperparameters": sent,
+        "resourceconfig": {
+            "current_host": host,
+            "current_instance_type": "local",
+            "current_group_name": _GROUP,
+            "hosts": list(hosts),
+            "instance_groups": [{"instance_group_name": _GROUP, "instance_type": "local", "hosts": list(hosts)}],
+            "network_interface_name": interface,
+        },
+        "inputdataconfig": {
+            name: {
+                "TrainingInputMode": channel.mode or job.input_mode,
+                "S3DistributionType": "FullyReplicated",
+                "RecordWrapperType": "None",
+                **({"ContentType": channel.content_type} if channel.content_type else {}),
+            }
+            for name, channel in job.inputs.items()
+        },
+        "checkpointconfig": {"LocalPath": checkpoints},
+    }

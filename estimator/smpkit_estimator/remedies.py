@@ -1,0 +1,102 @@
+"""From a place in the request to its name in the job file, and to what helps where the service's limit is met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smpkit.config.section import KeyPath
+
+__all__ = ["place_of", "remedy_for"]
+
+_PLACES: Mapping[KeyPath, KeyPath] = {
+    ("TrainingJobName",): ("name",),
+    ("HyperParameters",): ("hyperparameters",),
+    ("AlgorithmSpecification", "TrainingImage"): ("image",),
+    ("AlgorithmSpecification", "TrainingInputMode"): ("input_mode",),
+    ("AlgorithmSpecification", "MetricDefinitions"): ("metrics",),
+    ("AlgorithmSpecification", "ContainerEntrypoint"): ("container", "entry_point"),
+    ("AlgorithmSpecification", "ContainerArguments"): ("container", "arguments"),
+    ("RoleArn",): ("role",),
+    ("InputDataConfig",): ("inputs",),
+    ("OutputDataConfig", "S3OutputPath"): ("output",),
+    ("OutputDataConfig", "KmsKeyId"): ("encryption", "output_key"),
+    ("ResourceConfig", "InstanceType"): ("compute", "instance_type"),
+    ("ResourceConfig", "InstanceCount"): ("compute", "instance_count"),
+    ("ResourceConfig", "VolumeSizeInGB"): ("compute", "volume_gb"),
+    ("ResourceConfig", "VolumeKmsKeyId"): ("encryption", "volume_key"),
+    ("ResourceConfig", "KeepAlivePeriodInSeconds"): ("compute", "keep_alive_seconds"),
+    ("ResourceConfig", "TrainingPlanArn"): ("compute", "training_plan"),
+    ("StoppingCondition", "MaxRuntimeInSeconds"): ("compute", "max_run_seconds"),
+    ("StoppingCondition", "MaxWaitTimeInSeconds"): ("compute", "max_wait_seconds"),
+    ("VpcConfig", "Subnets"): ("network", "subnets"),
+    ("VpcConfig", "SecurityGroupIds"): ("network", "security_groups"),
+    ("Tags",): ("tags",),
+    ("CheckpointConfig", "S3Uri"): ("checkpoints", "uri"),
+    ("CheckpointConfig", "LocalPath"): ("checkpoints", "local_path"),
+    ("Environment",): ("environment",),
+    ("RetryStrategy", "MaximumRetryAttempts"): ("compute", "retries"),
+}
+
+_OWN_HYPERPARAMETERS: Mapping[str, KeyPath] = {
+    "mp_parameters": ("distribution", "smdistributed", "modelparallel", "parameters"),
+    "sagemaker_mpi_custom_mpi_options": ("distribution", "mpi", "custom_mpi_options"),
+    "sagemaker_program": ("entry_point",),
+    "sagemaker_submit_directory": ("source_dir",),
+}
+
+_NAMES: Mapping[KeyPath, str] = {
+    ("InputDataConfig",): "ChannelName",
+    ("AlgorithmSpecification", "MetricDefinitions"): "Name",
+    ("Tags",): "Key",
+}
+"""Lists in the request that are mappings in the job file, and what becomes the key."""
+
+_ENDINGS: Mapping[KeyPath, KeyPath] = {
+    ("DataSource", "S3DataSource", "S3Uri"): ("uri",),
+    ("DataSource", "S3DataSource", "AttributeNames"): ("attribute_names",),
+    ("ContentType",): ("content_type",),
+}
+
+_REMEDIES: Mapping[KeyPath, str] = {
+    ("hyperparameters",): "put it in a file in source_dir and read that in the script",
+    ("environment",): "put it in a file in source_dir, or make it a hyperparameter, which may have 2,500 characters",
+    (
+        "distribution",
+        "smdistributed",
+    ): "name a local source_dir: smpkit then sends the parameters as a file in the sources",
+    ("distribution", "mpi"): "set MCA parameters as variables OMPI_MCA_<name> under `environment`",
+    ("image",): "`<account>.dkr.ecr.<region>.amazonaws.com/<repository>:<tag>`; `smpkit doctor` checks it",
+    ("role",): "the ARN of an IAM role that SageMaker may take: `arn:aws:iam::<account>:role/<name>`",
+    ("inputs",): "put data sets under one S3 prefix, as one channel",
+    ("tags",): "letters, digits, spaces and _.:/=+-@ are allowed",
+}
+
+
+def place_of(path: KeyPath, body: Mapping[str, Any]) -> KeyPath:
+    """Return the place in the job file that a place in the request was made of; the request's own if there is none."""
+    if path[:1] == ("HyperParameters",) and path[1:2] and str(path[1]) in _OWN_HYPERPARAMETERS:
+        return _OWN_HYPERPARAMETERS[str(path[1])]
+    for length in range(len(path), 0, -1):
+        if path[:length] in _PLACES:
+            return (*_PLACES[path[:length]], *_below(path, length, body))
+    return path
+
+
+def _below(path: KeyPath, length: int, body: Mapping[str, Any]) -> KeyPath:
+    """Return the rest of a path, in the job file's words."""
+    rest = path[length:]
+    if path[:length] not in _NAMES or not rest:
+        return rest
+    entries: Any = body
+    for part in path[:length]:
+        entries = entries[part]
+    return (entries[rest[0]][_NAMES[path[:length]]], *_ENDINGS.get(rest[1:], rest[1:]))
+
+
+def remedy_for(place: KeyPath) -> str | None:
+    """Return what to do about a limit that is met at a place in the job file."""
+    for length in range(len(place), 0, -1):
+        if place[:length] in _REMEDIES:
+            return _REMEDIES[place[:length]]
+    return None

@@ -1,0 +1,174 @@
+"""Build the request of a managed training job: a pure function from the job file to what `CreateTrainingJob` takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smpkit.config.job import Channel, JobConfig
+from smpkit_estimator.hyperparameters import hyperparameters
+
+__all__ = ["CODE_CHANNEL", "Circumstances", "TrainingRequest", "build_request"]
+
+CODE_CHANNEL = "code"
+"""The channel that brings the sources to a container without network."""
+
+_ARCHIVE_IN_CONTAINER = f"/opt/ml/input/data/{CODE_CHANNEL}/sourcedir.tar.gz"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the job file does not say: who submits where, and under which name."""
+
+    job_name: str
+    region: str
+    role: str
+    """ARN of the role that SageMaker takes."""
+    output: str
+    """S3 URI below which SageMaker puts the results."""
+    source: str
+    """S3 URI of the packed sources."""
+    parameters_file: str | None = None
+    """Name of the file in the sources that holds the `mp_parameters`, if they are too long for a hyperparameter."""
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """Exactly what is sent as `CreateTrainingJob`; `smpkit submit --dry-run` prints this very object."""
+
+    body: Mapping[str, Any]
+
+    @property
+    def job_name(self) -> str:
+        """The unique name of the job."""
+        name: str = self.body["TrainingJobName"]
+        return name
+
+    def to_json(self) -> str:
+        """The request as readable JSON."""
+        return json.dumps(self.body, indent=2)
+
+
+def build_request(job: JobConfig, around: Circumstances) -> TrainingRequest:
+    """Return the request for `job`, field by field as SageMaker's SDK v2 sends it for the same arguments.
+
+    Debugger and profiler are off: they are for AWS's own images. A spot job always says how long it may wait, which the
+    service asks for.
+    """
+    body: dict[str, Any] = {
+        "AlgorithmSpecification": _algorithm(job),
+        "OutputDataConfig": _output(job, around),
+        "TrainingJobName": around.job_name,
+        "StoppingCondition": _stopping(job),
+        "ResourceConfig": _resources(job),
+        "RoleArn": around.role,
+        "InputDataConfig": _channels(job, around),
+        "HyperParameters": hyperparameters(
+            job,
+            submit_directory=_ARCHIVE_IN_CONTAINER if job.network.isolation else around.source,
+            job_name=around.job_name,
+            region=around.region,
+            parameters_file=around.parameters_file,
+        ),
+        "Environment": dict(job.environment),
+        "Tags": [{"Key": key, "Value": value} for key, value in job.tags.items()],
+        "VpcConfig": _vpc(job),
+        "EnableNetworkIsolation": job.network.isolation,
+        "EnableInterContainerTrafficEncryption": job.network.encrypt_traffic,
+        "EnableManagedSpotTraining": job.compute.spot,
+        "CheckpointConfig": _checkpoints(job),
+        "ProfilerConfig": {"DisableProfiler": True},
+        "RemoteDebugConfig": _switch("EnableRemoteDebug", job.container.remote_debug),
+        "InfraCheckConfig": _switch("EnableInfraCheck", job.compute.infra_check),
+        "RetryStrategy": {"MaximumRetryAttempts": job.compute.retries} if job.compute.retries else {},
+    }
+    return TrainingRequest({name: value for name, value in body.items() if value not in ({}, [], False)})
+
+
+def _algorithm(job: JobConfig) -> dict[str, Any]:
+    spec: dict[str, Any] = {"TrainingInputMode": job.input_mode, "TrainingImage": job.image}
+    if job.container.entry_point:
+        spec["ContainerEntrypoint"] = list(job.container.entry_point)
+    if job.container.arguments:
+        spec["ContainerArguments"] = list(job.container.arguments)
+    if job.metrics:
+        spec["MetricDefinitions"] = [{"Name": name, "Regex": regex} for name, regex in job.metrics.items()]
+    return spec
+
+
+def _output(job: JobConfig, around: Circumstances) -> dict[str, Any]:
+    return {
+        "S3OutputPath": around.output,
+        **({"KmsKeyId": job.encryption.output_key} if job.encryption.output_key else {}),
+        **({} if job.compress_output else {"CompressionType": "NONE"}),
+    }
+
+
+def _stopping(job: JobConfig) -> dict[str, Any]:
+    longest = job.compute.max_run_seconds
+    waiting = job.compute.max_wait_seconds or longest
+    return {"MaxRuntimeInSeconds": longest, **({"MaxWaitTimeInSeconds": waiting} if job.compute.spot else {})}
+
+
+def _resources(job: JobConfig) -> dict[str, Any]:
+    optional = {
+        "VolumeKmsKeyId": job.encryption.volume_key,
+        "KeepAlivePeriodInSeconds": job.compute.keep_alive_seconds,
+        "TrainingPlanArn": job.compute.training_plan,
+    }
+    return {
+        "VolumeSizeInGB": job.compute.volume_gb,
+        "InstanceCount": job.compute.instance_count,
+        "InstanceType": job.compute.instance_type,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _channels(job: JobConfig, around: Circumstances) -> list[dict[str, Any]]:
+    channels = [_channel(name, channel) for name, channel in job.inputs.items()]
+    if job.network.isolation:
+        channels.append(_channel(CODE_CHANNEL, Channel(uri=around.source)))
+    return channels
+
+
+def _channel(name: str, channel: Channel) -> dict[str, Any]:
+    source: dict[str, Any] = {
+        "S3DataType": channel.data_type,
+        "S3Uri": channel.uri,
+        "S3DataDistributionType": "ShardedByS3Key" if channel.sharded else "FullyReplicated",
+    }
+    if channel.attribute_names:
+        source["AttributeNames"] = list(channel.attribute_names)
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, **dict(_channel_options(channel))}
+
+
+def _channel_options(channel: Channel) -> Iterator[tuple[str, Any]]:
+    if channel.compression is not None:
+        yield "CompressionType", channel.compression
+    if channel.content_type is not None:
+        yield "ContentType", channel.content_type
+    if channel.record_wrapping is not None:
+        yield "RecordWrapperType", channel.record_wrapping
+    if channel.mode is not None:
+        yield "InputMode", channel.mode
+    if channel.shuffle_seed is not None:
+        yield "ShuffleConfig", {"Seed": channel.shuffle_seed}
+
+
+def _checkpoints(job: JobConfig) -> dict[str, Any]:
+    kept = job.checkpoints
+    if kept is None:
+        return {}
+    return {"S3Uri": kept.uri, **({"LocalPath": kept.local_path} if "local_path" in kept.model_fields_set else {})}
+
+
+def _vpc(job: JobConfig) -> dict[str, Any]:
+    if not job.network.subnets:
+        return {}
+    return {"Subnets": list(job.network.subnets), "SecurityGroupIds": list(job.network.security_groups)}
+
+
+def _switch(name: str, value: bool | None) -> dict[str, Any]:
+    return {} if value is None else {name: value}

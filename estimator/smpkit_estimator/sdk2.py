@@ -1,0 +1,97 @@
+"""SageMaker's SDK v2 with smpkit's checks: a `PyTorch` estimator that takes `smp_options`.
+
+For pipelines, tuners and steps that want an estimator of the SDK. Without the SDK, use `smpkit.Estimator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smpkit.config.job import JobConfig
+from smpkit.errors import ConfigError, Problem, UnsupportedError
+from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.backends.sagemaker_model import request_shape
+from smpkit_estimator.hyperparameters import distribution_hyperparameters
+from smpkit_estimator.limits import preflight
+
+try:
+    from sagemaker.pytorch import PyTorch as _PyTorch
+except ModuleNotFoundError as error:
+    raise UnsupportedError(
+        "smpkit_estimator.sdk2 needs SageMaker's SDK v2",
+        hint="`pip install 'smpkit[sdk2]'`, in an environment without SDK v3: the two cannot be installed together",
+    ) from error
+
+__all__ = ["PyTorch"]
+
+
+class PyTorch(_PyTorch):  # type: ignore[misc]  # the SDK has no types
+    """SDK v2's `PyTorch`, for jobs of smpkit.
+
+    Differs in this: the distribution may be the bare `smp_options`; everything about it is checked here and not after
+    the upload; empty parameters do not switch the library off; `processes_per_host` counts for torchrun too; AWS's
+    debugger and profiler are off, since the image is not AWS's.
+
+    Args:
+        smp_options: `{"enabled": True, "parameters": {...}}`, or the whole dict; instead of `distribution`.
+        mpi_options: `{"enabled": True, "processes_per_host": 8}`, beside `smp_options`.
+        arguments: those of the SDK's class; `image_uri` is required.
+
+    Raises:
+        ConfigError: with all problems of the distribution.
+    """
+
+    def __init__(
+        self,
+        entry_point: Any,
+        smp_options: Mapping[str, Any] | None = None,
+        mpi_options: Mapping[str, Any] | None = None,
+        distribution: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        if smp_options is not None and distribution is not None:
+            problem = Problem(("smp_options",), "is given together with `distribution`", "keep one of them")
+            raise ConfigError([problem], subject="arguments of PyTorch")
+        self._job = _checked(arguments, smp_options if smp_options is not None else distribution, mpi_options)
+        off = {"debugger_hook_config": False, "disable_profiler": True}
+        super().__init__(entry_point, distribution=_whole(self._job), **{**off, **arguments})
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return what is sent; what says how the job is distributed, is smpkit's own."""
+        sent: dict[str, Any] = super().hyperparameters()
+        return {**sent, **distribution_hyperparameters(self._job)}
+
+
+def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mapping[str, Any] | None) -> JobConfig:
+    """Check what smpkit knows better; the SDK's other arguments may be anything of the SDK's own, such as variables."""
+    known = {
+        name: arguments[name]
+        for name in ("instance_count", "instance_type")
+        if isinstance(arguments.get(name), (int, str))
+    }
+    job = job_from_arguments({"entry_point": "stand_in.py", **known}, distribution, mpi_options)
+    problems = preflight(
+        {"HyperParameters": distribution_hyperparameters(job)}, request_shape("sagemaker", "CreateTrainingJob")
+    )
+    found = [problem for problem in problems if problem.message != "is required"]
+    if not arguments.get("image_uri"):
+        hint = "AWS's images have no smpkit in them: push your own to ECR"
+        found.append(Problem(("image_uri",), "is required", hint))
+    if found:
+        raise ConfigError(found, subject="arguments of PyTorch")
+    return job
+
+
+def _whole(job: JobConfig) -> dict[str, Any] | None:
+    """Return the dict that the SDK takes, in its full form."""
+    distribution = job.distribution
+    whole: dict[str, Any] = {}
+    if distribution.smdistributed is not None:
+        block = {"enabled": distribution.model_parallel is not None, "parameters": distribution.parameters_as_written}
+        whole["smdistributed"] = {"modelparallel": block}
+    for name in ("mpi", "torch_distributed"):
+        options = getattr(distribution, name)
+        if options is not None:
+            whole[name] = options.model_dump(exclude_unset=True)
+    return whole or None

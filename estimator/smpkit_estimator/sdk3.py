@@ -1,0 +1,94 @@
+"""SageMaker's SDK v3 with smpkit: a `DistributedConfig` for `ModelTrainer`, whose driver is smpkit's launcher.
+
+::
+
+    from sagemaker.train import ModelTrainer
+    from smpkit_estimator.sdk3 import Smpkit
+
+    smp = Smpkit(smp_options={"enabled": True, "parameters": {...}}, mpi_options={"enabled": True, ...})
+    trainer = ModelTrainer(
+        training_image=image,
+        source_code=SourceCode(source_dir="src", entry_script="train.py"),
+        distributed=smp,
+        hyperparameters=smp.hyperparameters("train.py", {"epochs": 3}),
+    )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import PrivateAttr
+
+from smpkit.config.explain import validated
+from smpkit.config.job import JobConfig
+from smpkit.errors import ConfigError, UnsupportedError
+from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.backends.sagemaker_model import request_shape
+from smpkit_estimator.hyperparameters import hyperparameters
+from smpkit_estimator.limits import preflight
+from smpkit_estimator.packing import packed
+
+try:
+    from sagemaker.train.distributed import DistributedConfig
+except ModuleNotFoundError as error:
+    raise UnsupportedError(
+        "smpkit_estimator.sdk3 needs SageMaker's SDK v3",
+        hint="`pip install 'smpkit[sdk3]'`, in an environment without SDK v2: the two cannot be installed together",
+    ) from error
+
+__all__ = ["Smpkit"]
+
+_CODE = "/opt/ml/input/data/code"
+
+
+class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are not read
+    """Run a `ModelTrainer` job with smpkit's launcher; the image must have smpkit in it.
+
+    All ranks of all hosts are started (SDK v3's own `MPI` starts those of one host only).
+
+    Raises:
+        ConfigError: with all problems of the options.
+    """
+
+    smp_options: dict[str, Any] | None = None
+    """`{"enabled": True, "parameters": {...}}`, or SageMaker's whole `distribution` dict."""
+    mpi_options: dict[str, Any] | None = None
+    """`{"enabled": True, "processes_per_host": 8}`: start with mpirun; torchrun otherwise."""
+
+    _job: JobConfig = PrivateAttr()
+
+    def __init__(
+        self, smp_options: dict[str, Any] | None = None, mpi_options: dict[str, Any] | None = None, **data: Any
+    ) -> None:
+        job = job_from_arguments({"entry_point": "stand_in.py"}, smp_options, mpi_options)
+        super().__init__(smp_options=smp_options, mpi_options=mpi_options, **data)
+        self._job = job
+
+    @property
+    def driver_dir(self) -> str:
+        """The folder that SDK v3 sends along."""
+        return str(Path(__file__).with_name("sdk3_driver"))
+
+    @property
+    def driver_script(self) -> str:
+        """The program in it that SDK v3's start script runs on every host."""
+        return "smpkit_driver.py"
+
+    def hyperparameters(self, entry_script: str, values: Mapping[str, Any] | None = None) -> dict[str, str]:
+        """Return the hyperparameters for `ModelTrainer`: the script's own and what the launcher needs.
+
+        Raises:
+            ConfigError: a name or value that cannot be sent, or is too long.
+        """
+        settings = {"entry_point": entry_script, "hyperparameters": dict(values or {})}
+        own = validated(JobConfig, settings, subject="hyperparameters")
+        job = own.model_copy(update={"distribution": self._job.distribution})
+        sent = packed(hyperparameters(job, submit_directory=_CODE, job_name="", region=""))
+        problems = preflight({"HyperParameters": sent}, request_shape("sagemaker", "CreateTrainingJob"))
+        found = [problem for problem in problems if problem.message != "is required"]
+        if found:
+            raise ConfigError(found, subject="hyperparameters")
+        return sent

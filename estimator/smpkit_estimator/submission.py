@@ -1,0 +1,218 @@
+"""From a job file to what is sent: sources, names and places decided and checked first, then uploaded and started."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smpkit.config.job import JobConfig
+from smpkit.config.section import KeyPath
+from smpkit.errors import ConfigError, Problem
+from smpkit_estimator.archive import Packed, fingerprint, pack
+from smpkit_estimator.backends.sagemaker import Cloud, split_uri
+from smpkit_estimator.backends.sagemaker_model import request_shape
+from smpkit_estimator.limits import preflight
+from smpkit_estimator.names import unique_name
+from smpkit_estimator.request import CODE_CHANNEL, Circumstances, TrainingRequest, build_request
+from smpkit_estimator.sources import Sources, collect
+
+__all__ = ["PARAMETERS_NAME", "Submission", "checked", "plan_submission", "send"]
+
+PARAMETERS_NAME = "smpkit_mp_parameters.json"
+"""The file in the sources that holds `mp_parameters` which are too long for a hyperparameter."""
+
+_LARGE_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class Submission:
+    """All that will be sent, decided and checked; nothing was uploaded or started."""
+
+    request: TrainingRequest
+    archive_uri: str
+    sources: Sources | None
+    """What is packed; None if the sources are in S3 already."""
+    extra: Mapping[str, bytes]
+    """Files that are made for this job."""
+    packed: Packed | None
+    kms_key: str | None
+    notes: tuple[str, ...] = ()
+    """What the user should know before it is sent."""
+
+
+def plan_submission(
+    job: JobConfig, folder: Path, cloud: Cloud, *, job_name: str | None = None, script_only: bool = False
+) -> Submission:
+    """Decide everything about a managed job; relative paths start at `folder`.
+
+    Reads local files. Asks the cloud only for what the job does not say: the account, to name its default bucket, and
+    the ARN of a role that is given by name.
+
+    Args:
+        job_name: the job's unique name; made of `job.name` and the time if None.
+        script_only: pack the entry point and the dependencies alone, as SDK v2 does without a `source_dir`.
+
+    Raises:
+        ConfigError: the job cannot be sent as it is; lists all problems.
+        CloudError: the cloud could not be asked.
+    """
+    name = job_name or unique_name(job.name, cloud.clock.now())
+    problems = list(_not_for_the_cloud(job))
+    sources = _sources(job, folder, problems, script_only=script_only)
+    extra = _extra(job) if sources is not None else {}
+    parameters_file = PARAMETERS_NAME if extra else None
+    problems += _limits(job, _stand_ins(job, name, parameters_file))
+    if problems:
+        raise ConfigError(_unique(problems), subject="job for SageMaker")
+    packed = fingerprint(sources, extra) if sources is not None else None
+    output = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity().account}/"
+    archive_uri = job.source_dir if packed is None else _archive_uri(job, output, packed.digest)
+    around = Circumstances(
+        job_name=name,
+        region=cloud.region,
+        role=cloud.role_arn(job.role or ""),
+        output=output,
+        source=archive_uri,
+        parameters_file=parameters_file,
+    )
+    problems = _limits(job, around)
+    if problems:
+        raise ConfigError(problems, subject="job for SageMaker")
+    notes = tuple(_notes(sources, packed)) if sources is not None and packed is not None else ()
+    key = job.encryption.output_key
+    return Submission(build_request(job, around), archive_uri, sources, extra, packed, key, notes)
+
+
+def send(submission: Submission, cloud: Cloud) -> str:
+    """Upload the sources, unless the same ones are there already, and start the job; return its ARN.
+
+    Raises:
+        ConfigError: the sources changed since the submission was planned.
+        CloudError: the cloud refused or could not be reached.
+    """
+    if submission.sources is not None and not cloud.object_exists(submission.archive_uri):
+        _upload(submission, submission.sources, cloud)
+    return cloud.create_job(submission.request.body)
+
+
+def checked(request: TrainingRequest) -> TrainingRequest:
+    """Return a request that no job file was made into, such as that of a resumed job.
+
+    Raises:
+        ConfigError: the service would refuse it; lists all problems.
+    """
+    problems = preflight(request.body, request_shape("sagemaker", "CreateTrainingJob"))
+    if problems:
+        raise ConfigError(problems, subject="request")
+    return request
+
+
+def _upload(submission: Submission, sources: Sources, cloud: Cloud) -> None:
+    with tempfile.TemporaryFile(prefix="smpkit-") as file:
+        packed = pack(sources, file, submission.extra)
+        if submission.packed is not None and packed.digest != submission.packed.digest:
+            message = "changed while the job was submitted"
+            raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
+        cloud.upload(file, submission.archive_uri, submission.kms_key)
+
+
+def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
+    """Say what runs on this machine and cannot in the cloud."""
+    if job.image is None:
+        hint = "push an image with smpkit to ECR, and name it `<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>`"
+        yield Problem(("image",), "is required for a managed job", hint)
+    if job.role is None:
+        yield Problem(("role",), "is required for a managed job", "the IAM role that SageMaker takes, by name or ARN")
+    if job.compute.instance_type == "local":
+        hint = "set it to an instance type such as `ml.p4d.24xlarge`, or use `smpkit run`"
+        yield Problem(("compute", "instance_type"), "is `local`, which is this machine", hint)
+    places: dict[KeyPath, str] = {("inputs", name, "uri"): channel.uri for name, channel in job.inputs.items()}
+    if job.output is not None:
+        places["output",] = job.output
+    if job.checkpoints is not None:
+        places["checkpoints", "uri"] = job.checkpoints.uri
+    for path, uri in places.items():
+        if "://" not in uri:
+            hint = f"copy it with `aws s3 cp --recursive {uri} s3://...`" if path[0] == "inputs" else "name an S3 URI"
+            yield Problem(path, f"is a folder of this machine, `{uri}`, which SageMaker does not see", hint)
+    if job.network.isolation and CODE_CHANNEL in job.inputs:
+        yield Problem(("inputs", CODE_CHANNEL), "is the channel that brings the sources without network", "rename it")
+
+
+def _sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool) -> Sources | None:
+    if "://" in job.source_dir:
+        if not job.source_dir.endswith(".tar.gz"):
+            problems.append(Problem(("source_dir",), "must be a `.tar.gz` in S3", "or name a local folder"))
+        if job.dependencies:
+            hint = "put them into the archive"
+            problems.append(Problem(("dependencies",), "cannot be added to sources in S3", hint))
+        return None
+    remote = [name for name in job.dependencies if "://" in name]
+    problems += [Problem(("dependencies",), f"must be local, got `{name}`", "copy it here") for name in remote]
+    dependencies = [folder / name for name in job.dependencies if name not in remote]
+    root = folder / job.source_dir
+    if not (root / job.entry_point).is_file():
+        problems.append(Problem(("entry_point",), f"there is no file `{job.entry_point}` in `{root}`"))
+        return None
+    try:
+        sources = collect(root, dependencies, only=job.entry_point if script_only else None)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+    if all(entry.name != job.entry_point for entry in sources.entries):
+        message = f"`{job.entry_point}` is left out by an ignore file or by its name"
+        problems.append(Problem(("entry_point",), message, "bring it back with a line `!...` in .smpkitignore"))
+    return sources
+
+
+def _extra(job: JobConfig) -> dict[str, bytes]:
+    """Return the parameters as a file, if they are too long to be sent themselves."""
+    if job.distribution.model_parallel is None:
+        return {}
+    text = json.dumps(job.distribution.parameters_as_written)
+    longest = request_shape("sagemaker", "CreateTrainingJob").members["HyperParameters"].value.metadata["max"]
+    return {PARAMETERS_NAME: text.encode()} if len(text) > longest else {}
+
+
+def _limits(job: JobConfig, around: Circumstances) -> list[Problem]:
+    body = build_request(job, around).body
+    algorithm = {name: value for name, value in body["AlgorithmSpecification"].items() if value is not None}
+    return preflight({**body, "AlgorithmSpecification": algorithm}, request_shape("sagemaker", "CreateTrainingJob"))
+
+
+def _stand_ins(job: JobConfig, name: str, parameters_file: str | None) -> Circumstances:
+    """Return circumstances that no limit minds, to check the rest before the cloud is asked for the real ones."""
+    role = job.role if job.role and job.role.startswith("arn:") else "arn:aws:iam::123456789012:role/stand-in"
+    return Circumstances(name, "us-east-1", role, job.output or "s3://bucket/", "s3://bucket/key", parameters_file)
+
+
+def _unique(problems: list[Problem]) -> list[Problem]:
+    """Keep the first word on each place: a local folder is not to be told besides that it fits no pattern."""
+    first: dict[tuple[str | int, ...], Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.path, problem)
+    return list(first.values())
+
+
+def _archive_uri(job: JobConfig, output: str, digest: str) -> str:
+    folder = job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources"
+    return f"{folder.rstrip('/')}/{digest}/sourcedir.tar.gz"
+
+
+def _notes(sources: Sources, packed: Packed) -> Iterator[str]:
+    secrets = sorted([*sources.secrets, *packed.secrets])
+    if secrets:
+        yield f"left out, as secrets are never packed: {_some(secrets)}"
+    if sources.specials:
+        yield f"left out, as they are no files: {_some(sources.specials)}"
+    if packed.num_bytes > _LARGE_BYTES:
+        size = f"{packed.num_bytes / 2**20:,.0f} MiB in {packed.num_files:,} files"
+        yield f"the sources have {size}; name what the job does not need in .smpkitignore"
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = [f"`{name}`" for name in names]
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

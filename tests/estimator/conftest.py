@@ -1,0 +1,34 @@
+"""What the tests of managed jobs share: a folder with a script, and estimators on a fake cloud."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smpkit_estimator.backends.fake import FakeSageMaker
+from smpkit_estimator.estimator import Estimator
+
+ARGUMENTS: dict[str, Any] = {
+    "role": "arn:aws:iam::123456789012:role/SM",
+    "image_uri": "123456789012.dkr.ecr.us-west-2.amazonaws.com/smpkit:latest",
+    "instance_type": "ml.p4d.24xlarge",
+    "instance_count": 1,
+    "output_path": "s3://bucket/out",
+}
+
+MakeEstimator = Callable[..., Estimator]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeEstimator:
+    """Make an estimator in a folder of its own; the first argument is the fake."""
+    (tmp_path / "train.py").write_text("print()\n")
+    monkeypatch.chdir(tmp_path)
+
+    def make(fake: FakeSageMaker, **arguments: Any) -> Estimator:
+        return Estimator("train.py", session=fake, **{**ARGUMENTS, **arguments})
+
+    return make

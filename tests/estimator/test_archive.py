@@ -1,0 +1,290 @@
+"""The source archive: reproducible, without secrets, and harmless whatever is in the folder."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smpkit.errors import ConfigError
+from smpkit_container.source import unpack
+from smpkit_estimator import archive
+from smpkit_estimator.archive import fingerprint, pack
+from smpkit_estimator.sources import collect
+
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n"
+
+
+def fill(folder: Path, **files: str) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return folder
+
+
+def packed(folder: Path, *dependencies: Path) -> bytes:
+    file = io.BytesIO()
+    pack(collect(folder, dependencies), file)
+    return file.getvalue()
+
+
+def members(data: bytes) -> dict[str, tarfile.TarInfo]:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as tar:
+        return {member.name: member for member in tar}
+
+
+def names(folder: Path, *dependencies: Path) -> list[str]:
+    return list(members(packed(folder, *dependencies)))
+
+
+def test_content_comes_back(tmp_path: Path) -> None:
+    source = fill(
+        tmp_path / "src", **{"train.py": "print()", "pkg/a.py": "a", "empty": "", f"{'d' * 90}/{'f' * 90}": "x"}
+    )
+    (source / "large").write_bytes(os.urandom(3 * 2**20 + 17))
+    (source / "train.py").chmod(0o755)
+    target = tmp_path / "out"
+    with tarfile.open(fileobj=io.BytesIO(packed(source)), mode="r:gz") as tar:
+        tar.extractall(target, filter="data")
+    for path in source.rglob("*"):
+        if path.is_file():
+            assert (target / path.relative_to(source)).read_bytes() == path.read_bytes()
+    assert os.access(target / "train.py", os.X_OK)
+    assert not os.access(target / "empty", os.X_OK)
+
+
+def test_the_launcher_unpacks_what_was_packed(tmp_path: Path) -> None:
+    """Both ends of the wire: the launcher takes plain files and folders only."""
+    source = fill(tmp_path / "src", **{"train.py": "x", f"{'d' * 90}/{'é' * 60}": "long", "a/b/c": ""})
+    (source / "link").symlink_to("a")
+    archive = tmp_path / "sourcedir.tar.gz"
+    archive.write_bytes(packed(source))
+    unpack(archive, tmp_path / "code")
+    found = {path.relative_to(tmp_path / "code") for path in (tmp_path / "code").rglob("*") if path.is_file()}
+    assert found == {Path("train.py"), Path("d" * 90, "é" * 60), Path("a/b/c"), Path("link/b/c")}
+
+
+def test_same_content_is_the_same_archive_whatever_times_owners_and_places(tmp_path: Path) -> None:
+    """Surprise 13: SDK v2's archive differs at every call, so everything is uploaded again."""
+    files = {"b.py": "b", "a/c.py": "c", "a.py": "a"}
+    first, second = fill(tmp_path / "1", **files), fill(tmp_path / "2", **dict(reversed(files.items())))
+    os.utime(second / "b.py", (1, 1))
+    (second / "a.py").chmod(0o600)
+    assert packed(first) == packed(second)
+    assert fingerprint(collect(first)) == pack(collect(second), io.BytesIO())
+    (second / "b.py").write_text("B")
+    assert fingerprint(collect(first)).digest != fingerprint(collect(second)).digest
+
+
+def test_members_are_sorted_and_have_no_owner_and_no_time(tmp_path: Path) -> None:
+    found = members(packed(fill(tmp_path, **{"z.py": "", "a.py": "", "m/x.py": ""})))
+    assert list(found) == sorted(found)
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in found.values()} == {(0, 0, 0, "", "")}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("a", 0), ("x" * 100, 5), ("d/f.py", 2**33 - 1), ("y" * 101, 1), ("é", 2), ("big", 2**33)]
+)
+def test_our_short_way_to_a_header_is_tarfiles_own(name: str, size: int) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size, 0o644
+    assert archive._header(name, size, executable=False) == info.tobuf(tarfile.PAX_FORMAT)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".env", ".env.production", "prod.env", "id_rsa", "deploy_rsa", "server.key", "cert.pem", "store.p12"),
+        *(".netrc", ".npmrc", ".aws/credentials", ".aws/config", ".ssh/config", "pkg/.env", "credentials.json"),
+        *("service-account-prod.json", "ID_RSA", ".git-credentials", "kaggle.json"),
+    ],
+)
+def test_secrets_are_never_packed_not_even_when_asked_for(tmp_path: Path, name: str) -> None:
+    """Surprise 13: SDK v2 packs `.env` and `.git`; keys of users ended in S3."""
+    fill(tmp_path, **{"train.py": "", name: "secret", ".smpkitignore": f"!{name}\n!.env\n"})
+    sources = collect(tmp_path)
+    assert [entry.name for entry in sources.entries if not entry.name.endswith("ignore")] == ["train.py"]
+    assert sources.secrets  # and it is told
+
+
+@pytest.mark.parametrize("name", [".env.example", "environment.py", "keys.py", "monkey", "tokens.txt", ".envrc.md"])
+def test_harmless_names_are_packed(tmp_path: Path, name: str) -> None:
+    assert names(fill(tmp_path, **{name: "x"})) == [name]
+
+
+def test_a_private_key_under_any_name_is_left_out(tmp_path: Path) -> None:
+    fill(
+        tmp_path,
+        **{"train.py": f"KEY = '''{KEY}'''", "notes.txt": KEY, "b.txt": "\n\n" + KEY.replace("OPENSSH", "RSA")},
+    )
+    file = io.BytesIO()
+    result = pack(collect(tmp_path), file)
+    assert list(members(file.getvalue())) == ["train.py"]
+    assert result.secrets == ("b.txt", "notes.txt")
+    assert result.num_files == 1
+
+
+def test_repositories_and_caches_are_left_out(tmp_path: Path) -> None:
+    fill(
+        tmp_path,
+        **{
+            "train.py": "",
+            ".git/config": "",
+            "__pycache__/a.pyc": "",
+            "a.pyc": "",
+            ".venv/x": "",
+            "p/node_modules/m": "",
+        },
+    )
+    assert names(tmp_path) == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({".gitignore": "*.csv\n", "a.csv": "", "b.py": ""}, [".gitignore", "b.py"]),
+        ({".smpkitignore": "data/\n", "data/a": "", "x/data/b": "", "c": ""}, [".smpkitignore", "c"]),
+        ({".gitignore": "/data\n", "data/a": "", "x/data/b": ""}, [".gitignore", "x/data/b"]),
+        ({".gitignore": "*.txt\n!keep.txt\n", "a.txt": "", "keep.txt": ""}, [".gitignore", "keep.txt"]),
+        (
+            {".gitignore": "*.txt\n", "x/.gitignore": "!a.txt\n", "x/a.txt": "", "a.txt": ""},
+            [".gitignore", "x/.gitignore", "x/a.txt"],
+        ),
+        ({"x/.gitignore": "/a\n", "x/a": "", "a": ""}, ["a", "x/.gitignore"]),
+        ({".gitignore": "a.bin\n", ".smpkitignore": "!a.bin\n", "a.bin": ""}, [".gitignore", ".smpkitignore", "a.bin"]),
+        ({".gitignore": "**/logs/**\n", "p/logs/a": "", "p/b": ""}, [".gitignore", "p/b"]),
+        ({".gitignore": "# a comment\n\n\\#x\n", "#x": "", "y": ""}, [".gitignore", "y"]),
+    ],
+    ids=["glob", "folder", "anchored", "negated", "inner wins", "inner anchored", "ours wins", "stars", "escape"],
+)
+def test_ignore_files_are_gits(tmp_path: Path, files: dict[str, str], expected: list[str]) -> None:
+    assert names(fill(tmp_path, **files)) == expected
+
+
+def test_what_links_inside_lead_to_is_packed_under_their_names(tmp_path: Path) -> None:
+    """The launcher unpacks no links, so that an archive cannot write through one."""
+    fill(tmp_path, **{"real/a.py": "a", "real/.env": "secret"})
+    (tmp_path / "relative").symlink_to("real")
+    (tmp_path / "absolute.py").symlink_to(tmp_path / "real" / "a.py")
+    (tmp_path / "dangling").symlink_to("none")
+    sources = collect(tmp_path)
+    assert [entry.name for entry in sources.entries] == ["absolute.py", "real/a.py", "relative/a.py"]
+    assert sources.specials == ["dangling"]
+    assert sources.secrets == ["real/.env", "relative/.env"]
+
+
+def test_links_that_lead_round_in_a_circle_are_refused(tmp_path: Path) -> None:
+    fill(tmp_path, **{"a/x": "", "b/y": ""})
+    (tmp_path / "a" / "to_b").symlink_to("../b")
+    (tmp_path / "b" / "to_a").symlink_to("../a")
+    (tmp_path / "b" / "up").symlink_to("..")
+    with pytest.raises(ConfigError, match="leads to a folder that it is in"):
+        collect(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "pkg/../../outside", "circle", "/"])
+def test_a_link_that_leads_out_is_refused(tmp_path: Path, target: str) -> None:
+    """Surprise 13: SDK v2 follows links, and packs what is behind them as if it were the user's source."""
+    fill(tmp_path, outside="secret")
+    source = fill(tmp_path / "src", **{"train.py": "", "pkg/x": ""})
+    (source / "circle").symlink_to(target)
+    with pytest.raises(ConfigError, match="the link `circle` leads"):
+        collect(source)
+
+
+def test_a_link_to_a_secret_is_no_way_to_pack_it(tmp_path: Path) -> None:
+    fill(tmp_path, **{".env": "secret", "train.py": ""})
+    (tmp_path / "harmless.txt").symlink_to(".env")
+    assert names(tmp_path) == ["train.py"]
+
+
+def test_what_is_no_file_is_never_opened(tmp_path: Path) -> None:
+    """Opening a pipe would wait for a writer for ever."""
+    fill(tmp_path, **{"train.py": ""})
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        os.chdir(tmp_path)  # a socket's path may have only about 100 characters
+        listener.bind("socket")
+        sources = collect(tmp_path)
+    assert sources.specials == ["pipe", "socket"]
+    assert [entry.name for entry in sources.entries] == ["train.py"]
+
+
+def test_dependencies_come_under_their_own_names(tmp_path: Path) -> None:
+    source = fill(tmp_path / "src", **{"train.py": ""})
+    fill(tmp_path / "lib", **{"a.py": "", ".git/x": "", "b/c.py": ""})
+    fill(tmp_path, **{"one.py": ""})
+    assert names(source, tmp_path / "lib", tmp_path / "one.py") == ["lib/a.py", "lib/b/c.py", "one.py", "train.py"]
+    with pytest.raises(ConfigError, match=r"`train\.py` is both"):
+        collect(source, [fill(tmp_path / "other", **{"train.py": ""}) / "train.py"])
+    with pytest.raises(ConfigError, match="there is no file or folder"):
+        collect(source, [tmp_path / "none"])
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path, **{"train.py": ""})
+    with (tmp_path / os.fsdecode(b"\xff.py")).open("w"):
+        pass
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        collect(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "growing").write_bytes(b"x" * 4096)
+    monkeypatch.setattr(archive, "_CHUNK_BYTES", 1024)
+    sources = collect(tmp_path)
+    chunks = archive._chunks(sources, {}, [])
+    next(chunks)  # the header, with the size of now
+    (tmp_path / "growing").write_bytes(b"")
+    with pytest.raises(ConfigError, match="became shorter"):
+        list(chunks)
+
+
+def test_extra_files_come_first_and_may_hide_nothing(tmp_path: Path) -> None:
+    fill(tmp_path, **{"train.py": ""})
+    file = io.BytesIO()
+    pack(collect(tmp_path), file, {"p.json": b"{}"})
+    assert list(members(file.getvalue())) == ["p.json", "train.py"]
+    with pytest.raises(ConfigError, match="a name that smpkit needs"):
+        pack(collect(tmp_path), io.BytesIO(), {"train.py": b""})
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    files=st.dictionaries(
+        st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=40).filter(
+            lambda name: name not in (".", "..")
+        ),
+        st.binary(max_size=600),
+        max_size=5,
+    )
+)
+def test_any_files_come_back_and_nothing_lands_outside(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]
+) -> None:
+    """Names with line ends, escapes, `..` inside, pax records: what was packed is what is unpacked, and only there."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
+    written = {}
+    for name, content in files.items():
+        try:
+            (source / f"f{name}").write_bytes(content)
+        except OSError:
+            continue  # too long for this file system
+        written[f"f{name}"] = content
+    sources = collect(source)
+    file = io.BytesIO()
+    left_out = {*sources.secrets, *pack(sources, file).secrets}
+    file.seek(0)
+    with tarfile.open(fileobj=file, mode="r:gz") as tar:
+        tar.extractall(target / "in", filter="data")
+    got = {path.name: path.read_bytes() for path in (target / "in").iterdir()} if (target / "in").exists() else {}
+    ignored = {name for name in written if name.endswith((".pyc", ".pyo"))}
+    assert got == {name: content for name, content in written.items() if name not in left_out | ignored}
+    assert [path.name for path in target.iterdir()] in ([], ["in"])

@@ -1,0 +1,339 @@
+"""The estimator: SDK v2's arguments, checked at once; jobs from start to resume."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ReadTimeoutError
+
+from smpkit import Estimator, TrainingInput
+from smpkit.errors import CheckpointError, CloudError, ConfigError, DeadlineError, JobError, UsageError
+from smpkit_estimator.backends.fake import FakeSageMaker, Line, Script
+from smpkit_estimator.status import JobStatus
+from tests.estimator.conftest import ARGUMENTS, MakeEstimator
+from tests.estimator.golden.cases import DISTRIBUTION, MPI, SMP
+
+SMP_OPTIONS = {"enabled": True, "parameters": SMP}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"distribution": DISTRIBUTION},
+        {"distribution": {**SMP_OPTIONS, "mpi": MPI}},
+        {"distribution": SMP_OPTIONS, "mpi_options": MPI},
+    ],
+    ids=["SageMaker's dict", "mpi inside", "mpi beside"],
+)
+def test_every_form_of_distribution_reaches_the_job(make: MakeEstimator, arguments: dict[str, Any]) -> None:
+    """Surprise 1: SDK v2's generic Estimator swallows `distribution` without a word."""
+    sent = make(FakeSageMaker(), **arguments).plan().request.body["HyperParameters"]
+    assert json.loads(sent["mp_parameters"]) == SMP
+    assert sent["sagemaker_mpi_enabled"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"instance_count": 0}, "instance_count: must be at least 1, got 0"),
+        ({"instance_cuont": 2}, "instance_cuont: unknown argument\n    hint: did you mean `instance_count`?"),
+        ({"framework_version": "2.0"}, "framework_version: has no meaning here"),
+        ({"debugger_hook_config": True}, "debugger_hook_config: can only be switched off"),
+        ({"use_spot_instances": True, "max_run": 100, "max_wait": 50}, "max_wait: must be at least"),
+        # Surprise 2: the SDK checks these only after the upload, some never.
+        ({"distribution": {"smdistributed": {"modelparallel": {"enabled": 1, "parameters": SMP}}}}, "literal true"),
+        ({"distribution": {"enabled": True, "parameters": {"microbatchs": 2}}}, "did you mean `microbatches`?"),
+        ({"distribution": {"enabled": True, "parameters": {"tensor_parallel_degree": -1}}}, "at least 1, got -1"),
+        # Surprise 3: a typo here was in AWS's own sample.
+        ({"distribution": {"mpi": {"enabled": True, "process_per_host": 8}}}, "did you mean `processes_per_host`?"),
+        ({"distribution": DISTRIBUTION, "mpi_options": MPI}, "mpi_options: is given twice"),
+        ({"tags": {"a": 1}}, "tags.a: "),
+        ({"metric_definitions": [{"Name": "x", "Regex": "("}]}, "metric_definitions.x: is not a regular expression"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_the_constructor_refuses_what_cannot_be_meant(
+    make: MakeEstimator, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(FakeSageMaker(), **arguments)
+    assert message in str(caught.value)
+
+
+def test_all_problems_come_at_once(make: MakeEstimator) -> None:
+    with pytest.raises(ConfigError, match="3 problems in the arguments of Estimator"):
+        make(FakeSageMaker(), volume_size=0, max_run="x", nonsense=1)
+
+
+def test_what_only_the_cloud_minds_is_told_before_the_upload(make: MakeEstimator, tmp_path: Path) -> None:
+    fake = FakeSageMaker()
+    estimator = make(
+        fake,
+        image_uri=None,
+        role=None,
+        instance_type="local",
+        output_path="out",
+        checkpoint_s3_uri="here",
+        environment={"A": "x" * 600},
+        hyperparameters={"corpus": "x" * 3000},
+    )
+    with pytest.raises(ConfigError) as caught:
+        estimator.fit("data")
+    places = [problem.where for problem in caught.value.problems]
+    assert places == [
+        *("image", "role", "compute.instance_type", "inputs.training.uri", "output", "checkpoints.uri"),
+        *("hyperparameters.corpus", "environment.A"),
+    ]
+    assert all(problem.hint for problem in caught.value.problems)
+    assert fake.faults.calls == {}
+
+
+def test_planning_touches_nothing_and_shows_what_is_sent(make: MakeEstimator) -> None:
+    """Surprise 6: SDK v3 calls IAM in the constructor, and its `dry_run` uploads 16 objects."""
+    fake = FakeSageMaker()
+    estimator = make(fake)
+    assert fake.faults.calls == {}
+    planned = estimator.plan(job_name="job")
+    assert fake.faults.calls == {}
+    assert fake.storage.objects == {}
+    estimator.fit(wait=False, job_name="job")
+    assert fake.jobs["job"].request == planned.request.body
+    assert list(fake.storage.objects) == [planned.archive_uri]
+
+
+def test_the_same_sources_are_uploaded_once(make: MakeEstimator) -> None:
+    fake = FakeSageMaker()
+    make(fake).fit(wait=False, job_name="first")
+    make(fake).fit(wait=False, job_name="second")
+    assert fake.faults.calls["put_object"] == 1
+    Path("train.py").write_text("changed")
+    make(fake).fit(wait=False, job_name="third")
+    assert fake.faults.calls["put_object"] == 2
+
+
+def test_without_a_source_dir_only_the_script_travels(make: MakeEstimator, tmp_path: Path) -> None:
+    (tmp_path / "private.txt").write_text("x")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").touch()
+    fake = FakeSageMaker()
+    planned = make(fake, dependencies=["lib"]).plan()
+    assert planned.sources is not None
+    assert [entry.name for entry in planned.sources.entries] == ["lib/a.py", "train.py"]
+
+
+def test_long_parameters_travel_in_the_sources(make: MakeEstimator) -> None:
+    parameters = {**SMP, "partition_file": "/x" * 1500}
+    fake = FakeSageMaker()
+    estimator = make(fake, distribution={"enabled": True, "parameters": parameters, "mpi": MPI})
+    estimator.fit(wait=False, job_name="job")
+    sent = fake.jobs["job"].request["HyperParameters"]
+    assert "mp_parameters" not in sent
+    (archive,) = fake.storage.objects.values()
+    with tarfile.open(fileobj=io.BytesIO(archive.content), mode="r:gz") as tar:
+        file = tar.extractfile(json.loads(sent["sagemaker_smpkit_parameters_file"]))
+        assert file is not None
+        assert json.load(file) == parameters
+
+
+def test_sources_in_s3_are_left_there(make: MakeEstimator) -> None:
+    fake = FakeSageMaker()
+    planned = make(fake, source_dir="s3://bucket/code/sourcedir.tar.gz").plan()
+    assert json.loads(planned.request.body["HyperParameters"]["sagemaker_submit_directory"]) == planned.archive_uri
+    assert planned.sources is None
+    with pytest.raises(ConfigError, match=r"must be a `\.tar\.gz`"):
+        make(fake, source_dir="s3://bucket/code").plan()
+
+
+def test_an_unnamed_output_goes_to_the_accounts_own_bucket(make: MakeEstimator) -> None:
+    fake = FakeSageMaker()
+    planned = make(fake, output_path=None, role="SM").plan()
+    assert planned.request.body["OutputDataConfig"] == {"S3OutputPath": "s3://sagemaker-us-west-2-123456789012/"}
+    assert planned.request.body["RoleArn"] == "arn:aws:iam::123456789012:role/SM"
+
+
+def test_one_input_sets_the_mode_of_the_job_as_in_the_sdk(make: MakeEstimator) -> None:
+    body = make(FakeSageMaker()).plan(TrainingInput("s3://bucket/x", input_mode="Pipe")).request.body
+    assert body["AlgorithmSpecification"]["TrainingInputMode"] == "Pipe"
+    assert body["InputDataConfig"][0]["ChannelName"] == "training"
+
+
+def test_fit_shows_the_log_and_ends_with_the_job(make: MakeEstimator, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make(FakeSageMaker(Script(lines=(Line(1, "[rank 0] hello"),)))).fit()
+    out, err = capsys.readouterr()
+    assert out == "algo-1 [rank 0] hello\n"
+    assert "Completed" in err
+    assert job.model_data == f"s3://bucket/out/{job.name}/output/model.tar.gz"
+    assert job.status().succeeded
+
+
+REASON = """AlgorithmError: ValueError: hidden size 2050 is not divisible by 4
+rank 5 on algo-1, exit 1
+hint: choose another size
+  File "train.py", line 41, in build
+, exit code: 1"""
+
+
+def test_a_failed_job_raises_with_the_first_failing_ranks_exception(make: MakeEstimator) -> None:
+    with pytest.raises(JobError) as caught:
+        make(FakeSageMaker(Script(failure=REASON))).fit(logs=False)
+    assert "failed (rank 5 on algo-1, exit 1): ValueError: hidden size 2050 is not divisible by 4" in str(caught.value)
+    assert 'File "train.py", line 41' in str(caught.value)
+    assert caught.value.hint == "choose another size"
+
+
+def test_an_interrupt_never_stops_the_job(make: MakeEstimator, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeSageMaker()
+    fake.faults.raises("describe_training_job", KeyboardInterrupt(), after=3)  # type: ignore[arg-type]
+    estimator = make(fake)
+    with pytest.raises(KeyboardInterrupt):
+        estimator.fit()
+    assert "goes on" in capsys.readouterr().err
+    assert "stop_training_job" not in fake.faults.calls
+    assert fake.jobs[estimator.latest_training_job.name].stopped is None
+
+
+def test_a_lost_answer_starts_no_second_job(make: MakeEstimator) -> None:
+    """The request took effect, the answer did not arrive: the job is looked up by its name."""
+    fake = FakeSageMaker()
+    estimator = make(fake)
+    planned = estimator.plan(job_name="job")
+    fake.client("sagemaker").create_training_job(**planned.request.body)
+    fake.faults.raises("create_training_job", ReadTimeoutError(endpoint_url="https://x"))
+    assert estimator.fit(wait=False, job_name="job").name == "job"
+    fake.faults.raises("create_training_job", ReadTimeoutError(endpoint_url="https://x"))
+    with pytest.raises(CloudError, match="timeout"):
+        estimator.fit(wait=False, job_name="another")
+
+
+def test_stop_waits_and_attach_finds(make: MakeEstimator) -> None:
+    fake = FakeSageMaker(Script(training=10_000))
+    make(fake).fit(wait=False, job_name="job")
+    job = Estimator.attach("job", fake)
+    fake.clock.advance(200)
+    job.stop(wait=True)
+    job.stop()  # is over already: nothing to do
+    with pytest.raises(JobError, match="was stopped"):
+        job.check()
+    with pytest.raises(UsageError, match="no job `other`"):
+        Estimator.attach("other", fake)
+    with pytest.raises(UsageError, match="no job was started"):
+        make(fake).stop()
+
+
+def test_waiting_has_a_deadline_and_says_what_for(make: MakeEstimator) -> None:
+    job = make(FakeSageMaker(Script(training=10_000))).fit(wait=False)
+    with pytest.raises(DeadlineError, match=r"waited 95 s for job .* which is Training"):
+        job.wait(timeout=95)
+
+
+def test_resume_goes_on_with_the_same_sources_and_checkpoints(make: MakeEstimator) -> None:
+    fake = FakeSageMaker()
+    estimator = make(fake, checkpoint_s3_uri="s3://bucket/ckpt", tags={"team": "x"}, hyperparameters={"lr": 0.1})
+    first = estimator.fit(wait=False)
+    first.wait()
+    second = estimator.resume(wait=False)
+    old, new = dict(fake.jobs[first.name].request), dict(fake.jobs[second.name].request)
+    assert new["HyperParameters"].pop("sagemaker_job_name") == json.dumps(second.name)
+    assert old["HyperParameters"].pop("sagemaker_job_name") == json.dumps(first.name)
+    assert new.pop("Tags") == [*old.pop("Tags"), {"Key": "smpkit:resumed-from", "Value": first.name}]
+    assert {**old, "TrainingJobName": ""} == {**new, "TrainingJobName": ""}
+    changed = first.resumed("third", {"InstanceCount": 4, "MaxRuntimeInSeconds": 7}).body
+    assert changed["ResourceConfig"]["InstanceCount"] == 4
+    assert changed["StoppingCondition"]["MaxRuntimeInSeconds"] == 7
+
+
+def test_a_job_without_checkpoints_cannot_be_resumed(make: MakeEstimator) -> None:
+    job = make(FakeSageMaker()).fit(wait=False)
+    for ask in (job.resume, lambda: job.latest_checkpoint):
+        with pytest.raises(CheckpointError, match="keeps no checkpoints"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"step_1_partial/index.json": b"", "newest": b"step_1_partial"}, "step_1_partial"),
+        ({"a.pt": b"", "b.pt": b""}, "b.pt"),
+        ({"a.pt": b"", "b.pt.sagemaker-uploading": b"", ".c.0123.tmp": b""}, "a.pt"),
+        ({"a_partial/index.json": b"", "b_partial/model_0_0.pt": b""}, "a_partial"),
+        ({"a_partial/index.json": b"", "newest": b"gone_partial"}, "a_partial"),
+        ({"a.pt": b"", "user_content_a.pt": b""}, "a.pt"),
+        ({"other/x": b"", "newest": b"../../elsewhere"}, "other"),
+    ],
+    ids=["none", "named", "latest", "half-written", "no index", "named is gone", "user content", "hostile"],
+)
+def test_the_latest_checkpoint_is_a_whole_one(
+    make: MakeEstimator, files: dict[str, bytes], expected: str | None
+) -> None:
+    """amazon-sagemaker-examples#1518: half-written helper files lie beside the checkpoints."""
+    fake = FakeSageMaker()
+    job = make(fake, checkpoint_s3_uri="s3://bucket/ckpt/").fit(wait=False)
+    fake.storage.put("s3://bucket/ckpt-of-another/z.pt")
+    for name, content in files.items():
+        fake.clock.advance(1)
+        fake.storage.put(f"s3://bucket/ckpt/{name}", content)
+    assert job.latest_checkpoint == (f"s3://bucket/ckpt/{expected}" if expected else None)
+
+
+@pytest.mark.parametrize(
+    ("method", "code", "message", "said", "hint"),
+    [
+        ("create_training_job", "AccessDeniedException", "not allowed", "not allowed", "sagemaker:CreateTrainingJob"),
+        ("create_training_job", "ResourceLimitExceeded", "no", "no", "Service Quotas"),
+        ("put_object", "NoSuchBucket", "x", "the bucket does not exist", "aws s3 mb"),
+        ("head_object", "403", "Forbidden", "Forbidden", "s3:GetObject"),
+        ("create_training_job", "UnrecognizedClientException", "x", "does not know these credentials", "doctor"),
+    ],
+)
+def test_refusals_are_in_plain_words(
+    make: MakeEstimator, method: str, code: str, message: str, said: str, hint: str
+) -> None:
+    fake = FakeSageMaker()
+    fake.faults.add(method, code, message)
+    with pytest.raises(CloudError) as caught:
+        make(fake).fit(wait=False)
+    assert said in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_quota_is_told_in_numbers(make: MakeEstimator) -> None:
+    fake = FakeSageMaker(quotas={"ml.p4d.24xlarge": 1})
+    make(fake).fit(wait=False, job_name="first")
+    with pytest.raises(
+        CloudError, match=r"your quota `ml\.p4d\.24xlarge for training job usage` is 1, 1 in use and 2 more"
+    ):
+        make(fake, instance_count=2).fit(wait=False, job_name="second")
+
+
+def test_an_upload_after_throttling_sends_everything(make: MakeEstimator) -> None:
+    fake = FakeSageMaker()
+    fake.faults.add("put_object", "SlowDown", "reduce", times=2)
+    estimator = make(fake)
+    planned = estimator.plan()
+    estimator.fit(wait=False)
+    with tarfile.open(fileobj=io.BytesIO(fake.storage.objects[planned.archive_uri].content), mode="r:gz") as tar:
+        assert tar.getnames() == ["train.py"]
+
+
+def test_status_counts_time_and_interruptions(make: MakeEstimator) -> None:
+    fake = FakeSageMaker(Script(interruptions=(30.0,), starting=60, downloading=20, waiting=100))
+    job = make(fake, use_spot_instances=True).fit(wait=False)
+    fake.clock.advance(60 + 20 + 30 + 50)
+    status: JobStatus = job.status()
+    assert (status.phase, status.interruptions, status.billable_so_far, status.seconds) == ("Interrupted", 1, 50, 160)
+
+
+def test_the_estimators_arguments_are_documented_ones() -> None:
+    """Each argument of SDK v2 that we take has a place in the job file that exists."""
+    from smpkit.config.job import JobConfig
+    from smpkit_estimator.arguments import PLACES
+
+    names = set(JobConfig.keys())
+    assert {place[0] for place in PLACES.values()} <= names
+    assert set(ARGUMENTS) <= set(PLACES)

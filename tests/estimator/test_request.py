@@ -1,0 +1,98 @@
+"""The request is SDK v2's own, field by field: golden files, and the real SDK where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.backends.sagemaker_model import request_shape, validate
+from smpkit_estimator.inputs import TrainingInput, channels
+from smpkit_estimator.limits import preflight
+from smpkit_estimator.request import Circumstances, TrainingRequest, build_request
+from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
+
+GOLDEN = Path(__file__).with_name("golden")
+SHAPE = request_shape("sagemaker", "CreateTrainingJob")
+SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
+
+AROUND = Circumstances(
+    job_name=JOB_NAME,
+    region=REGION,
+    role=ROLE,
+    output="s3://smpkit-demo/",
+    source=f"s3://smpkit-demo/{JOB_NAME}/source/sourcedir.tar.gz",
+)
+
+
+def ours(arguments: dict[str, Any], inputs: Any) -> TrainingRequest:
+    given = {"entry_point": "train.py", **arguments}
+    job = job_from_arguments(given, given.pop("distribution", None))
+    return build_request(job.model_copy(update={"inputs": channels(inputs)}), AROUND)
+
+
+def all_of_ours() -> dict[str, TrainingRequest]:
+    made = {name: ours(*case) for name, case in CASES.items()}
+    made["training-input"] = ours(CASES["no-distribution"][0], {"train": TrainingInput(**INPUTS)})
+    return made
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.json")))
+def test_a_request_equals_the_sdks_field_by_field(name: str) -> None:
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    assert all_of_ours()[name].body == golden
+    assert preflight(golden, SHAPE) == []
+
+
+def test_there_is_a_golden_file_for_every_case() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.json")} == set(all_of_ours())
+
+
+@pytest.mark.skipif(SDK2 is None, reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` installs and runs it")
+def test_the_real_sdk_sends_what_the_golden_files_say() -> None:
+    from tests.estimator.golden.real_sdk2 import requests_of_the_sdk
+
+    for name, request in requests_of_the_sdk().items():
+        assert request == json.loads((GOLDEN / f"{name}.json").read_text()), name
+
+
+def test_user_hyperparameters_are_encoded_once() -> None:
+    """Surprise 12: the SDK's `set_hyperparameters` encodes twice, and 0.1 arrives as a text in quotes."""
+    request = ours({**CASES["no-distribution"][0], "hyperparameters": {"lr": 0.1, "name": "x"}}, None)
+    assert request.body["HyperParameters"]["lr"] == "0.1"
+    assert request.body["HyperParameters"]["name"] == '"x"'
+
+
+def test_spot_always_says_how_long_it_waits() -> None:
+    """The service refuses a spot job without a limit for waiting, which the SDK leaves out."""
+    request = ours({**CASES["no-distribution"][0], "use_spot_instances": True, "max_run": 100}, None)
+    assert request.body["StoppingCondition"] == {"MaxRuntimeInSeconds": 100, "MaxWaitTimeInSeconds": 100}
+
+
+def test_long_parameters_are_named_instead_of_sent() -> None:
+    around = Circumstances(**{**AROUND.__dict__, "parameters_file": "p.json"})
+    job = job_from_arguments(
+        {"entry_point": "train.py", "image_uri": "x"}, CASES["model-parallel-mpi-spot"][0]["distribution"]
+    )
+    sent = build_request(job, around).body["HyperParameters"]
+    assert "mp_parameters" not in sent
+    assert sent["sagemaker_smpkit_parameters_file"] == '"p.json"'
+
+
+def test_what_is_printed_is_what_is_sent() -> None:
+    request = ours(*CASES["model-parallel-mpi-spot"])
+    assert json.loads(request.to_json()) == request.body
+    validate(request.body, SHAPE)
+
+
+def test_no_sdk_comes_along_unasked() -> None:
+    """Surprise 14: tools that need one SDK cannot be installed beside those that need the other."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and newer")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert not [name for name in project["dependencies"] if name.startswith("sagemaker")]
+    extras = project["optional-dependencies"]
+    assert {extra for extra, names in extras.items() if any("sagemaker" in name for name in names)} == {"sdk2", "sdk3"}

@@ -1,0 +1,165 @@
+"""The adapter for SDK v3, against the real SDK: its `ModelTrainer`, and the scripts that it sends along."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from smpkit.errors import ConfigError
+from smpkit_estimator.packing import PACKED, packed
+from tests.estimator.golden.cases import IMAGE, MPI, REGION, ROLE, SMP
+
+SDK3 = importlib.util.find_spec("sagemaker.train") if importlib.util.find_spec("sagemaker") else None
+with_sdk3 = pytest.mark.skipif(
+    SDK3 is None, reason="needs SageMaker's SDK v3; `scripts/test-sdk sdk3` installs and runs it"
+)
+
+VALUES = {"epochs": 3, "name": "it's o'clock", "a.dotted": 1, "text": "a b", "flag": True}
+
+
+def test_unsafe_hyperparameters_are_packed_without_apostrophes() -> None:
+    sent = packed({"a": '"it\'s"', "b.c": "1", "d": "2", "e-f": '"x"'})
+    assert set(sent) == {"d", "e-f", PACKED}
+    assert "'" not in json.loads(sent[PACKED])
+    assert json.loads(json.loads(sent[PACKED])) == {"a": "it's", "b.c": 1}
+
+
+def adapter() -> Any:
+    from smpkit_estimator.sdk3 import Smpkit
+
+    return Smpkit(smp_options={"enabled": True, "parameters": SMP}, mpi_options=MPI)
+
+
+@with_sdk3
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"smp_options": {"enabled": True, "parameters": {"microbatchs": 1}}}, "did you mean `microbatches`"),
+        ({"mpi_options": {"enabled": True, "process_per_host": 8}}, "did you mean `processes_per_host`"),
+    ],
+)
+def test_options_are_checked_at_once(options: dict[str, Any], message: str) -> None:
+    from smpkit_estimator.sdk3 import Smpkit
+
+    with pytest.raises(ConfigError) as caught:
+        Smpkit(**options)
+    assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="at most 2,500"):
+        adapter().hyperparameters("train.py", {"corpus": "x" * 3000})
+
+
+@with_sdk3
+def test_the_request_of_a_model_trainer(tmp_path: Path) -> None:
+    """Surprises 4 and 5: every host gets our driver, and the hyperparameters that it starts all ranks from."""
+    request, uploads = sent_by_model_trainer(tmp_path)
+    got = request["HyperParameters"]
+    assert json.loads(got["mp_parameters"]) == SMP
+    assert (got["sagemaker_mpi_enabled"], got["sagemaker_mpi_num_of_processes_per_host"]) == ("true", "8")
+    assert got["sagemaker_program"] == '"train.py"'
+    assert request["ResourceConfig"]["InstanceCount"] == 2
+    driver = next(key for key in uploads if key.endswith("distributed_drivers/smpkit_driver.py"))
+    assert b"smpkit_container" in uploads[driver]
+    start = next(text for key, text in uploads.items() if key.endswith("sm_train.sh"))
+    assert b"distributed_drivers/smpkit_driver.py" in start
+
+
+@with_sdk3
+def test_the_sdks_own_start_script_survives_our_hyperparameters(tmp_path: Path) -> None:
+    """Surprise 5: with an apostrophe in a hyperparameter, the file that SDK v3's script writes cannot be loaded."""
+    import sagemaker.train
+
+    script = Path(sagemaker.train.__file__).parent / "container_drivers" / "scripts" / "environment.py"
+    for values, good in (({"name": "it's"}, False), (adapter().hyperparameters("train.py", VALUES), True)):
+        code = (
+            f"import sys, importlib.util as u; sys.path.insert(0, {str(script.parent.parent)!r})\n"
+            f"s = u.spec_from_file_location('e', {str(script)!r}); e = u.module_from_spec(s); s.loader.exec_module(e)\n"
+            "r = {'current_host': 'algo-1', 'current_instance_type': 'x', 'hosts': ['algo-1'],"
+            " 'network_interface_name': 'eth0'}\n"
+            f"e.set_env(r, {{}}, {values!r}, {str(tmp_path / 'env')!r})\n"
+        )
+        environ = {**os.environ, "TRAINING_JOB_NAME": "job"}
+        subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, timeout=60)
+        done = subprocess.run(
+            ["bash", "-ec", f"source {tmp_path / 'env'}"], capture_output=True, timeout=30, check=False
+        )
+        assert (done.returncode == 0) == good, done.stderr
+
+
+def test_the_driver_becomes_the_launcher(tmp_path: Path) -> None:
+    """Run for real, over the tree that SDK v3 makes: sources as loose files in the channel `code`."""
+    import smpkit_estimator
+    from smpkit_estimator.arguments import job_from_arguments
+    from smpkit_estimator.hyperparameters import hyperparameters
+
+    pytest.importorskip("torch", reason="the launcher starts ranks with torchrun")
+    driver = Path(smpkit_estimator.__file__).with_name("sdk3_driver") / "smpkit_driver.py"
+    code, config = tmp_path / "input" / "data" / "code", tmp_path / "input" / "config"
+    code.mkdir(parents=True)
+    config.mkdir()
+    (code / "train.py").write_text("import os, sys; print(sys.argv[1:], os.environ['SM_HP_NAME'])")
+    launcher = {"torch_distributed": {"enabled": True, "processes_per_host": 1}}
+    job = job_from_arguments({"entry_point": "train.py", "hyperparameters": VALUES}, launcher)
+    sent = packed(hyperparameters(job, submit_directory=str(code), job_name="", region=""))
+    (config / "hyperparameters.json").write_text(json.dumps(sent))
+    environ = {**os.environ, "SMPKIT_BASE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(driver)], env=environ, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("it's o'clock")
+    assert "'--name', \"it's o'clock\"" in done.stdout
+
+
+def sent_by_model_trainer(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return what `ModelTrainer.train` sends, and the objects that it uploads, with an S3 of moto's."""
+    from smpkit_estimator.sdk3 import Smpkit
+
+    environ = {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": REGION,
+        "SAGEMAKER_VALIDATE_ROLE": "false",
+    }
+    with mock.patch.dict(os.environ, environ):
+        import boto3
+        from botocore.client import BaseClient
+        from moto import mock_aws
+        from sagemaker.core.helper.session_helper import Session
+        from sagemaker.train import ModelTrainer
+        from sagemaker.train.configs import Compute, SourceCode
+
+        (folder / "train.py").write_text("print()\n")
+        smp: Smpkit = adapter()
+        caught: list[dict[str, Any]] = []
+        real = BaseClient._make_api_call
+
+        def call(client: Any, operation: str, arguments: Any) -> Any:
+            if operation == "CreateTrainingJob":
+                caught.append(arguments)
+            return real(client, operation, arguments)
+
+        with mock_aws(), mock.patch.object(BaseClient, "_make_api_call", call):
+            s3 = boto3.client("s3")
+            s3.create_bucket(Bucket="smpkit-demo", CreateBucketConfiguration={"LocationConstraint": REGION})
+            trainer = ModelTrainer(
+                training_image=IMAGE,
+                role=ROLE,
+                source_code=SourceCode(source_dir=str(folder), entry_script="train.py"),
+                compute=Compute(instance_type="ml.p4d.24xlarge", instance_count=2),
+                distributed=smp,
+                hyperparameters=smp.hyperparameters("train.py", VALUES),
+                sagemaker_session=Session(boto_session=boto3.Session(region_name=REGION), default_bucket="smpkit-demo"),
+                base_job_name="smpkit",
+            )
+            trainer.train(wait=False, logs=False)
+            keys = [item["Key"] for item in s3.list_objects_v2(Bucket="smpkit-demo")["Contents"]]
+            uploads = {key: s3.get_object(Bucket="smpkit-demo", Key=key)["Body"].read() for key in keys}
+    return caught[0], uploads
