@@ -1,4 +1,7 @@
-"""The program of the training image: `python -m smpkit_container [train] [-- script arguments...]`."""
+"""The program of the training image: `python -m smpkit_container [train] [-- script arguments...]`.
+
+Any other arguments are a command to run instead, so that `docker run IMAGE bash` does what people expect.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,42 @@ from pathlib import Path
 
 from smpkit.errors import SmpkitError
 from smpkit_container.console import Console
-from smpkit_container.environment import Environment, Folders, base_folder, count_cpus, count_gpus
+from smpkit_container.environment import (
+    DEFAULT_BASE,
+    Environment,
+    Folders,
+    base_folder,
+    count_cpus,
+    count_gpus,
+    find_efa,
+)
 from smpkit_container.failure import MAX_FAILURE_CHARACTERS
 from smpkit_container.launch import launch, write_failure
 from smpkit_container.rank import die_with_parent
+from smpkit_container.source import fetch_source, install_requirements
+from smpkit_container.wire import as_meant
 
 __all__ = ["main"]
 
 _OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT")
 """What is meant for this process; a launcher that a script starts must not take it for its own."""
 
-_USAGE = "usage: python -m smpkit_container [train] [-- script arguments...]"
-
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the job that the platform describes; return the exit code. This is the program's only error boundary."""
     before, extra = _split(arguments)
     if before not in ([], ["train"]):
-        sys.stderr.write(f"{_USAGE}\n")
-        return 2
+        return _become(arguments)
     if environ.get("SMPKIT_DIE_WITH_PARENT") == "1":  # a local run must not go on when its command line is killed
         die_with_parent(signal.SIGTERM)
     base = base_folder(environ)
     environ = {name: value for name, value in environ.items() if name not in _OURS}
     try:
-        environment = Environment.read(base, environ, num_gpus=count_gpus(), num_cpus=count_cpus())
+        environment = Environment.read(base, environ, num_gpus=count_gpus(), num_cpus=count_cpus(), has_efa=find_efa())
+        if base == DEFAULT_BASE:  # on somebody's own machine the code is where it is, and so is what it needs
+            fetch_source(environment)
+            install_requirements(environment.code)
+        environment = as_meant(environment)
         return launch(environment, environ, Console.of_process(environ), extra)
     except KeyboardInterrupt:  # before the launcher handles it
         return 130
@@ -58,6 +72,15 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(arguments)
     cut = words.index("--") if "--" in words else len(words)
     return words[:cut], words[cut + 1 :]
+
+
+def _become(command: Sequence[str]) -> int:
+    try:
+        os.execvp(command[0], list(command))  # noqa: S606 - the command of whoever started the container
+    except OSError as error:
+        sys.stderr.write(f"error: `{command[0]}` cannot be run: {error.strerror}\n")
+        sys.stderr.write("hint: `train` runs the job described below /opt/ml\n")
+        return 127
 
 
 def _leave_reason(base: Path, reason: str) -> None:

@@ -12,7 +12,16 @@ from typing import Any
 
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["DEFAULT_BASE", "Environment", "Folders", "Resources", "base_folder", "count_cpus", "count_gpus"]
+__all__ = [
+    "DEFAULT_BASE",
+    "Environment",
+    "Folders",
+    "Resources",
+    "base_folder",
+    "count_cpus",
+    "count_gpus",
+    "find_efa",
+]
 
 DEFAULT_BASE = Path("/opt/ml")
 
@@ -93,9 +102,13 @@ class Environment:
     job_name: str = ""
     num_gpus: int = 0
     num_cpus: int = 1
+    has_efa: bool = False
+    """Whether AWS's fast network adapter is here: asked of the machine, for lists of instance types go out of date."""
 
     @classmethod
-    def read(cls, base: Path, environ: Mapping[str, str], *, num_gpus: int, num_cpus: int) -> Environment:
+    def read(
+        cls, base: Path, environ: Mapping[str, str], *, num_gpus: int, num_cpus: int, has_efa: bool = False
+    ) -> Environment:
         """Read the files below `base`; a missing file means its default.
 
         Raises:
@@ -123,6 +136,7 @@ class Environment:
             job_name=str(framework.get("sagemaker_job_name") or environ.get("TRAINING_JOB_NAME") or ""),
             num_gpus=num_gpus,
             num_cpus=num_cpus,
+            has_efa=has_efa,
         )
 
     @property
@@ -161,6 +175,11 @@ def count_gpus(command: tuple[str, ...] = ("nvidia-smi", "--list-gpus")) -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def find_efa(devices: Path = Path("/dev/infiniband")) -> bool:
+    """Return whether an EFA adapter is attached to this host."""
+    return any(devices.glob("uverbs*"))
 
 
 def _read(folders: Folders, name: str, problems: list[Problem]) -> dict[str, Any]:

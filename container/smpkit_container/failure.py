@@ -8,11 +8,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smpkit_container.process import Outcome
+from smpkit_container.outcome import Outcome
+from smpkit_container.peers import News
 from smpkit_container.topology import Topology
-from smpkit_container.verdict import RankEnd, Verdict
+from smpkit_container.verdict import RankEnd, Verdict, signal_name
 
-__all__ = ["MAX_FAILURE_CHARACTERS", "Failure", "duration", "launcher_failure", "rank_failure", "stop_failure"]
+__all__ = [
+    "MAX_FAILURE_CHARACTERS",
+    "Failure",
+    "duration",
+    "launcher_failure",
+    "peer_failure",
+    "rank_failure",
+    "stop_failure",
+]
 
 MAX_FAILURE_CHARACTERS = 1024
 """SageMaker returns this much of `/opt/ml/output/failure` as FailureReason, so the news must come first."""
@@ -36,7 +45,7 @@ class Failure:
 def rank_failure(verdict: Verdict, outcome: Outcome, topology: Topology, code: Path) -> Failure:
     """Describe a run that ended because a rank failed. `code` is the script's folder; frames in it are the user's."""
     end = verdict.culprit
-    headline = _headline(end)
+    headline = end.headline
     notes = _notes(verdict, code)
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
@@ -74,6 +83,13 @@ def launcher_failure(name: str, outcome: Outcome, start_seconds: float) -> Failu
     return Failure(exit_code, _fitted([headline, *(line for line in said if line.strip("- \t"))]), "\n".join(screen))
 
 
+def peer_failure(news: News, outcome: Outcome, topology: Topology) -> Failure:
+    """Describe a run that ended here because it failed on another host."""
+    what = f"the run failed on another host, {news}"
+    screen = f"Failed after {duration(outcome.seconds)}: {what}"
+    return Failure(1, _fitted([news.reason, f"on {news.host}; {topology.host} ended because of it"]), screen)
+
+
 def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float) -> Failure:
     """Describe a run that was asked to stop, and in which ranks did not end with exit code 0."""
     name = signal.Signals(outcome.stop_signal).name
@@ -106,25 +122,6 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} m {rest} s" if minutes else f"{rest} s"
     return f"{minutes // 60} h {minutes % 60} m"
-
-
-def _headline(end: RankEnd) -> str:
-    if end.error is not None and end.error.name != "SystemExit":
-        return end.error.message
-    return _how_rank_ended(end)
-
-
-def _how_rank_ended(end: RankEnd) -> str:
-    if end.status is None:
-        return "the process did not end, not even after SIGKILL"
-    if end.status >= 0:
-        message = end.error.message.removeprefix("SystemExit").removeprefix(": ") if end.error else ""
-        if message and not message.isdigit():
-            return f"the script exited with code {end.exit_code}: {message}"
-        return f"the script exited with code {end.exit_code}"
-    name = _signal_name(-end.status)
-    reason = {"SIGKILL": " (the machine may be out of memory)", "SIGSEGV": " (a crash in compiled code)"}.get(name, "")
-    return f"the process was killed by {name}{reason}"
 
 
 def _hint(end: RankEnd) -> str | None:
@@ -196,14 +193,7 @@ def _short(file: str, code: Path) -> str:
 
 
 def _how_it_ended(status: int) -> str:
-    return f"ended with exit code {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return f"ended with exit code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 def _fitted(lines: Iterable[str]) -> str:

@@ -23,8 +23,11 @@ from smpkit_container.command import (
 )
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment
-from smpkit_container.failure import Failure, launcher_failure, rank_failure, stop_failure
-from smpkit_container.process import Outcome, Patience, run_host
+from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure
+from smpkit_container.gathering import Gathered, gather
+from smpkit_container.outcome import Outcome, Patience
+from smpkit_container.peers import News
+from smpkit_container.process import run_host
 from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
 from smpkit_container.variables import export, platform_variables, process_variables
 from smpkit_container.verdict import judge
@@ -60,8 +63,10 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
         plan = _planned(environment, topology, port, environ, extra, console.is_terminal)
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
-        outcome = _run(plan, console, patience)
-    failure = explain(outcome, plan.topology, plan.code, patience)
+        with gather(topology, patience.start) as gathered:
+            outcome = _run(plan, gathered, console, patience)
+            news = gathered.peers.news if gathered.peers else None
+    failure = explain(outcome, plan.topology, plan.code, patience, news)
     if failure is not None:
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
@@ -69,11 +74,16 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else 0
 
 
-def explain(outcome: Outcome, topology: Topology, code: Path, patience: Patience) -> Failure | None:
+def explain(
+    outcome: Outcome, topology: Topology, code: Path, patience: Patience, news: News | None = None
+) -> Failure | None:
     """Return why a run failed; None if it did not: if every rank ended with 0, whatever torchrun or mpirun think."""
-    if outcome.clean:
+    cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
+    if outcome.clean and not cut_short:
         return None
     verdict = judge(outcome.ends)
+    if news is not None and (verdict is None or verdict.culprit.error is None or verdict.culprit.is_consequence):
+        return peer_failure(news, outcome, topology)
     if outcome.stop_signal and (verdict is None or verdict.culprit.error is None):
         return stop_failure(outcome, topology, patience.grace)
     if verdict is None:
@@ -126,7 +136,7 @@ def _planned(
     arguments = script_arguments(environment.hyperparameters, extra, pass_mp_parameters=passed)
     variables = {
         **platform_variables(environment, topology, arguments),
-        **process_variables(environ, topology, environment.num_cpus),
+        **process_variables(environ, topology, environment.num_cpus, has_efa=environment.has_efa),
         **({"SMPKIT_TERMINAL": "1"} if terminal else {}),
     }
     if topology.launcher == "mpirun":
@@ -146,11 +156,6 @@ def _command(
 ) -> list[str]:
     if topology.launcher == "torchrun":
         return torchrun_command(topology, program)
-    if not topology.single_host:
-        raise UnsupportedError(
-            f"mpirun over {len(topology.hosts)} hosts needs ssh between them, which smpkit does not set up yet",
-            hint="use `torch_distributed` instead of `mpi`: it needs no ssh",
-        )
     names = [*variables, ADDRESS_VARIABLE, *(name for name in _ALSO_EXPORTED if name in environ)]
     return mpirun_command(
         find_mpirun(environ.get("PATH")),
@@ -177,20 +182,24 @@ def _checked_script(script: str, code: Path) -> str:
     return script
 
 
-def _run(plan: _Plan, console: Console, patience: Patience) -> Outcome:
+def _run(plan: _Plan, gathered: Gathered, console: Console, patience: Patience) -> Outcome:
     first = plan.topology.node_rank * plan.topology.processes_per_host
+    command = gathered.server or plan.command
     try:
         return run_host(
-            plan.command,
+            command,
             ranks=range(first, first + plan.topology.processes_per_host),
             folder=plan.code,
-            environ=plan.environ,
-            variables=plan.variables,
+            environ={**plan.environ, **gathered.environ},
+            # What ssh starts gets mpirun's variables, those of the first host; this one's own are given at the welcome.
+            variables=plan.variables if gathered.place is None else plan.environ,
             console=console,
             patience=patience,
+            peers=gathered.peers,
+            place=gathered.place,
         )
     except OSError as error:
-        raise LaunchError(f"`{shlex.join(plan.command[:3])} ...` could not be started: {error}") from error
+        raise LaunchError(f"`{shlex.join(command[:3])} ...` could not be started: {error}") from error
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +30,13 @@ from typing import Any, Literal
 from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES
 from smpkit_container.console import Console
 from smpkit_container.lines import Piece
+from smpkit_container.outcome import Outcome, Patience
+from smpkit_container.peers import News, Peers
 from smpkit_container.rank_link import RankLink
-from smpkit_container.verdict import RankEnd
+from smpkit_container.verdict import Verdict, judge
 from smpkit_container.wakeup import STOP_SIGNALS, Wakeup, reap_orphans, wakeup
 
-__all__ = ["Outcome", "Patience", "run_host"]
+__all__ = ["meeting_place", "run_host"]
 
 Phase = Literal["running", "settling", "asking", "ending", "stopping", "killing"]
 
@@ -43,48 +44,6 @@ _CHUNK_BYTES = 65536
 _KEPT_CHATTER_BYTES = 16384
 _REPORT, _STACKS = 2, 3
 _STREAMS = ("out", "err")
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long each wait may take, in seconds."""
-
-    start: float = 900.0
-    """Until every rank has started."""
-    settle: float = 2.0
-    """For the other ranks to fail by themselves after the first one did."""
-    ask: float = 0.5
-    """For ranks that still run to say where they are."""
-    end: float = 3.0
-    """Between SIGTERM and SIGKILL when a run has failed."""
-    grace: float = 110.0
-    """Between SIGTERM and SIGKILL when the run was asked to stop; SageMaker kills the container after 120."""
-    leave: float = 10.0
-    """For torchrun or mpirun to exit after the ranks."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All that is known when the processes of this host are gone."""
-
-    ends: tuple[RankEnd, ...]
-    """How each rank ended that was started."""
-    missing: tuple[int, ...]
-    """Ranks that never started."""
-    launcher_status: int
-    launcher_output: str
-    stop_signal: int = 0
-    """The signal that asked the run to stop; 0 if none did."""
-    late: bool = False
-    """Whether the run was given up because ranks did not start in time."""
-    overdue: bool = False
-    """Whether ranks had to be killed because the grace period was over."""
-    seconds: float = 0.0
-
-    @property
-    def clean(self) -> bool:
-        """Whether every rank was started and ended with exit code 0."""
-        return not self.missing and all(end.status == 0 and not end.failed for end in self.ends)
 
 
 def run_host(
@@ -96,6 +55,8 @@ def run_host(
     variables: Mapping[str, str],
     console: Console,
     patience: Patience,
+    peers: Peers | None = None,
+    place: Path | None = None,
 ) -> Outcome:
     """Start `command`, which must start `python -m smpkit_container.rank` for each of `ranks`, and see it to its end.
 
@@ -105,12 +66,13 @@ def run_host(
         folder: the working folder of the ranks.
         environ: the environment of `command`.
         variables: what every rank of this host sets in its own environment, whatever the launcher passed on.
+        peers: the other hosts of the job; if one of them fails or is lost, the run ends here, too.
+        place: an empty folder to listen in, removed afterwards; default: one of a new name.
 
     Raises:
         OSError: `command` could not be started.
     """
-    # A short path: a Unix socket's may have about 100 characters only.
-    place = Path(tempfile.mkdtemp(prefix="smpkit-", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108
+    place = place or meeting_place()
     try:
         with (
             _listening(place / "launcher") as listener,
@@ -127,9 +89,15 @@ def run_host(
                 variables=variables,
                 console=console,
                 patience=patience,
+                peers=peers,
             ).run()
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def meeting_place() -> Path:
+    """Make a folder for the socket of a host's launcher; its path is short, for a socket's may have 100 characters."""
+    return Path(tempfile.mkdtemp(prefix="smpkit-", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108
 
 
 @contextlib.contextmanager
@@ -177,8 +145,10 @@ class _Host:
         variables: Mapping[str, str],
         console: Console,
         patience: Patience,
+        peers: Peers | None,
     ) -> None:
         self._process = process
+        self._peers = peers
         self._expected = ranks
         self._variables = dict(variables)
         self._listener = listener
@@ -202,9 +172,13 @@ class _Host:
         self._watch(self._awake, self._read_signals)
         self._watch(self._listener, self._accept)
         self._watch(self._process.stdout, self._read_chatter)
+        for connection in self._peers.connections if self._peers else ():
+            self._watch(connection, partial(self._hear, connection))
         while not self._finished():
             self._handle_events(self._deadline)
             self._advance()
+        if self._peers is not None:
+            self._conclude(self._peers)
         return self._dismiss()
 
     # ---- phases --------------------------------------------------------------------------------------------------
@@ -219,7 +193,7 @@ class _Host:
         """Go to the next phase if something happened that asks for it, or if the present one took too long."""
         if self._console.broken and not self._stop_signal:
             self._stop(signal.SIGPIPE)
-        if self._phase == "running" and (self._process.poll() is not None or any(r.failed for r in self._ranks)):
+        if self._phase == "running" and self._something_failed():
             self._enter("settling", self._patience.settle)
         if self._phase != "running" and self._hurry:
             self._hurry = False
@@ -228,6 +202,10 @@ class _Host:
             self._deadline = float("inf")  # a job may run for weeks
         elif time.monotonic() >= self._deadline:
             self._time_out()
+
+    def _something_failed(self) -> bool:
+        elsewhere = self._peers is not None and self._peers.news is not None
+        return elsewhere or self._process.poll() is not None or any(rank.failed for rank in self._ranks)
 
     def _time_out(self) -> None:
         if self._phase == "running":
@@ -258,6 +236,8 @@ class _Host:
     def _stop(self, number: int) -> None:
         """Ask the ranks to end in their own time; a run that is failing already ends faster than that."""
         self._stop_signal = self._stop_signal or number
+        if self._peers is not None:
+            self._peers.stop(number)
         if self._phase not in ("running", "settling", "asking"):
             return
         if self._phase != "running":
@@ -306,6 +286,13 @@ class _Host:
                 self._hurry = self._hurry or again
                 self._stop(number)
         reap_orphans(self._process)
+
+    def _hear(self, connection: socket.socket) -> None:
+        assert self._peers is not None
+        if not self._peers.hear(connection):
+            self._selector.unregister(connection)
+        if self._peers.stop_signal and not self._stop_signal:
+            self._stop(self._peers.stop_signal)
 
     def _read_chatter(self) -> None:
         """Keep the end of what torchrun or mpirun say themselves; it matters only if no rank tells why a run failed."""
@@ -396,6 +383,32 @@ class _Host:
         rank.status, rank.ended_seconds = status, seconds
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
+
+    def _conclude(self, peers: Peers) -> None:
+        """Tell the other hosts how it ended here; the first one stays until all have ended.
+
+        Before the watchers are let go: mpirun ends all ranks at the first that is gone, and so its host must know why.
+        The first host also runs what the others need to come to their ends: mpirun itself, or torchrun's store.
+        """
+        verdict = judge([rank.end() for rank in self._ranks])
+        if verdict is not None and verdict.culprit.is_consequence:
+            self._wait(lambda: peers.news is not None, self._patience.hear)
+        peers.conclude(None if self._stop_signal else self._reason(verdict, peers.news))
+        if peers.is_first and peers.running:
+            waits = self._patience.grace if self._stop_signal else self._patience.hear if verdict else float("inf")
+            self._wait(lambda: not peers.running or peers.news is not None, waits)
+
+    def _reason(self, verdict: Verdict | None, news: News | None) -> str | None:
+        if news is not None:
+            return str(news)
+        if verdict is not None:
+            return f"rank {verdict.culprit.rank}: {verdict.culprit.headline}"
+        return None if len(self._ranks) >= len(self._expected) else "its ranks did not all start"
+
+    def _wait(self, over: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not over() and time.monotonic() < deadline:
+            self._handle_events(min(deadline, time.monotonic() + 1.0))
 
     def _dismiss(self) -> Outcome:
         """Let the watchers go, see torchrun or mpirun off, and sum up."""

@@ -31,7 +31,12 @@ def platform_variables(environment: Environment, topology: Topology, arguments: 
 
 
 def process_variables(
-    environ: Mapping[str, str], topology: Topology, num_cpus: int, platform: str = sys.platform
+    environ: Mapping[str, str],
+    topology: Topology,
+    num_cpus: int,
+    platform: str = sys.platform,
+    *,
+    has_efa: bool = False,
 ) -> dict[str, str]:
     """Return what the ranks need beyond SM_*; whatever the user has set in `environ` is left alone."""
     variables = {
@@ -46,6 +51,8 @@ def process_variables(
         variables["GLOO_SOCKET_IFNAME"] = interface
     if interface and not topology.single_host:
         variables["NCCL_SOCKET_IFNAME"] = interface
+    if has_efa:
+        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1"}
     return {name: value for name, value in variables.items() if name not in environ}
 
 

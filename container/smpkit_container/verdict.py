@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["RankEnd", "RankError", "Verdict", "judge"]
+__all__ = ["RankEnd", "RankError", "Verdict", "judge", "signal_name"]
 
 _CONSEQUENCE_NAMES = frozenset({
     "BrokenPipeError",
@@ -27,6 +27,9 @@ _CONSEQUENCE_TEXT = re.compile(
     re.IGNORECASE,
 )
 """What gloo, NCCL and torch's store say to the ranks that were left waiting for one that is gone."""
+
+
+_SIGNAL_REASONS = {"SIGKILL": " (the machine may be out of memory)", "SIGSEGV": " (a crash in compiled code)"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,21 @@ class RankEnd:
             return 128 + signal.SIGKILL
         return self.status if self.status >= 0 else 128 - self.status
 
+    @property
+    def headline(self) -> str:
+        """What went wrong, in one line: the exception if there is one, else how the process ended."""
+        if self.error is not None and self.error.name != "SystemExit":
+            return self.error.message
+        if self.status is None:
+            return "the process did not end, not even after SIGKILL"
+        if self.status >= 0:
+            message = self.error.message.removeprefix("SystemExit").removeprefix(": ") if self.error else ""
+            if message and not message.isdigit():
+                return f"the script exited with code {self.exit_code}: {message}"
+            return f"the script exited with code {self.exit_code}"
+        name = signal_name(-self.status)
+        return f"the process was killed by {name}{_SIGNAL_REASONS.get(name, '')}"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -123,3 +141,11 @@ def judge(ends: Sequence[RankEnd]) -> Verdict | None:
     still = tuple(end for end in ends if end.stopped)
     followers = tuple(end.rank for end in failed if end is not culprit)
     return Verdict(culprit, followers, left, still)
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, for numbers that have one."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from smpkit.errors import ConfigError
-from smpkit_container.environment import DEFAULT_BASE, Environment, base_folder, count_cpus, count_gpus
+from smpkit_container.environment import (
+    DEFAULT_BASE,
+    Environment,
+    base_folder,
+    count_cpus,
+    count_gpus,
+)
 
 
 def write(base: Path, name: str, value: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from smpkit_container.failure import duration, launcher_failure, rank_failure, stop_failure
-from smpkit_container.process import Outcome
+from smpkit_container.outcome import Outcome
 from smpkit_container.topology import Topology
 from smpkit_container.verdict import RankEnd, RankError, Verdict
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from smpkit_container.console import Console
-from smpkit_container.process import Outcome, Patience, run_host
+from smpkit_container.outcome import Outcome, Patience
+from smpkit_container.process import run_host
 
 SHORT = Patience(start=1.0, settle=0.3, ask=0.1, end=0.3, grace=0.5, leave=0.3)
 

@@ -77,3 +77,9 @@ def test_mpi_goes_first_where_both_launchers_are_asked_for() -> None:
 def test_ddp_port_is_the_meeting_port() -> None:
     assert read_topology(environment(parameters={"ddp_port": 8888})).port == 8888
     assert read_topology(environment()).port is None
+
+
+def test_torchrun_needs_no_program_of_aws() -> None:
+    """Surprise 9: in an image with only `sagemaker-training`, nothing obeys `sagemaker_torch_distributed_enabled`."""
+    topology = read_topology(environment({"sagemaker_torch_distributed_enabled": True}, num_gpus=4))
+    assert (topology.launcher, topology.processes_per_host) == ("torchrun", 4)

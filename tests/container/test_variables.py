@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smpkit_container.environment import Environment, Folders, Resources
+from smpkit_container.environment import Environment, Folders, Resources, find_efa
 from smpkit_container.topology import Topology
 from smpkit_container.variables import export, platform_variables, process_variables
 
@@ -137,3 +137,14 @@ def test_several_hosts_talk_over_the_platforms_interface() -> None:
 
 def test_later_layers_win() -> None:
     assert export({"a": "1", "b": "1"}, {"b": "2"}, {"c": "3"}) == {"a": "1", "b": "2", "c": "3"}
+
+
+def test_the_fast_network_is_known_by_its_device(tmp_path: Path) -> None:
+    """AWS's toolkit has a list of instance types instead, which ends years ago."""
+    assert not find_efa(tmp_path)
+    (tmp_path / "uverbs0").touch()
+    assert find_efa(tmp_path)
+    topology = Topology(("a", "b"), 0, 1, "torchrun", interface="eth0")
+    assert "FI_PROVIDER" not in process_variables({}, topology, 8)
+    assert process_variables({}, topology, 8, has_efa=True)["FI_PROVIDER"] == "efa"
+    assert "FI_PROVIDER" not in process_variables({"FI_PROVIDER": "tcp"}, topology, 8, has_efa=True)

@@ -1,0 +1,1 @@
+container/smpkit_container/Dockerfile

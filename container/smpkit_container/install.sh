@@ -1,0 +1,70 @@
+#!/bin/sh
+# Turn a base image into a training image: `install.sh base`, then `install.sh smpkit`; run by the Dockerfile.
+set -eu
+here=/tmp/smpkit-build
+
+has() { command -v "$1" >/dev/null 2>&1; }
+
+# ---- certificates --------------------------------------------------------------------------------------------------
+# A system that has not installed ca-certificates yet cannot be told of new ones: its package manager and pip are
+# pointed at the file meanwhile, and at the end it is added to the system's own.
+if ls "$here"/*.crt >/dev/null 2>&1; then
+  cat /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt "$here"/*.crt >/tmp/ca.pem 2>/dev/null || true
+  export PIP_CERT=/tmp/ca.pem SSL_CERT_FILE=/tmp/ca.pem CURL_CA_BUNDLE=/tmp/ca.pem REQUESTS_CA_BUNDLE=/tmp/ca.pem
+  if has apt-get; then echo 'Acquire::https::CAInfo "/tmp/ca.pem";' >/etc/apt/apt.conf.d/99smpkit-build; fi
+fi
+
+# ---- system packages -----------------------------------------------------------------------------------------------
+# ssh and Open MPI are for jobs that ask for MPI; everything else runs with torchrun.
+install_system() {
+  missing=""
+  need() { has "$1" || missing="$missing $2"; }
+  if has apt-get; then
+    need python3 python3; need ssh openssh-client; need mpirun openmpi-bin
+    [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
+    [ -s /etc/ssl/certs/ca-certificates.crt ] || missing="$missing ca-certificates"
+    python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
+    if [ -n "$missing" ]; then
+      apt-get update
+      DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing
+      rm -rf /var/lib/apt/lists/*
+    fi
+  elif has dnf; then
+    need python3 python3; need ssh openssh-clients; need mpirun openmpi; need ssh-keygen openssh
+    [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
+    python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
+    if [ -n "$missing" ]; then
+      dnf install -y $missing
+      dnf clean all
+    fi
+    if ! has mpirun && [ -x /usr/lib64/openmpi/bin/mpirun ]; then ln -s /usr/lib64/openmpi/bin/mpirun /usr/local/bin/; fi
+  else
+    echo "error: the base image has neither apt-get nor dnf" >&2
+    exit 1
+  fi
+  # Host keys that the package made are the same in every container of the image: jobs make their own.
+  rm -f /etc/ssh/ssh_host_*
+}
+
+# ---- Python packages -----------------------------------------------------------------------------------------------
+# Into the system's Python, which in an image belongs to nobody else; newer Debians have to be told that it is meant.
+export PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+export PIP_FIND_LINKS="$here" PIP_PROGRESS_BAR=off
+
+install_smpkit() {
+  ours=$(ls "$here"/source/smpkit-*.whl 2>/dev/null | tail -n 1 || true)
+  python3 -m pip install "${ours:-$here/source}[torch]"
+  python3 -c 'import torch, smpkit.torch, smpkit_container'
+  mkdir -p /opt/ml/code
+}
+
+# ---- what was asked for --------------------------------------------------------------------------------------------
+case "$1" in
+  base) install_system; python3 -m pip install $TORCH_OPTIONS "$TORCH" "numpy>=1.26" ;;
+  smpkit) install_smpkit ;;
+esac
+if [ -f /tmp/ca.pem ]; then
+  if has update-ca-certificates; then cp "$here"/*.crt /usr/local/share/ca-certificates/ && update-ca-certificates
+  elif has update-ca-trust; then cp "$here"/*.crt /etc/pki/ca-trust/source/anchors/ && update-ca-trust; fi
+  rm -f /tmp/ca.pem /etc/apt/apt.conf.d/99smpkit-build
+fi

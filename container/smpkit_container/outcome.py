@@ -1,0 +1,53 @@
+"""What a launcher is told about waiting, and what it knows when the processes of its host are gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smpkit_container.verdict import RankEnd
+
+__all__ = ["Outcome", "Patience"]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long each wait may take, in seconds."""
+
+    start: float = 900.0
+    """Until every rank has started."""
+    settle: float = 2.0
+    """For the other ranks to fail by themselves after the first one did."""
+    ask: float = 0.5
+    """For ranks that still run to say where they are."""
+    end: float = 3.0
+    """Between SIGTERM and SIGKILL when a run has failed."""
+    grace: float = 110.0
+    """Between SIGTERM and SIGKILL when the run was asked to stop; SageMaker kills the container after 120."""
+    leave: float = 10.0
+    """For torchrun or mpirun to exit after the ranks."""
+    hear: float = 10.0
+    """For another host to say why it ended when ranks here noticed only that others were gone."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that is known when the processes of this host are gone."""
+
+    ends: tuple[RankEnd, ...]
+    """How each rank ended that was started."""
+    missing: tuple[int, ...]
+    """Ranks that never started."""
+    launcher_status: int
+    launcher_output: str
+    stop_signal: int = 0
+    """The signal that asked the run to stop; 0 if none did."""
+    late: bool = False
+    """Whether the run was given up because ranks did not start in time."""
+    overdue: bool = False
+    """Whether ranks had to be killed because the grace period was over."""
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Whether every rank was started and ended with exit code 0."""
+        return not self.missing and all(end.status == 0 and not end.failed for end in self.ends)

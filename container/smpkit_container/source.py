@@ -1,0 +1,102 @@
+"""Bring the job's source code into place: unpack the archive that was submitted, install what it says it needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from smpkit.errors import LaunchError
+from smpkit_container.environment import Environment
+
+__all__ = ["fetch_source", "install_requirements", "unpack"]
+
+_MAX_UNPACKED_BYTES = 8 << 30
+_PIP_SECONDS = 1800
+
+
+def fetch_source(environment: Environment) -> None:
+    """Unpack the submitted archive into `/opt/ml/code`, downloaded if need be, unless there are files already.
+
+    Raises:
+        LaunchError: the archive cannot be downloaded or must not be unpacked.
+    """
+    submitted = str(environment.framework.get("sagemaker_submit_directory") or "")
+    code = environment.folders.code
+    if code.is_dir() and any(code.iterdir()):
+        return
+    if submitted.endswith(".tar.gz") and Path(submitted).is_file():  # a channel brought it, as there is no network
+        unpack(Path(submitted), code)
+    if not submitted.startswith("s3://"):
+        return
+    with tempfile.TemporaryDirectory(prefix="smpkit-source-") as folder:
+        archive = Path(folder) / "source.tar.gz"
+        _download(submitted, archive, str(environment.framework.get("sagemaker_region") or "") or None)
+        unpack(archive, code)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a tar archive into `folder`, files and folders only and never beside it.
+
+    Raises:
+        LaunchError: it is damaged, too large, or holds a link, a device or a path that leads out of `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(archive, "r:*") as tar:
+            members = tar.getmembers()
+            for member in members:
+                _check(member)
+            if sum(member.size for member in members) > _MAX_UNPACKED_BYTES:
+                raise LaunchError(f"the source archive unpacks to more than {_MAX_UNPACKED_BYTES >> 30} GiB")
+            for member in members:
+                member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+                member.uid = member.gid = 0
+                member.uname = member.gname = ""
+                tar.extract(member, folder, set_attrs=member.isfile())
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise LaunchError(f"the source archive cannot be unpacked: {error}") from error
+
+
+def install_requirements(code: Path) -> None:
+    """Install the `requirements.txt` of the source code, if it has one, as AWS's images do.
+
+    Raises:
+        LaunchError: pip failed; its last lines are in the message.
+    """
+    requirements = code / "requirements.txt"
+    if not requirements.is_file():
+        return
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-r", str(requirements)]
+    try:
+        done = subprocess.run(command, cwd=code, capture_output=True, text=True, timeout=_PIP_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"`requirements.txt` could not be installed: {error}") from error
+    if done.returncode:
+        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise LaunchError(f"`requirements.txt` could not be installed (pip, exit code {done.returncode}):\n{said}")
+
+
+def _check(member: tarfile.TarInfo) -> None:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts or "\0" in member.name:
+        raise LaunchError(f"the source archive holds `{member.name}`, which leads out of its folder")
+    if not (member.isfile() or member.isdir()):
+        raise LaunchError(f"the source archive holds `{member.name}`, which is neither a file nor a folder")
+
+
+def _download(uri: str, target: Path, region: str | None) -> None:
+    import boto3
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    parts = urlsplit(uri)
+    try:
+        boto3.client("s3", region_name=region).download_file(parts.netloc, parts.path.lstrip("/"), str(target))
+    except (BotoCoreError, ClientError, OSError) as error:
+        raise LaunchError(
+            f"the source archive {uri} cannot be downloaded: {error}",
+            hint="the job's role needs s3:GetObject for it",
+        ) from error
