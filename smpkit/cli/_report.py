@@ -12,14 +12,14 @@ from importlib import metadata
 
 import smpkit
 
-__all__ = ["redacted", "write_report"]
+__all__ = ["redacted", "versions", "write_report"]
 
 _PACKAGES = ("click", "pydantic", "PyYAML", "torch", "boto3")
 
 
 def write_report(error: BaseException, command: Sequence[str]) -> str | None:
     """Write the report to the folder for temporary files and return its path; None if even that fails."""
-    text = "\n".join([*_versions(), f"command: {redacted(command)}", "", *traceback.format_exception(error)])
+    text = "\n".join([*versions(), f"command: {redacted(command)}", "", *traceback.format_exception(error)])
     try:
         descriptor, path = tempfile.mkstemp(prefix="smpkit-report-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -29,7 +29,8 @@ def write_report(error: BaseException, command: Sequence[str]) -> str | None:
     return path
 
 
-def _versions() -> list[str]:
+def versions() -> list[str]:
+    """Return the versions that a report needs, a line each."""
     lines = [f"smpkit {smpkit.__version__}", f"Python {sys.version.split()[0]} on {platform.platform()}"]
     return lines + [f"{package} {_version(package)}" for package in _PACKAGES]
 

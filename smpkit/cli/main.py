@@ -25,6 +25,13 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
+    "init": Entry("smpkit.cli.init:init", "Write a job file and a script to begin with.", "Start"),
+    "doctor": Entry(
+        "smpkit.cli.doctor:doctor",
+        "Check this machine, AWS credentials, and what a job names.",
+        "Start",
+    ),
+    "completion": Entry("smpkit.cli.completion:completion", "Print the completion script of SHELL.", "Start"),
     "validate": Entry(
         "smpkit.cli.validate:validate", "Check a job file and report every problem, with its line.", "Before"
     ),
@@ -32,8 +39,33 @@ COMMANDS: dict[str, Entry] = {
     "schema": Entry("smpkit.cli.schema:schema", "Print the JSON Schema of the configuration.", "Before"),
     "run": Entry(
         "smpkit.cli.run:run",
-        "Run the job on this machine: the same launcher and ranks, without Docker or a cloud account.",
+        "Run the job on this machine, with the launcher of the training image or in the image itself.",
         "Run",
+    ),
+    "image": Entry("smpkit.cli.image:image", "Build the training image on any base.", "Run"),
+    "submit": Entry("smpkit.cli.submit:submit", "Start a managed job on SageMaker and print its name.", "Run"),
+    "jobs": Entry("smpkit.cli.jobs:jobs", "List managed jobs, newest first.", "Run"),
+    "status": Entry(
+        "smpkit.cli.status:status",
+        "Show what a job is doing, or why it failed.",
+        "Run",
+    ),
+    "logs": Entry("smpkit.cli.logs:logs", "Print the log of a job, by rank or host if asked.", "Run"),
+    "wait": Entry(
+        "smpkit.cli.wait:wait",
+        "Wait for a job; the exit code is its fate.",
+        "Run",
+    ),
+    "stop": Entry("smpkit.cli.stop:stop", "Stop a job, with time to save.", "Run"),
+    "resume": Entry(
+        "smpkit.cli.resume:resume",
+        "Start a job that goes on from another's checkpoints.",
+        "Run",
+    ),
+    "cost": Entry(
+        "smpkit.cli.cost:cost",
+        "Estimate what a job costs, before or after it.",
+        "After",
     ),
     "timeline": Entry(
         "smpkit.cli.timeline:timeline", "Show a step as it was executed, beside the planned one.", "After"

@@ -1,19 +1,22 @@
-"""`smpkit run`: a job on this machine, through the launcher that the training image uses."""
+"""`smpkit run`: a job on this machine, through the launcher that the training image uses, or in that image."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from smpkit.cli import _console
 from smpkit.cli._job import job_arguments, read_job
+from smpkit.cli.image import recipe_from, recipe_options
+from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from smpkit.config.load import LoadedJob
     from smpkit_estimator.local import LocalPlan, LocalRun
 
-__all__ = ["run"]
+__all__ = ["hint_at_timeline", "run", "show_places", "summary"]
 
 
 @click.command()
@@ -21,22 +24,60 @@ __all__ = ["run"]
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--keep", is_flag=True, help="Keep the temporary tree that stands for /opt/ml, also if nothing is in it.")
 @click.option("--events", is_flag=True, help="Record what every rank does, for `smpkit timeline`.")
-def run(file: Path, overrides: tuple[str, ...], arguments: tuple[str, ...], keep: bool, events: bool) -> int:
-    """Run the job on this machine: the same launcher and ranks, without Docker or a cloud account.
+@click.option("--docker", is_flag=True, help="Run in the training image: the job's, or one that is built first.")
+@click.option(
+    "--hosts", type=click.IntRange(1, 16), help="With --docker: containers. Default: as many as the job asks."
+)
+@click.option(
+    "--interrupt-after",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="With --docker: rehearse a spot interruption so long after the first output, then go on from the checkpoints.",
+)
+@click.option("--gpus", is_flag=True, help="With --docker: give the containers this machine's GPUs.")
+@recipe_options
+def run(
+    file: Path,
+    overrides: tuple[str, ...],
+    arguments: tuple[str, ...],
+    keep: bool,
+    events: bool,
+    docker: bool,
+    hosts: int | None,
+    interrupt_after: float | None,
+    gpus: bool,
+    **recipe: Any,
+) -> int:
+    """Run the job on this machine, with the launcher of the training image or in the image itself.
 
     ARGUMENTS after `--` are passed to the script, after those made of hyperparameters. The exit code is 1 if the job
     failed, 130 after Ctrl-C; a second Ctrl-C kills the ranks at once.
     """
+    job = read_job(file, overrides)
+    if docker:
+        from smpkit.cli._run_docker import Wishes, run_docker
+
+        return run_docker(job, arguments, recipe_from(recipe), Wishes(hosts, interrupt_after, gpus, keep, events))
+    _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
+    return _run_here(job, arguments, keep, events)
+
+
+def _refuse_without_docker(**options: object) -> None:
+    given = [f"`--{name.replace('_', '-')}`" for name, value in options.items() if value]
+    if given:
+        raise UsageError(f"{' and '.join(given)} without `--docker`", hint="add `--docker`")
+
+
+def _run_here(job: LoadedJob, arguments: tuple[str, ...], keep: bool, events: bool) -> int:
     from smpkit_container.environment import count_gpus
     from smpkit_estimator.local import plan_local_run, run_local
 
-    job = read_job(file, overrides)
     plan = plan_local_run(job.config, job.folder, count_gpus())
     _check_launcher(plan)
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
-    console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
+    console.note(f"Running `{plan.job.name}` on this machine: {summary(plan)}")
     done = run_local(plan, arguments, keep=keep, events=events)
     _conclude(console, done, events)
     return 0 if done.exit_code == 0 else 130 if done.interrupted else 1
@@ -52,7 +93,7 @@ def _check_launcher(plan: LocalPlan) -> None:
         find_mpirun(plan.job.environment.get("PATH"))
 
 
-def _summary(plan: LocalPlan) -> str:
+def summary(plan: LocalPlan) -> str:
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks != 1)} with {plan.job.distribution.launcher}"
     parameters = plan.job.distribution.model_parallel
     if parameters is None:
@@ -64,17 +105,30 @@ def _summary(plan: LocalPlan) -> str:
 def _conclude(console: _console.Console, done: LocalRun, events: bool) -> None:
     """Say how it ended, unless the launcher has done so, and where everything is."""
     from smpkit_container.failure import duration
-    from smpkit_estimator.local import EVENTS
 
     if done.exit_code == 0:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
     elif done.interrupted:
         console.note(f"{_console.style('Interrupted', 'yellow')} after {duration(done.seconds)}")
-    places = {"model": done.model, "other results": done.output_data, "checkpoints": done.checkpoints}
-    for name, place in places.items():
-        if place is not None:
-            console.note(f"{name}: {place}")
+    show_places(console, done.model, done.output_data, done.checkpoints)
     if done.tree is not None:
         console.note(f"kept: {done.tree}")
-    if events and done.output_data is not None and (done.output_data / EVENTS).is_dir():
-        console.hint(f"`smpkit timeline {done.output_data / EVENTS}` shows what the ranks did")
+    if events:
+        hint_at_timeline(console, done.output_data)
+
+
+def show_places(
+    console: _console.Console, model: Path | None, output_data: Path | None, checkpoints: Path | None
+) -> None:
+    """Say where everything is that the job left."""
+    for name, place in {"model": model, "other results": output_data, "checkpoints": checkpoints}.items():
+        if place is not None:
+            console.note(f"{name}: {place}")
+
+
+def hint_at_timeline(console: _console.Console, output_data: Path | None) -> None:
+    """Say what can be done with recorded events."""
+    from smpkit_estimator.local import EVENTS
+
+    if output_data is not None and (output_data / EVENTS).is_dir():
+        console.hint(f"`smpkit timeline {output_data / EVENTS}` shows what the ranks did")

@@ -19,10 +19,15 @@ Options:
   -q, --quiet    Say nothing but errors.
   -h, --help     Show this message and exit.
 
+Start:
+  init        Write a job file and a script to begin with.
+  doctor      Check this machine, AWS credentials, and what a job names.
+  completion  Print the completion script of SHELL.
+
 Before:
-  validate  Check a job file and report every problem, with its line.
-  plan      Show what a job would do: ranks, schedule, parts, memory.
-  schema    Print the JSON Schema of the configuration.
+  validate    Check a job file and report every problem, with its line.
+  plan        Show what a job would do: ranks, schedule, parts, memory.
+  schema      Print the JSON Schema of the configuration.
 
 Run:
 """

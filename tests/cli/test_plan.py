@@ -34,6 +34,7 @@ live      2  1   (microbatches that each stage holds at its peak)
 ZOO = """
 import torch
 from torch import nn
+import smpkit.torch as smp
 
 class Net(nn.Module):
     def __init__(self):
@@ -51,6 +52,14 @@ class Net(nn.Module):
 
 def traced():
     return Net(), torch.zeros(4, 16, dtype=torch.int64)
+
+class Placed(Net):
+    def __init__(self):
+        super().__init__()
+        smp.set_partition(self.embed, 0)
+        for number, block in enumerate(self.blocks):
+            smp.set_partition(block, number % 2)
+        smp.set_partition(self.head, 1)
 
 def failing():
     raise ValueError("no such weights")
@@ -143,13 +152,89 @@ def test_what_cannot_be_is_said(arguments: list[str], code: int, message: str, z
 
 
 @pytest.mark.usefixtures("zoo")
-def test_placing_by_hand_is_not_guessed(smpkit: Smpkit, tmp_path: Path) -> None:
+def test_what_the_model_places_by_hand_is_planned(smpkit: Smpkit, tmp_path: Path) -> None:
     (tmp_path / "mp.json").write_text(
-        '{"pipeline_parallel_degree": 2, "auto_partition": false, "default_partition": 0}'
+        '{"pipeline_parallel_degree": 2, "microbatches": 4, "auto_partition": false, "default_partition": 0}'
     )
-    result = smpkit("plan", "mp.json", "--model", "zoo:Net", standalone_mode=False)
-    assert "auto_partition: false" in str(result.exception)
+    content = json.loads(smpkit("plan", "mp.json", "--model", "zoo:Placed", "--json").stdout)
+    found = [{unit.rpartition(".")[0] or unit for unit in stage["units"]} for stage in content["stages"]]
+    assert found == [{"embed", "blocks.0", "blocks.2", "blocks.4"}, {"blocks.1", "blocks.3", "blocks.5", "head"}]
+    assert "F0.2" in content["schedule"]["actions"][0]
+
+
+def test_virtual_stages_are_planned(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "mp.json").write_text(
+        '{"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "microbatches": 4, "memory_weight": 0}'
+    )
+    content = json.loads(smpkit("plan", "mp.json", "--json").stdout)
+    # Filling and draining take half of the 1 / 5 that a chain loses.
+    assert content["schedule"]["bubble"] == pytest.approx(0.5 / 4.5)
+    content = json.loads(smpkit("plan", "mp.json", "--model", "zoo:traced", "--json").stdout)
+    places = {name: stage for stage, each in enumerate(content["stages"]) for name in each["units"]}
+    assert [places[f"blocks.{number}.0"] for number in range(6)] == [0, 0, 1, 1, 0, 0]
+    assert content["schedule"]["actions"][1].startswith("F0 F1 F0.1")
+
+
+def test_zero_bubble_is_planned(tmp_path: Path, smpkit: Smpkit) -> None:
+    (tmp_path / "mp.json").write_text('{"pipeline_parallel_degree": 4, "microbatches": 8, "pipeline": "zero_bubble"}')
+    result = smpkit("plan", str(tmp_path / "mp.json"))
+    assert "schedule  zero_bubble, 8 microbatches, at most 6 active, predicted bubble 11.1%" in result.stdout
+    assert "W0" in result.stdout
 
 
 def test_the_choice_of_optimizers_is_that_of_the_planner() -> None:
     assert list(OPTIMIZERS) == list(_OPTIMIZERS)
+
+
+CHECKPOINTED = """
+import torch
+from torch import nn
+import smpkit.torch as smp
+
+def traced():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)))
+    smp.set_activation_checkpointing(net)
+    return net, torch.zeros(16, 64)
+"""
+
+
+def _offloading(folder: Path, **changes: object) -> None:
+    parameters = {"pipeline_parallel_degree": 2, "microbatches": 4, "offload_activations": True, **changes}
+    (folder / "mp.json").write_text(json.dumps(parameters))
+
+
+def test_offloading_is_planned_for_each_stage(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "zoo.py").write_text(CHECKPOINTED)
+    _offloading(zoo)
+    arguments = ("plan", "mp.json", "--model", "zoo:traced", "--tflops", "0.001", "--link-gbs", "1")
+    content = json.loads(smpkit(*arguments, "--json").stdout)
+    first, last = content["offload"]["stages"]
+    boundary = 16 * 64 * 4
+    assert first["resident_bytes"] == 2 * 3 * boundary
+    assert first["out_bytes"] == 4 * 3 * boundary
+    assert (first["stall_seconds"], last["stall_seconds"]) == (0, 0)
+    assert content["stages"][0]["boundaries_bytes"] == first["device_bytes"] < first["resident_bytes"]
+    assert content["stages"][0]["host_bytes"] == first["host_bytes"]
+    assert (content["offload"]["horizon"], content["offload"]["link_bytes_per_second"]) == (4, 1e9)
+    lines = smpkit(*arguments).stdout.splitlines()
+    assert "offload   at horizon 4, over a link of 1 GB/s each way, by devices of 0.001 TFLOP/s" in lines
+
+
+def test_a_link_too_slow_to_hide_copies_is_said(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "zoo.py").write_text(CHECKPOINTED)
+    _offloading(zoo)
+    result = smpkit("plan", "mp.json", "--model", "zoo:traced", "--tflops", "100", "--link-gbs", "1")
+    assert "hint: copies take longer than the forward of their layer; a link of " in result.stderr
+
+
+def test_offloading_without_checkpointed_layers_is_said(zoo: Path, smpkit: Smpkit) -> None:
+    _offloading(zoo)
+    result = smpkit("plan", "mp.json", "--model", "zoo:traced")
+    assert "`offload_activations` has nothing to offload: no layer of the model is checkpointed" in result.stderr
+    assert "offload   " not in result.stdout
+
+
+@pytest.mark.usefixtures("zoo")
+def test_speeds_must_be_speeds(smpkit: Smpkit) -> None:
+    result = smpkit("plan", "--pp", "2", "--model", "zoo:Net", "--link-gbs", "0")
+    assert (result.exit_code, "`--link-gbs` is 0" in result.stderr) == (2, True)

@@ -1,0 +1,132 @@
+"""What commands that talk to the cloud share: the options, opening it, and following a job.
+
+::
+
+    @click.command()
+    @cloud_options
+    def stop(name: str, cloud: CloudChoice) -> None:
+        Job(name, cloud.open()).stop()
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from smpkit.cli import _console
+from smpkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from smpkit_estimator.backends.fake import FakeSageMaker
+    from smpkit_estimator.backends.sagemaker import Cloud
+    from smpkit_estimator.follow import Notice
+    from smpkit_estimator.job import Job
+    from smpkit_estimator.log_reader import LogLine
+
+__all__ = ["CloudChoice", "cloud_options", "follow_job", "print_lines"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_HOST_COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+
+
+@dataclass(frozen=True)
+class CloudChoice:
+    """Which cloud the user means."""
+
+    profile: str | None = None
+    region: str | None = None
+    backend: str = "sagemaker"
+
+    def open(self) -> Cloud:
+        """Return the cloud; nothing is asked of it yet."""
+        from smpkit_estimator.backends.sagemaker import Cloud, open_session
+
+        return Cloud(_demonstration() if self.backend == "fake" else open_session(self.profile, self.region))
+
+
+def cloud_options(function: _Function) -> _Function:
+    """Give a command `--profile`, `--region` and `--backend`, as the argument `cloud`."""
+
+    @functools.wraps(function)
+    def command(*args: Any, profile: str | None, region: str | None, backend: str, **options: Any) -> Any:
+        return function(*args, cloud=CloudChoice(profile, region, backend), **options)
+
+    profile = click.option("--profile", metavar="NAME", help="AWS profile; default: as the AWS CLI has it.")
+    region = click.option("--region", metavar="NAME", help="AWS region; default: as the AWS CLI has it.")
+    backend = click.option(
+        "--backend",
+        type=click.Choice(["sagemaker", "fake"]),
+        default="sagemaker",
+        show_default=True,
+        envvar="SMPKIT_BACKEND",
+        help="`fake` plays a job on this machine in seconds, for demonstrations.",
+    )
+    decorated: Any = profile(region(backend(command)))
+    return decorated  # type: ignore[no-any-return]
+
+
+def follow_job(job: Job) -> int:
+    """Show a job's lines until it is over, and its end; return the exit code. Ctrl-C ends the showing, not the job."""
+    from smpkit.cli._show import show_end
+
+    try:
+        print_lines(job.logs(follow=True))
+    except KeyboardInterrupt:
+        console = _console.current()
+        console.note(f"\n`{job.name}` goes on; this only stopped following it")
+        console.hint(f"`smpkit logs -f {job.name}` follows it again, `smpkit stop {job.name}` stops it")
+        return 130
+    return show_end(job.status())
+
+
+def print_lines(lines: Iterator[LogLine | Notice]) -> None:
+    """Print lines to stdout with their host, and notices to stderr."""
+    from smpkit_estimator.follow import Notice
+
+    console = _console.current()
+    colors: dict[str, str] = {}
+    for line in lines:
+        if isinstance(line, Notice):
+            (console.warn if line.warning else console.note)(line.text)
+            continue
+        color = colors.setdefault(line.host, _HOST_COLORS[len(colors) % len(_HOST_COLORS)])
+        click.echo(f"{click.style(line.host, fg=color)} {line.text}")
+
+
+# ---- the demonstration ----------------------------------------------------------------------------------------------
+
+
+def _demonstration() -> FakeSageMaker:
+    """Return a fake that keeps its jobs between commands, and lives about a minute in each second."""
+    from smpkit_estimator.backends.fake import FakeSageMaker, FastClock
+    from smpkit_estimator.backends.fake.demonstration import demonstration_script
+
+    folder = _demonstration_folder()
+    speed = float(os.environ.get("SMPKIT_FAKE_SPEED", "60"))
+    return FakeSageMaker(demonstration_script, clock=FastClock(speed, _origin(folder)), file=folder / "jobs.json")
+
+
+def _demonstration_folder() -> Path:
+    chosen = os.environ.get("SMPKIT_FAKE_DIR")
+    folder = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"smpkit-fake-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise UsageError(f"{folder} belongs to somebody else", hint="set SMPKIT_FAKE_DIR to a folder of yours")
+    return folder
+
+
+def _origin(folder: Path) -> datetime:
+    """Return when the demonstration began: all its processes count from there."""
+    file = folder / "began"
+    if not file.exists():
+        file.write_text(datetime.now(timezone.utc).isoformat(), encoding="utf-8")
+    return datetime.fromisoformat(file.read_text(encoding="utf-8"))

@@ -1,0 +1,138 @@
+"""`smpkit plan` in words, pictures and tables."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from smpkit.cli import _console, _plan_offload
+from smpkit.cli._planned import GIB, Plan
+
+__all__ = ["advise", "report"]
+
+_MIB: Final = 1024**2
+_MAX_GROUPS: Final = 8
+
+
+def report(made: Plan) -> Iterator[str]:
+    world, mesh = made.world, made.mesh
+    hosts = f"{world.hosts} host{'s' * (world.hosts != 1)}"
+    ranks = f"{world.ranks} rank{'s' * (world.ranks != 1)}"
+    yield f"{f'{world.name}: ' if world.name else ''}{ranks} on {hosts}"
+    yield ""
+    yield f"mesh      pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}, {mesh.strategy}"
+    yield from _indented(mesh.draw())
+    yield ""
+    yield from _groups(made)
+    yield ""
+    yield from _picture(made)
+    if made.model is not None:
+        yield ""
+        yield from _partition(made)
+        yield ""
+        yield from _memory(made)
+    if made.forecasts and made.speed is not None:
+        yield ""
+        yield from _plan_offload.report(made.forecasts, made.world.parameters, made.speed)
+
+
+def _indented(text: str) -> Iterator[str]:
+    yield from (f"          {line}".rstrip() for line in text.splitlines())
+
+
+def _groups(made: Plan) -> Iterator[str]:
+    from smpkit.plan.mesh import CommGroup
+
+    per_host = made.world.per_host
+    hosts = [range(host * per_host, (host + 1) * per_host) for host in range(made.world.hosts)]
+    yield f"hosts     {_listed([tuple(ranks) for ranks in hosts])}"
+    for name, kind in (("mp", CommGroup.MP_GROUP), ("dp", CommGroup.DP_GROUP), ("tp", CommGroup.TP_GROUP)):
+        yield f"{name} groups {_listed(made.mesh.groups(kind))}"
+
+
+def _listed(groups: Sequence[Sequence[int]]) -> str:
+    shown = [_span(group) for group in groups[:_MAX_GROUPS]]
+    more = [f"and {len(groups) - _MAX_GROUPS} more"] if len(groups) > _MAX_GROUPS else []
+    return "  ".join(shown + more)
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """Write ranks as `0–3` or, with equal steps, `0,2–6`."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}–{ranks[-1]}"
+    if len(ranks) > 4 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])):
+        return f"{ranks[0]},{ranks[1]}–{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
+def _picture(made: Plan) -> Iterator[str]:
+    from smpkit.plan.draw import draw
+
+    cfg, schedule = made.world.parameters, made.timeline.schedule
+    count = f"{schedule.num_microbatches} microbatches, at most {cfg.active_microbatches} active"
+    yield f"schedule  {schedule.name}, {count}, predicted bubble {made.timeline.bubble:.1%}"
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    for line in draw(schedule).splitlines():
+        yield line if len(line) <= width else f"{line[: width - 1]}…"
+    live = "  ".join(map(str, made.timeline.peak_live_microbatches))
+    yield f"live      {live}   (microbatches that each stage holds at its peak)"
+
+
+def _partition(made: Plan) -> Iterator[str]:
+    assert made.assignment is not None
+    assert made.model is not None
+    how = "by traced compute and memory" if made.model.traced else "by parameter sizes (as with skip_tracing)"
+    yield f"parts     of {made.model.name}, {how}; the busiest has {made.assignment.compute_imbalance:.2f} × the mean"
+    for stage, memory in enumerate(made.memory):
+        names = made.assignment.names(stage)
+        count = _count(memory.num_parameters)
+        yield f"stage {stage}   {count:>8} parameters in {len(names)} units: {_shortened(names)}"
+    shared = sorted({name for unit in made.model.units for name in unit.cost.shared})
+    if shared:
+        yield f"shared    {_shortened(shared)}"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    from smpkit.config.words import printable
+
+    shown = [printable(name) for name in names]
+    return ", ".join(shown) if len(shown) <= 4 else f"{shown[0]}, {shown[1]}, … {shown[-1]}"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _memory(made: Plan) -> Iterator[str]:
+    unit, size = ("GiB", GIB) if max(memory.total_bytes for memory in made.memory) >= GIB else ("MiB", _MIB)
+    head = [unit, "parameters", "gradients", "reduction", made.optimizer, "activations", "total"]
+    rows = [head if made.limit_gib is None else [*head, f"of {made.limit_gib:g} GiB"]]
+    for stage, memory in enumerate(made.memory):
+        known = (memory.parameters_bytes, memory.gradients_bytes, memory.reduction_bytes, memory.optimizer_bytes)
+        cells = [f"{num_bytes / size:.1f}" for num_bytes in known]
+        cells.append("unknown" if memory.activations_bytes is None else f"{memory.activations_bytes / size:.1f}")
+        cells.append(f"{memory.total_bytes / size:.1f}")
+        fits = [] if made.limit_gib is None else ["fits" if made.fits(stage) else "does not fit"]
+        rows.append([f"stage {stage}", *cells, *fits])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+    dtypes = sorted({dtype for memory in made.memory for dtype in memory.dtypes})
+    yield f"(parameters and buffers in {', '.join(dtypes)}; at the peak of live microbatches)"
+
+
+def advise(made: Plan) -> None:
+    console = _console.current()
+    too_big = [str(stage) for stage in range(len(made.memory)) if not made.fits(stage)]
+    if too_big:
+        console.warn(f"does not fit {made.limit_gib:g} GiB: stage {', '.join(too_big)}")
+        console.hint("raise `pipeline_parallel_degree`, or lower `active_microbatches`")
+    if made.model is not None and made.world.parameters.offload_activations:
+        _plan_offload.advise(made.forecasts, made.world.parameters, made.model)
+    if made.model is not None and not made.model.traced:
+        console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")

@@ -1,0 +1,55 @@
+"""`smpkit doctor`: check this machine, and for a job file the cloud it needs; each line says what to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from smpkit.cli import _console
+from smpkit.cli._cloud import CloudChoice, cloud_options
+from smpkit.cli._job import read_job
+
+__all__ = ["doctor"]
+
+_MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "yellow")}
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--write", is_flag=True, help="Also put and delete a small object where results will go.")
+@click.option("--report", is_flag=True, help="Only print versions of this machine, to paste into a report.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@cloud_options
+def doctor(file: Path | None, write: bool, report: bool, as_json: bool, cloud: CloudChoice) -> int:
+    """Check this machine, AWS credentials, and what a job names.
+
+    With the job file FILE also its role, bucket, image and quota are looked at.
+
+    The exit code is 1 if there is a problem. Nothing is changed, unless `--write` is given.
+    """
+    from smpkit.cli._report import versions
+    from smpkit_estimator.doctor import check_cloud, check_job, check_machine
+
+    if report:
+        click.echo("\n".join(versions()))
+        return 0
+    findings = check_machine()
+    opened = cloud.open()
+    reached = check_cloud(opened)
+    findings += reached
+    if file is not None and all(finding.state != "problem" for finding in reached):
+        findings += check_job(read_job(file, ()).config, opened, write=write)
+    problems = sum(finding.state == "problem" for finding in findings)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return int(problems > 0)
+    for finding in findings:
+        mark, color = _MARKS[finding.state]
+        click.echo(f"{click.style(mark, fg=color)} {finding.text}")
+        if finding.hint:
+            click.echo(f"    {click.style('hint:', fg='cyan')} {finding.hint}")
+    _console.current().note("no problems" if not problems else f"{problems} problem{'s' * (problems != 1)}")
+    return int(problems > 0)

@@ -1,0 +1,61 @@
+"""`smpkit image`: build the training image on any base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from smpkit_estimator.docker.image import Recipe
+
+__all__ = ["image", "recipe_from", "recipe_options"]
+
+_BASE = "python:3.12-slim-bookworm"
+"""`smpkit_estimator.docker.image.DEFAULT_BASE_IMAGE`, which `--help` must not import."""
+
+
+def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what the image is made of."""
+    file, folder = click.Path(dir_okay=False, path_type=Path), click.Path(file_okay=False, path_type=Path)
+    for option in (
+        click.option("--build-network", metavar="NETWORK", help="Docker's network for the build, such as `host`."),
+        click.option("--ca", type=file, help="Certificates (PEM) that the build must trust, behind a proxy."),
+        click.option("--wheels", type=folder, help="A folder of wheels that are preferred over the index."),
+        click.option("--torch", default="torch>=2.11", show_default=True, help="What pip is asked to install."),
+        click.option("--base-image", default=_BASE, show_default=True, help="Any image with apt or dnf."),
+    ):
+        command = option(command)
+    return command
+
+
+def recipe_from(options: dict[str, Any]) -> Recipe:
+    """Return the recipe that the options of `recipe_options` describe."""
+    from smpkit_estimator.docker.image import Recipe
+
+    return Recipe(
+        base_image=options["base_image"],
+        torch=options["torch"],
+        wheels=options["wheels"],
+        authority=options["ca"],
+        network=options["build_network"],
+    )
+
+
+@click.command()
+@click.option("--tag", metavar="NAME", help="Name of the image. Default: `smpkit:` and a hash of what it is made of.")
+@recipe_options
+def image(tag: str | None, **options: Any) -> int:
+    """Build the training image on any base.
+
+    The name of the image is printed. Push it to your registry and name it in the job file to run it as a managed job.
+    """
+    from smpkit_estimator.docker.engine import check
+    from smpkit_estimator.docker.image import build_image
+
+    check()
+    click.echo(build_image(recipe_from(options), tag))
+    return 0

@@ -1,0 +1,99 @@
+"""`smpkit init`: a job file with comments and a script that trains, to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from smpkit.cli import _console
+from smpkit.errors import UsageError
+
+__all__ = ["JOB", "SCRIPT", "init"]
+
+JOB = """\
+# A training job for smpkit. `smpkit validate job.yaml` checks it, `smpkit run job.yaml` runs it on this machine,
+# `smpkit submit job.yaml` on SageMaker. `smpkit schema > job.schema.json` lets editors complete it:
+# yaml-language-server: $schema=job.schema.json
+
+entry_point: train.py
+hyperparameters: {steps: 20}          # become arguments of the script: --steps 20
+
+distribution:
+  smdistributed:
+    modelparallel:
+      enabled: true
+      parameters:
+        pipeline_parallel_degree: 2   # parts that the model is cut into
+        microbatches: 4               # parts that a batch is cut into, to keep them all busy
+        ddp: true                     # the other ranks train copies on other data
+  torch_distributed:
+    enabled: true
+    processes_per_host: 2             # ranks on a host: on SageMaker, its GPUs
+
+# ---- for SageMaker ----
+# image: <account>.dkr.ecr.<region>.amazonaws.com/<repository>:<tag>   # an image with smpkit in it
+# role: <name or ARN of the IAM role that SageMaker takes>
+# compute:
+#   instance_type: ml.g5.12xlarge
+#   instance_count: 1
+#   max_run_seconds: 3600
+#   spot: true                        # cheaper; may be interrupted, and then goes on from `checkpoints`
+# checkpoints: s3://<bucket>/<folder>
+# inputs: {train: s3://<bucket>/<folder>}
+"""
+
+SCRIPT = '''\
+"""Train a small model with smpkit; run it with `smpkit run job.yaml`."""
+
+import argparse
+
+import torch
+import smpkit.torch as smp
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=20)
+steps = parser.parse_args().steps
+
+smp.init()
+torch.manual_seed(0)
+layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
+model = smp.DistributedModel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 10)))
+optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+@smp.step
+def train_step(model, inputs, targets):  # runs once for each microbatch
+    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+    model.backward(loss)
+    return loss
+
+
+torch.manual_seed(1 + smp.dp_rank())
+inputs, targets = torch.randn(32, 64), torch.randint(10, (32,))
+for step in range(1, steps + 1):
+    optimizer.zero_grad()
+    loss = train_step(model, inputs, targets).reduce_mean()
+    optimizer.step()
+    if smp.rank() == 0 and step % 5 == 0:
+        print(f"step {step}/{steps}  loss {loss.item():.3f}")
+'''
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default=Path())
+@click.option("--force", is_flag=True, help="Overwrite files that are there.")
+def init(folder: Path, force: bool) -> None:
+    """Write a job file and a script to begin with.
+
+    They go to FOLDER (default: here), and are ready to run.
+    """
+    files = {folder / "job.yaml": JOB, folder / "train.py": SCRIPT}
+    there = [path for path in files if path.exists() or path.is_symlink()]
+    if there and not force:
+        raise UsageError(f"{there[0]} is there already", hint="`--force` overwrites it, another FOLDER leaves it alone")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+        _console.current().note(f"wrote {path}")
+    _console.current().hint(f"`smpkit run {folder / 'job.yaml'}` runs it on this machine")

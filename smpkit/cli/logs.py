@@ -1,0 +1,79 @@
+"""`smpkit logs`: what the ranks of a managed job printed."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import click
+
+from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job, print_lines
+from smpkit.cli._time import LENGTH
+from smpkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import timedelta
+
+    from smpkit_estimator.follow import Notice
+    from smpkit_estimator.log_reader import LogLine
+
+__all__ = ["logs"]
+
+
+@click.command()
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job is over. Ctrl-C never stops the job.")
+@click.option("--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines (with -f, and what comes).")
+@click.option("--since", type=LENGTH, metavar="LENGTH", help="Only lines of the last `90s`, `10m`, `2h`, `1d`.")
+@click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Only lines of this rank; repeatable.")
+@click.option("--host", "hosts", multiple=True, metavar="NAME", help="Only this host, as `algo-2`; repeatable.")
+@click.option("--grep", metavar="PATTERN", help="Only lines that match this regular expression.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each line.")
+@cloud_options
+def logs(
+    job: str,
+    follow: bool,
+    tail: int | None,
+    since: timedelta | None,
+    ranks: tuple[int, ...],
+    hosts: tuple[str, ...],
+    grep: str | None,
+    as_json: bool,
+    cloud: CloudChoice,
+) -> int:
+    """Print the log of a job, by rank or host if asked.
+
+    Lines are merged by time, each after its host.
+
+    Streams of later attempts (after a spot interruption) belong to it. What may be incomplete is said.
+    """
+    from smpkit_estimator.job import Job
+
+    try:
+        re.compile(grep or "")
+    except re.error as error:
+        raise UsageError(f"`--grep {grep}` is not a regular expression: {error}") from None
+    handle = Job(job, cloud.open())
+    plain = follow and not as_json and tail is None and since is None and not (ranks or hosts or grep)
+    if plain:
+        return follow_job(handle)
+    lines = handle.logs(follow=follow, tail=tail, since=since, ranks=ranks, hosts=hosts, grep=grep)
+    if as_json:
+        _print_json(lines)
+    else:
+        print_lines(lines)
+    return 0
+
+
+def _print_json(lines: Iterator[LogLine | Notice]) -> None:
+    from smpkit.cli import _console
+    from smpkit_estimator.follow import Notice
+
+    for line in lines:
+        if isinstance(line, Notice):
+            _console.current().note(line.text)
+            continue
+        plain = {"time": line.time.isoformat(), "host": line.host, "rank": line.rank, "text": line.text}
+        click.echo(json.dumps(plain))

@@ -1,0 +1,63 @@
+"""`smpkit resume`: a new job that goes on from the checkpoints of an old one."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from smpkit.cli import _console
+from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job
+
+__all__ = ["resume"]
+
+
+@click.command()
+@click.argument("job")
+@click.option("--name", metavar="NAME", help="Name of the new job. Default: that of JOB with another time.")
+@click.option("--instance-count", type=click.IntRange(1), help="So many hosts instead.")
+@click.option("--instance-type", metavar="TYPE", help="Another kind of machine.")
+@click.option("--max-run-seconds", type=click.IntRange(1), help="Another limit for the running time.")
+@click.option("--dry-run", is_flag=True, help="Print the request that would be sent, and send nothing.")
+@click.option("-f", "--follow", is_flag=True, help="Show the log until the job is over; the exit code is its fate.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@cloud_options
+def resume(
+    job: str,
+    name: str | None,
+    instance_count: int | None,
+    instance_type: str | None,
+    max_run_seconds: int | None,
+    dry_run: bool,
+    follow: bool,
+    as_json: bool,
+    cloud: CloudChoice,
+) -> int:
+    """Start a job that goes on from another's checkpoints.
+
+    It has the same image, sources, data and settings as JOB.
+    """
+    from smpkit_estimator.job import Job
+    from smpkit_estimator.submission import checked
+
+    opened = cloud.open()
+    old = Job(job, opened)
+    given = {
+        "InstanceCount": instance_count,
+        "InstanceType": instance_type,
+        "MaxRuntimeInSeconds": max_run_seconds,
+    }
+    request = checked(old.resumed(name, {key: value for key, value in given.items() if value is not None}))
+    if dry_run:
+        click.echo(request.to_json())
+        return 0
+    console = _console.current()
+    newest = old.latest_checkpoint
+    console.note(f"Resuming from {newest}" if newest else "No checkpoint there yet: starting from the beginning")
+    arn = opened.create_job(request.body)
+    started = Job(request.job_name, opened)
+    click.echo(json.dumps({"name": started.name, "arn": arn, "resumed_from": job}) if as_json else started.name)
+    if follow:
+        return follow_job(started)
+    console.note(f"Follow with `smpkit logs -f {started.name}`, stop with `smpkit stop {started.name}`")
+    return 0

@@ -1,0 +1,38 @@
+"""`smpkit stop`: ask a managed job to end, with time to save."""
+
+from __future__ import annotations
+
+import click
+
+from smpkit.cli import _console
+from smpkit.cli._cloud import CloudChoice, cloud_options
+
+__all__ = ["stop"]
+
+
+@click.command()
+@click.argument("job")
+@click.option("--wait", is_flag=True, help="Wait until it is over, and say what it saved.")
+@cloud_options
+def stop(job: str, wait: bool, cloud: CloudChoice) -> None:
+    """Stop a job, with time to save.
+
+    Its ranks hear SIGTERM, and have about 110 seconds.
+    """
+    from smpkit_estimator.job import Job
+
+    handle = Job(job, cloud.open())
+    before = handle.status()
+    console = _console.current()
+    if before.over:
+        console.note(f"`{job}` is over already: {before.status}")
+        return
+    handle.stop(wait=wait)
+    if not wait:
+        console.note(f"Asked `{job}` to stop; `smpkit status {job}` shows when it has")
+        return
+    console.note(f"Stopped `{job}`")
+    if before.checkpoints is not None:
+        newest = handle.latest_checkpoint
+        console.note(f"newest checkpoint: {newest}" if newest else "no checkpoint was saved")
+        console.hint(f"`smpkit resume {job}` goes on from there")

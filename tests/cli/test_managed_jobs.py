@@ -1,0 +1,375 @@
+"""The commands for managed jobs, on a fake cloud: what they print where, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from smpkit.cli._cloud import CloudChoice
+from smpkit_estimator.backends.fake import FakeSageMaker, Line, Script
+from smpkit_estimator.backends.sagemaker import Cloud
+from tests.cli.conftest import Smpkit, process
+
+JOB = """\
+entry_point: train.py
+image: 123456789012.dkr.ecr.us-west-2.amazonaws.com/smpkit:latest
+role: arn:aws:iam::123456789012:role/SM
+output: s3://bucket/out
+checkpoints: s3://bucket/ckpt
+compute: {instance_type: ml.p4d.24xlarge, instance_count: 2}
+"""
+
+REASON = 'AlgorithmError: ValueError: boo\nrank 5 on algo-1, exit 1\n  File "train.py", line 4, in f\n, exit code: 1'
+LINES = (Line(1, "[rank 0] one"), Line(2, "[rank 8] two", 1), Line(3, "[rank 0] three"))
+
+Use = Callable[..., FakeSageMaker]
+
+
+@pytest.fixture
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Put a job into the current folder, and a fake of one's choice in place of the cloud."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+
+    def use(script: Script | None = None, **options: Any) -> FakeSageMaker:
+        fake = FakeSageMaker(script or Script(lines=LINES, training=10), **options)
+        monkeypatch.setattr(CloudChoice, "open", lambda _: Cloud(fake))
+        return fake
+
+    return use
+
+
+def test_submit_prints_the_name_alone_and_talks_on_stderr(use: Use, smpkit: Smpkit) -> None:
+    fake = use()
+    result = smpkit("submit", "job.yaml")
+    (name,) = fake.jobs
+    assert (result.exit_code, result.stdout) == (0, f"{name}\n")
+    assert result.stderr.splitlines() == [
+        "Submitting `train` to SageMaker in us-west-2 (2 × ml.p4d.24xlarge, at most 24 h 0 m)",
+        f"Follow with `smpkit logs -f {name}`, stop with `smpkit stop {name}`",
+    ]
+
+
+@pytest.mark.parametrize(("flag", "read"), [("--json", json.loads), ("-q", yaml.safe_load)])
+def test_dry_run_prints_the_very_request_and_does_nothing(
+    use: Use, smpkit: Smpkit, flag: str, read: Callable[[str], Any]
+) -> None:
+    """Surprise 6: SDK v3's dry run uploads 16 objects."""
+    fake = use()
+    result = smpkit(*(["-q"] if flag == "-q" else []), "submit", "job.yaml", "--dry-run", "--name", "job",
+                    *([flag] if flag == "--json" else []))  # fmt: skip
+    assert result.exit_code == 0
+    assert fake.faults.calls == {}
+    assert not fake.jobs
+    assert not fake.storage.objects
+    smpkit("submit", "job.yaml", "--name", "job")
+    assert read(result.stdout) == fake.jobs["job"].request
+
+
+def test_problems_have_the_files_line(use: Use, smpkit: Smpkit) -> None:
+    use()
+    text = JOB.replace("output: s3://bucket/out", "output: ./out") + f"environment: {{A: {'x' * 600}}}\n"
+    Path("job.yaml").write_text(text)
+    result = smpkit("submit", "job.yaml", "--set", "compute.instance_type=ml.p4d.24xlage")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "job.yaml:4: output: is a folder of this machine, `./out`" in result.stderr
+    assert "job.yaml:7: environment.A: has 600 characters, SageMaker takes at most 512" in result.stderr
+    assert "--set compute.instance_type: compute.instance_type: `ml.p4d.24xlage` is not one of" in result.stderr
+    assert "did you mean `ml.p4d.24xlarge`?" in result.stderr
+    assert result.stderr.rstrip().endswith("3 problems in the job for SageMaker")
+
+
+def test_a_secret_that_is_left_out_is_told(use: Use, smpkit: Smpkit) -> None:
+    use()
+    Path(".env").write_text("TOKEN=1")
+    assert "note: left out, as secrets are never packed: `.env`" in smpkit("submit", "job.yaml").stderr
+
+
+def test_follow_shows_the_log_and_the_end(use: Use, smpkit: Smpkit) -> None:
+    use()
+    result = smpkit("submit", "job.yaml", "--follow", "--name", "job")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "job",
+        "algo-1 [rank 0] one",
+        "algo-2 [rank 8] two",
+        "algo-1 [rank 0] three",
+    ]
+    assert "Completed after 1 m 40 s" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["submit --wait", "submit -f", "wait"])
+def test_a_failed_job_is_exit_code_1_with_the_first_failing_ranks_exception(
+    use: Use, smpkit: Smpkit, command: str
+) -> None:
+    use(Script(failure=REASON, training=10))
+    name, *flags = command.split()
+    if name == "wait":
+        smpkit("submit", "job.yaml", "--name", "job")
+        result = smpkit("wait", "job")
+    else:
+        result = smpkit("submit", "job.yaml", "--name", "job", *flags)
+    assert result.exit_code == 1
+    assert "Failed after 1 m 40 s (rank 5 on algo-1, exit 1)\n\n    ValueError: boo\n" in result.stderr
+    assert '      File "train.py", line 4, in f' in result.stderr
+    assert "hint: `smpkit logs job --rank 5 --tail 50`" in result.stderr
+
+
+def test_ctrl_c_never_stops_the_job(use: Use, smpkit: Smpkit) -> None:
+    fake = use(Script(training=10_000))
+    smpkit("submit", "job.yaml", "--name", "job")
+    for command in (["logs", "-f", "job"], ["status", "--watch", "job"], ["wait", "job"]):
+        fake.faults.raises("describe_training_job", KeyboardInterrupt(), after=2)  # type: ignore[arg-type]
+        result = smpkit(*command)
+        assert result.exit_code == 130
+        assert "`job` goes on" in result.stderr
+        assert "`smpkit stop job` stops it" in result.stderr
+    assert "stop_training_job" not in fake.faults.calls
+
+
+def test_status_while_it_runs_and_after(use: Use, smpkit: Smpkit) -> None:
+    fake = use(Script(training=100, metrics={"loss": 0.5}))
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(100)
+    running = smpkit("status", "job")
+    assert running.exit_code == 0
+    assert running.stdout.splitlines()[:2] == [
+        "Training for 20 s, 1 m 40 s since it was created",
+        "machines    2 × ml.p4d.24xlarge, so far 40 s billable each",
+    ]
+    fake.clock.advance(1000)
+    done = smpkit("status", "job").stdout
+    assert done.startswith("Completed after 3 m 10 s\n")
+    assert "model       s3://bucket/out/job/output/model.tar.gz" in done
+    assert "metric      loss = 0.5" in done
+
+
+def test_status_of_a_failed_job_says_why(use: Use, smpkit: Smpkit) -> None:
+    fake = use(Script(failure=REASON))
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(1000)
+    result = smpkit("status", "job")
+    assert result.stdout.startswith("Failed after 2 m 30 s (rank 5 on algo-1, exit 1)\n\n    ValueError: boo\n")
+
+
+def test_watch_shows_every_phase(use: Use, smpkit: Smpkit) -> None:
+    use(Script(interruptions=(20.0,)))
+    smpkit("submit", "job.yaml", "--name", "job", "--set", "compute.spot=true")
+    result = smpkit("status", "job", "--watch")
+    phases = re.findall(r"  (\w+): ", result.stderr)
+    first = ["Starting", "Downloading", "Training"]
+    assert phases == [*first, "Interrupted", *first, "Uploading"]
+    assert "interrupted 1 time\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "command", ["jobs", "status job", "logs job", "wait job", "submit job.yaml", "resume job", "cost job --price 1",
+                "doctor"],
+)  # fmt: skip
+def test_json_is_json_and_alone_on_stdout(use: Use, smpkit: Smpkit, command: str) -> None:
+    fake = use()
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(1000)
+    result = smpkit(*command.split(), "--json")
+    assert result.exit_code == 0, result.stderr
+    text = result.stdout
+    assert [json.loads(line) for line in text.splitlines()] if command.startswith("logs") else json.loads(text)
+
+
+def test_no_jobs_is_an_empty_list(use: Use, smpkit: Smpkit) -> None:
+    use()
+    assert smpkit("jobs", "--json").stdout == "[]\n"
+    assert smpkit("jobs").stdout == ""
+
+
+def test_jobs_are_listed_newest_first_and_filtered(use: Use, smpkit: Smpkit) -> None:
+    fake = use(Script(training=1))
+    for number in range(25):
+        smpkit("submit", "job.yaml", "--name", f"job-{number}")
+        fake.clock.advance(60)
+    names = [line.split()[0] for line in smpkit("jobs").stdout.splitlines()]
+    assert names == [f"job-{number}" for number in range(24, 4, -1)]
+    assert len(smpkit("jobs", "--limit", "100", "--since", "10m").stdout.splitlines()) == 10
+    assert len(smpkit("jobs", "--name", "job-2").stdout.splitlines()) == 6
+    assert "Completed" in smpkit("jobs", "--status", "completed", "--limit", "1").stdout
+
+
+def test_logs_choose(use: Use, smpkit: Smpkit) -> None:
+    fake = use()
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(1000)
+    assert smpkit("logs", "job").stdout.count("\n") == 3
+    assert smpkit("logs", "job", "--rank", "8").stdout == "algo-2 [rank 8] two\n"
+    assert smpkit("logs", "job", "--host", "algo-1", "--tail", "1").stdout == "algo-1 [rank 0] three\n"
+    assert smpkit("logs", "job", "--grep", "o[nw]e").stdout == "algo-1 [rank 0] one\n"
+    assert smpkit("logs", "job", "-f", "--tail", "1").stdout == "algo-1 [rank 0] three\n"
+    assert smpkit("logs", "job", "--since", "1s").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["logs", "job", "--grep", "("], "is not a regular expression"),
+        (["logs", "job", "--since", "ten"], "`ten` is not a length of time"),
+        (["logs", "none"], "there is no job `none` in us-west-2"),
+        (["status", "none"], "there is no job `none` in us-west-2"),
+        (["stop", "none"], "there is no job `none`"),
+        (["wait", "none"], "there is no job `none`"),
+        (["resume", "none"], "there is no job `none`"),
+        (["cost", "none", "--price", "1"], "there is no job `none`"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_code_2(use: Use, smpkit: Smpkit, arguments: list[str], message: str) -> None:
+    use()
+    result = smpkit(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("command", ["submit job.yaml", "jobs", "status job", "logs job", "stop job", "wait job"])
+def test_a_cloud_that_refuses_is_exit_code_4(use: Use, smpkit: Smpkit, command: str) -> None:
+    fake = use()
+    for method in ("head_object", "list_training_jobs", "describe_training_job"):
+        fake.faults.add(method, "ExpiredTokenException", "The security token is expired", times=9)
+    result = smpkit(*command.split())
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "the AWS credentials have expired" in result.stderr
+    assert "aws sso login" in result.stderr
+
+
+def test_stop_tells_what_was_saved(use: Use, smpkit: Smpkit) -> None:
+    fake = use(Script(training=10_000))
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(500)
+    fake.storage.put("s3://bucket/ckpt/step_5.pt")
+    result = smpkit("stop", "job", "--wait")
+    assert result.exit_code == 0
+    assert "newest checkpoint: s3://bucket/ckpt/step_5.pt" in result.stderr
+    assert "hint: `smpkit resume job`" in result.stderr
+    assert "`job` is over already: Stopped" in smpkit("stop", "job").stderr
+
+
+def test_resume_starts_a_job_from_the_checkpoints(use: Use, smpkit: Smpkit) -> None:
+    fake = use()
+    smpkit("submit", "job.yaml", "--name", "job")
+    dry = json.loads(smpkit("resume", "job", "--dry-run", "--name", "again", "--instance-count", "4").stdout)
+    assert "again" not in fake.jobs
+    result = smpkit("resume", "job", "--name", "again", "--instance-count", "4")
+    assert result.stdout == "again\n"
+    assert fake.jobs["again"].request == dry
+    assert dry["ResourceConfig"]["InstanceCount"] == 4
+    assert smpkit("resume", "job", "--instance-type", "ml.none").exit_code == 2
+
+
+def test_cost_before_and_after(use: Use, smpkit: Smpkit) -> None:
+    fake = use()
+    before = smpkit("cost", "job.yaml", "--price", "32.77", "--hours", "2").stdout
+    assert before == "131.08 USD (estimate, as expected): 2 × ml.p4d.24xlarge × 2.00 h × 32.77 USD\n"
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(1000)
+    after = json.loads(smpkit("cost", "job", "--price", "36", "--currency", "EUR", "--json").stdout)
+    assert after["hours"] * 3600 == 40
+    assert (after["basis"], after["estimate"], after["currency"]) == ("billable time", 0.8, "EUR")
+
+
+def test_doctor_says_what_to_do(use: Use, smpkit: Smpkit) -> None:
+    fake = use()
+    fake.faults.add("get_caller_identity", "ExpiredToken", "x")
+    result = smpkit("doctor", "job.yaml")
+    assert result.exit_code == 1
+    assert "✗ cannot tell whose AWS credentials these are: the AWS credentials have expired\n    hint:" in result.stdout
+    assert result.stderr == "1 problem\n"
+
+
+def test_doctor_looks_at_everything_the_job_names(use: Use, smpkit: Smpkit) -> None:
+    fake = use(quotas={"ml.p4d.24xlarge": 2})
+    good = smpkit("doctor", "job.yaml", "--write")
+    assert (good.exit_code, good.stderr) == (0, "no problems\n")
+    assert [line[:12] for line in good.stdout.splitlines()][2:] == [
+        *("✓ credential", "✓ role: arn:", "✓ wrote to a", "✓ image: 123", "✓ quota: 2 ×"),
+    ]
+    assert fake.storage.objects == {}
+    fake.storage.missing_buckets.add("bucket")
+    fake.quotas["ml.p4d.24xlarge"] = 1
+    fake.faults.add("get_role", "NoSuchEntity", "The role with name SM cannot be found.")
+    fake.faults.add("describe_images", "ImageNotFoundException", "The image does not exist")
+    bad = smpkit("doctor", "job.yaml")
+    assert (bad.exit_code, bad.stderr) == (1, "4 problems\n")
+    assert "✗ cannot reach bucket s3://bucket" in bad.stdout
+    assert "✗ quota `ml.p4d.24xlarge for training job usage` is 1, the job asks for 2" in bad.stdout
+
+
+def test_doctor_says_who_a_role_does_not_trust(use: Use, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use()
+    role = fake._role({"RoleName": "SM"})["Role"] | {"AssumeRolePolicyDocument": "ec2.amazonaws.com"}
+    monkeypatch.setattr(fake, "_role", lambda _: {"Role": role})
+    result = smpkit("doctor", "job.yaml")
+    assert "✗ role `SM` does not trust SageMaker\n    hint: add `sagemaker.amazonaws.com`" in result.stdout
+
+
+def test_doctor_reports_versions_to_paste(smpkit: Smpkit) -> None:
+    assert smpkit("doctor", "--report").stdout.startswith("smpkit ")
+
+
+@pytest.mark.parametrize(
+    ("shell", "word"), [("bash", "complete -o nosort"), ("zsh", "#compdef"), ("fish", "complete ")]
+)
+def test_completion_scripts(shell: str, word: str) -> None:
+    done = process("completion", shell)
+    assert word in done.stdout
+    assert "_SMPKIT_COMPLETE" in done.stdout
+
+
+def test_completion_completes() -> None:
+    done = process(_SMPKIT_COMPLETE="bash_complete", COMP_WORDS="smpkit st", COMP_CWORD="1")
+    assert {line.rpartition(",")[2] for line in done.stdout.splitlines()} == {"status", "stop"}
+
+
+def test_init_writes_a_job_that_validates_and_overwrites_nothing(tmp_path: Path, smpkit: Smpkit) -> None:
+    result = smpkit("init", str(tmp_path / "new"))
+    assert result.exit_code == 0
+    assert smpkit("validate", str(tmp_path / "new" / "job.yaml")).exit_code == 0
+    compile((tmp_path / "new" / "train.py").read_text(), "train.py", "exec")
+    again = smpkit("init", str(tmp_path / "new"))
+    assert again.exit_code == 2
+    assert "is there already" in again.stderr
+    assert smpkit("init", str(tmp_path / "new"), "--force").exit_code == 0
+
+
+def test_a_real_interrupt_ends_following_and_nothing_else(use: Use, tmp_path: Path) -> None:
+    use()
+    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "100"}
+    assert process("submit", "job.yaml", "--name", "demo", **around).returncode == 0
+    smpkit = str(Path(sys.executable).with_name("smpkit"))
+    command = [smpkit, "logs", "-f", "demo"]
+    with subprocess.Popen(command, env={**os.environ, **around}, stderr=subprocess.PIPE, text=True) as follower:
+        assert follower.stderr is not None
+        assert follower.stderr.readline().startswith(("Starting", "Downloading", "Training"))
+        follower.send_signal(signal.SIGINT)
+        _, said = follower.communicate(timeout=60)
+    assert follower.returncode == 130
+    assert "`demo` goes on" in said
+    assert "Traceback" not in said
+    assert json.loads(process("status", "demo", "--json", **around).stdout)["status"] in ("InProgress", "Completed")
+
+
+def test_the_demonstration_lives_on_between_processes(use: Use, tmp_path: Path) -> None:
+    use()
+    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
+    first = process("submit", "job.yaml", "--name", "demo-fail", **around)
+    assert first.stdout == "demo-fail\n", first.stderr
+    done = process("wait", "demo-fail", **around)
+    assert (done.returncode, "ValueError: hidden size 2050" in done.stderr) == (1, True)
+    assert "[rank 0] step 3/20" in process("logs", "demo-fail", **around).stdout

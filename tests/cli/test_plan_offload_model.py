@@ -1,0 +1,71 @@
+"""`smpkit plan --offload-model`: the prediction of a step, of both peaks, and of what a host can hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Smpkit
+
+_ARGUMENTS = ("plan", "--offload-model", "--params", "6.7e9", "--slices", "24", "--tokens", "32768")
+_H200 = ("--tflops", "430", "--link-gbs", "50")
+
+REPORT = """\
+model     6.7B parameters in 24 slices, adamw, bf16
+machine   430 TFLOP/s, link 50 GB/s each way, 4.3B parameters updated/s
+step      32768 tokens in 1 microbatch, bound by compute
+          update            step  TFLOP/s
+          overlapped      4.16 s      317
+          just-in-time    4.69 s      281
+          serial          5.64 s      233
+of it     forward 1.02 s  backward 3.06 s  in 0.68 s  out 0.42 s  optimizer 1.56 s
+"""
+
+
+def test_a_model_of_a_known_size_is_planned(smpkit: Smpkit) -> None:
+    result = smpkit("-q", *_ARGUMENTS, *_H200)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(REPORT)
+
+
+def test_json_has_every_part(smpkit: Smpkit) -> None:
+    arguments = ("--memory-gib", "80", "--host-memory-gib", "128", "--microbatches", "4", "--json")
+    content = json.loads(smpkit(*_ARGUMENTS, *_H200, *arguments).stdout)
+    assert content["steps"]["overlapped"]["bound"] == "compute"
+    assert content["fits"] == {"device": True, "host": True}
+    assert content["host_peak_bytes"] > 14 * 6.7e9
+    assert content["largest_parameters"] / 1e9 == pytest.approx(8.5, abs=0.2)
+    assert content["model"]["num_microbatches"] == 4
+
+
+def test_what_does_not_fit_is_said(smpkit: Smpkit) -> None:
+    result = smpkit(*_ARGUMENTS, "--memory-gib", "1", "--host-memory-gib", "64")
+    assert "does not fit the device's 1 GiB" in result.stderr
+    assert "does not fit the host's 64 GiB" in result.stderr
+    assert "use more `--slices`, or more `--microbatches`" in result.stderr
+    assert "parameters fit 64 GiB of host memory" in result.stdout
+
+
+def test_size_can_come_from_a_model(folder: Path, smpkit: Smpkit) -> None:
+    (folder / "zoo.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(10, 10, bias=False)\n")
+    content = json.loads(smpkit("plan", "--offload-model", "--model", "zoo:build", "--json").stdout)
+    assert content["model"]["num_parameters"] == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--offload-model"], "the size of the model is not given"),
+        (["job.yaml", "--offload-model"], "`--offload-model` plans one device, not a job"),
+        (["--offload-model", "--params", "1e9", "--slices", "0"], "`num_slices` is 0"),
+        (["--offload-model", "--params", "1e9", "--tflops", "0"], "`--tflops` is 0"),
+        (["--offload-model", "--params", "1e9", "--model", "zoo:build"], "`--params` cannot be given beside `--model`"),
+    ],
+    ids=["size", "file", "slices", "tflops", "both"],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_is_said(arguments: list[str], message: str, smpkit: Smpkit) -> None:
+    result = smpkit("plan", *arguments)
+    assert (result.exit_code, message in result.stderr) == (2, True)
