@@ -1,0 +1,67 @@
+"""The model of this benchmark: dense decoder blocks of 12.25 d² parameters, and what a step of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["Block", "Decoder", "gradients_of", "train_step"]
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward of 2.75 d, both after an RMS norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_feed = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        hidden = 11 * width // 4
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        y = self.before_attention(x)
+        q, k, v = (each(y).view(batch, length, self.heads, -1).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(batch, length, width))
+        y = self.before_feed(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    """Blocks, checkpointed one by one or not at all."""
+
+    def __init__(self, width: int, heads: int, num_layers: int) -> None:
+        super().__init__()
+        self.is_checkpointed = False
+        self.before_layer: Callable[[Tensor], object] | None = None
+        """Told of each layer's input; one contestant wants that."""
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.before_layer is not None:
+                self.before_layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        return x
+
+
+def train_step(model: Decoder, x: Tensor, around: Callable[[], AbstractContextManager[object]]) -> Tensor:
+    """Run forward inside of `around()` and backward; return the loss."""
+    model.zero_grad(set_to_none=True)
+    with around():
+        y = model(x)
+    loss = y.float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return copies of all gradients."""
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]

@@ -1,0 +1,118 @@
+"""OffloadModel beside FairScale's, its optimizer beside torch's and DeepSpeed's, and large models on a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.offload_model import optimizers, sizes
+from smpkit.plan.offload_model import Machine
+
+HERE = Path(__file__).parent
+FAIRSCALE = ("fairscale", "smpkit", "smpkit fast")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes; the README stays as it is")
+    parser.add_argument("--only", choices=["optimizer", "words", "sizes"], help="run one part")
+    parser.add_argument("--fairscale-python", default=sys.executable, help="a Python that has fairscale 0.4.13")
+    parser.add_argument("--width", type=int, help="of FairScale's model; 2048 on a GPU, 512 without one")
+    options = parser.parse_args(arguments)
+    if options.only in (None, "optimizer"):
+        report("optimizer", optimizer_table(1 << 20 if options.quick else 32 << 20), save=not options.quick)
+    if options.only in (None, "words"):
+        width = options.width or (128 if options.quick else 2048 if torch.cuda.is_available() else 512)
+        table = words_table(width, 1 if options.quick else 3, options.fairscale_python)
+        report("words", table, save=not options.quick)
+    if options.only in (None, "sizes"):
+        if torch.cuda.is_available():
+            report("sizes", sizes_table(), save=not options.quick)
+        else:
+            print("the large models are left out: torch sees no GPU")
+    return 0
+
+
+def optimizer_table(num_parameters: int) -> str:
+    found = optimizers.measure(num_parameters, repetitions=10)
+    bare = found["torch fused AdamW, fp32 only"]
+    lines = ["| | million parameters per second of one core | time / bare torch fused AdamW |", "|---|---|---|"]
+    for name, seconds in found.items():
+        lines.append(f"| {name} | {num_parameters / seconds / 1e6:.0f} | {seconds / bare:.2f} |")
+    return f"AdamW on {num_parameters / 1e6:.1f} million parameters.\n\n" + "\n".join(lines)
+
+
+def words_table(width: int, rounds: int, fairscale_python: str) -> str:
+    """Let the libraries take turns, in processes of their own."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*FAIRSCALE, "plain")}
+    for _ in range(rounds):
+        for name, runs in found.items():
+            python = fairscale_python if name == "fairscale" else sys.executable
+            command = [python, "-W", "ignore", str(HERE / "worker.py"), name, f"--width={width}"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+            if done.returncode:
+                print(f"{name} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+            else:
+                runs.append(json.loads(done.stdout.splitlines()[-1]))
+    lines = ["| | words/s, best | median | peak host | peak device | reserved | loss after 1 step | after 5 |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for name, runs in found.items():
+        if runs:
+            speeds = [run["words_per_second"] for run in runs]
+            memory = [size(runs[0].get(key)) for key in ("host_bytes", "device_bytes", "reserved_bytes")]
+            losses = runs[0]["losses"]
+            cells = [f"{max(speeds):.1f}", f"{statistics.median(speeds):.1f}", *memory]
+            lines.append(f"| {name} | {' | '.join(cells)} | {losses[1]:.5f} | {losses[5]:.5f} |")
+    return f"Width {width}, 10 layers, 3 slices, 1 microbatch, fp32, Adam.\n\n" + "\n".join(lines)
+
+
+def sizes_table() -> str:
+    lines = ["| model | tokens | clipped | s/step | planned | TFLOP/s (6PN) | peak | planned | reserved |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for name in sizes.SIZES:
+        for num_tokens in sizes.TOKENS:
+            for clip in (None, 1.0):
+                cell = sizes.measure(name, num_tokens, Machine(), clip=clip)
+                peaks = [size(cell[key]) for key in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes")]
+                lines.append(
+                    f"| {name} | {num_tokens} | {'no' if clip is None else 'yes'} | {cell['seconds']:.2f} "
+                    f"| {cell['predicted_seconds']:.2f} | {cell['useful_flops_per_second'] / 1e12:.0f} "
+                    f"| {' | '.join(peaks)} |"
+                )
+    return "\n".join(lines)
+
+
+def size(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def report(part: str, table: str, *, save: bool) -> None:
+    """Print a table; save: write it into the README, between the marks of its part."""
+    text = f"{table}\n\n{environment()}\n"
+    print(text, flush=True)
+    if save:
+        readme, begin, end = HERE / "README.md", f"<!-- {part}: begin -->\n", f"<!-- {part}: end -->\n"
+        before, rest = readme.read_text().split(begin)
+        readme.write_text(before + begin + text + end + rest.split(end)[1])
+
+
+def environment() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return (
+        f"{os.cpu_count()} cores ({platform.machine()}), {device}, load average {os.getloadavg()[0]:.1f}; "
+        f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
