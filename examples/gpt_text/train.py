@@ -25,6 +25,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--text-bytes", type=int, default=2_000_000)
     parser.add_argument("--save-every", type=int, default=80)
+    parser.add_argument("--recompute", default="none", help="checkpoint the blocks: each, contiguous or group_N")
     parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "checkpoints"))
     return parser.parse_known_args()[0]
 
@@ -87,7 +88,10 @@ def main() -> None:
     train = Batches(text[:-held_out], arguments.batch, shape.context, seed=smp.dp_rank())
     test = Batches(text[-held_out:], arguments.batch, shape.context, seed=1000 + smp.dp_rank())
 
-    model = smp.DistributedModel(GPT(shape))
+    gpt = GPT(shape)
+    model = smp.DistributedModel(gpt)
+    if arguments.recompute != "none":
+        smp.set_activation_checkpointing(gpt.blocks, strategy=arguments.recompute)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, arguments.steps))
 
