@@ -21,6 +21,7 @@ DOCUMENTED = """
     DistributedModel DistributedOptimizer partition set_partition
     delay_param_initialization save load save_checkpoint resume_from_checkpoint
     latest_checkpoint on_stop stop_requested state
+    checkpoint checkpoint_sequential set_activation_checkpointing offload_report
 """.split()  # noqa: SIM905
 
 
