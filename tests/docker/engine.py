@@ -7,6 +7,7 @@ import shutil
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,11 +30,28 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def running_engine(folder: Path) -> Iterator[None]:
-    """Use the engine that is there, or start one with a socket and data of its own, and end it afterwards."""
+def running_engine() -> Iterator[None]:
+    """Use the engine that is there, or start one with a socket and data of its own, and end it afterwards.
+
+    Its folder is not one of pytest's: an engine leaves mounts behind (the network's, an image's), and pytest, when it
+    later removes the folders of earlier sessions, would fail on them.
+    """
     if _answers():
         yield
         return
+    folder = Path(tempfile.mkdtemp(prefix="smpkit-engine-"))
+    try:
+        with _started(folder):
+            yield
+    finally:
+        mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for place in reversed([place for place in mounted if place.startswith(f"{folder}/")]):
+            subprocess.run(["umount", "--lazy", place], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _started(folder: Path) -> Iterator[None]:
     socket = folder / "docker.sock"
     command = ["dockerd", "--host", f"unix://{socket}", "--data-root", str(folder / "data")]
     command += ["--exec-root", str(folder / "exec"), "--pidfile", str(folder / "pid")]
@@ -49,7 +67,11 @@ def running_engine(folder: Path) -> Iterator[None]:
         yield
     finally:
         daemon.terminate()
-        daemon.wait(timeout=60)
+        try:
+            daemon.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait(timeout=60)
         del os.environ["DOCKER_HOST"]
 
 

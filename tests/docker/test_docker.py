@@ -27,7 +27,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if reason is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("docker")
-    with running_engine(folder):
+    with running_engine():
         if "SMPKIT_TEST_IMAGE" in os.environ:
             yield os.environ["SMPKIT_TEST_IMAGE"]
             return
