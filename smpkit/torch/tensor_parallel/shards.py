@@ -1,0 +1,88 @@
+"""How a parameter of this rank lies in the whole model's, and over which ranks its gradient is averaged.
+
+Parameters stay plain local tensors (pipeline-peers.md 4.2): what is special about one is written on it, and read by data
+parallelism, by gradient norms and by everything that saves or loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from smpkit.plan.mesh import CommGroup
+
+__all__ = ["Shard", "join", "mark", "shard_of", "take"]
+
+_ATTRIBUTE = "_smp_shard"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The place of a local parameter in the whole one.
+
+    Args:
+        shape: of the whole parameter.
+        dim: the dimension that is divided over the tensor-parallel ranks; None: each of them holds the whole parameter.
+        parts: sizes along `dim`, in the whole parameter, of pieces packed into one (query, key and value, say), each of
+            which is divided by itself; empty for one piece.
+        tp_rank, tp_size: whose piece of how many this is.
+        group: the ranks that the gradient is averaged over: RDP_GROUP where one backward on this rank has seen the
+            samples of the whole tensor-parallel group ("scaled batch" in SMP v1), else DP_GROUP.
+        scale: what the averaged gradient is multiplied with to become the gradient of the mean loss. A weight that saw
+            `tp_size` batches holds their sum, so 1 / tp_size; with `prescaled_batch` all ranks have one batch and one
+            loss, so 1. A whole parameter that saw only this rank's part of a common batch: DP_GROUP and tp_size.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    parts: tuple[int, ...]
+    tp_rank: int
+    tp_size: int
+    group: CommGroup
+    scale: float
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the ranks hold different values ("distributed parameter" in SMP v1)."""
+        return self.dim is not None
+
+    @property
+    def sees_scaled_batch(self) -> bool:
+        """Whether one backward accumulates the samples of all tensor-parallel ranks ("scaled batch" in SMP v1)."""
+        return self.group is CommGroup.RDP_GROUP
+
+
+def mark(parameter: torch.Tensor, shard: Shard) -> None:
+    """Write on a parameter (or buffer) where it lies."""
+    setattr(parameter, _ATTRIBUTE, shard)
+
+
+def shard_of(parameter: torch.Tensor) -> Shard | None:
+    """Return what was written on a parameter; None for an ordinary one, equal on all ranks of the DP group."""
+    shard: Shard | None = getattr(parameter, _ATTRIBUTE, None)
+    return shard
+
+
+def take(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Return this rank's piece of a whole tensor of `shard.shape` (or of a state shaped like it), as a copy."""
+    if shard.dim is None:
+        return whole.clone()
+    sizes = list(shard.parts) or [whole.shape[shard.dim]]
+    pieces = [
+        part.narrow(
+            shard.dim, part.shape[shard.dim] // shard.tp_size * shard.tp_rank, part.shape[shard.dim] // shard.tp_size
+        )
+        for part in whole.split(sizes, shard.dim)
+    ]
+    return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone()
+
+
+def join(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
+    """Return the whole tensor from the pieces of the tensor-parallel ranks, in their order: the reverse of `take`."""
+    if shard.dim is None:
+        return pieces[0].clone()
+    sizes = [size // shard.tp_size for size in shard.parts] or [pieces[0].shape[shard.dim]]
+    columns = zip(*(piece.split(sizes, shard.dim) for piece in pieces), strict=True)
+    return torch.cat([piece for column in columns for piece in column], shard.dim)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.tensor_parallel.shards import Shard, join, mark, shard_of, take
+
+WHOLE = Shard((6, 4), None, (), 0, 2, CommGroup.RDP_GROUP, 0.5)
+
+
+@pytest.mark.parametrize(("dim", "parts"), [(None, ()), (0, ()), (1, ()), (0, (2, 2, 2)), (0, (4, 2))])
+def test_join_is_the_reverse_of_take(dim: int | None, parts: tuple[int, ...]) -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    shards = [replace(WHOLE, dim=dim, parts=parts, tp_rank=rank) for rank in range(2)]
+    pieces = [take(whole, shard) for shard in shards]
+    assert torch.equal(join(pieces, shards[0]), whole)
+
+
+def test_packed_pieces_are_divided_one_by_one() -> None:
+    whole = torch.arange(6.0)
+    shard = Shard((6,), 0, (4, 2), 1, 2, CommGroup.RDP_GROUP, 0.5)
+    assert take(whole, shard).tolist() == [2, 3, 5]
+
+
+def test_a_parameter_tells_what_was_written_on_it() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert shard_of(parameter) is None
+    mark(parameter, WHOLE)
+    assert shard_of(parameter) is WHOLE
+    assert not WHOLE.is_distributed
+    assert WHOLE.sees_scaled_batch
