@@ -1,7 +1,7 @@
 """How a parameter of this rank lies in the whole model's, and over which ranks its gradient is averaged.
 
-Parameters stay plain local tensors (pipeline-peers.md 4.2): what is special about one is written on it, and read by data
-parallelism, by gradient norms and by everything that saves or loads.
+Parameters stay plain local tensors: what is special about one is written on it, and read by data parallelism, by
+gradient norms and by everything that saves or loads.
 """
 
 from __future__ import annotations
@@ -69,13 +69,10 @@ def take(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Return this rank's piece of a whole tensor of `shard.shape` (or of a state shaped like it), as a copy."""
     if shard.dim is None:
         return whole.clone()
-    sizes = list(shard.parts) or [whole.shape[shard.dim]]
-    pieces = [
-        part.narrow(
-            shard.dim, part.shape[shard.dim] // shard.tp_size * shard.tp_rank, part.shape[shard.dim] // shard.tp_size
-        )
-        for part in whole.split(sizes, shard.dim)
-    ]
+    pieces = []
+    for part in torch.split(whole, list(shard.parts) or [whole.shape[shard.dim]], shard.dim):
+        length = part.shape[shard.dim] // shard.tp_size
+        pieces.append(part.narrow(shard.dim, length * shard.tp_rank, length))
     return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone()
 
 
@@ -84,5 +81,5 @@ def join(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
     if shard.dim is None:
         return pieces[0].clone()
     sizes = [size // shard.tp_size for size in shard.parts] or [pieces[0].shape[shard.dim]]
-    columns = zip(*(piece.split(sizes, shard.dim) for piece in pieces), strict=True)
+    columns = zip(*(torch.split(piece, sizes, shard.dim) for piece in pieces), strict=True)
     return torch.cat([piece for column in columns for piece in column], shard.dim)
