@@ -2,6 +2,9 @@
 
 Parameters stay plain local tensors: what is special about one is written on it, and read by data parallelism, by
 gradient norms and by everything that saves or loads.
+
+A dimension of n is divided as `torch.chunk` (and DTensor) does it: every rank has ceil(n / tp_size), the last ones what
+is left. So a vocabulary of 50257 needs no padding; where shapes must be equal, the modules refuse uneven sizes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 
 from smpkit.plan.mesh import CommGroup
 
-__all__ = ["Shard", "join", "mark", "shard_of", "take"]
+__all__ = ["Shard", "join", "mark", "piece_of", "shard_of", "take"]
 
 _ATTRIBUTE = "_smp_shard"
 
@@ -44,6 +47,15 @@ class Shard:
     scale: float
 
     @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's piece."""
+        if self.dim is None:
+            return self.shape
+        sizes = self.parts or (self.shape[self.dim],)
+        length = sum(piece_of(size, self.tp_rank, self.tp_size)[1] for size in sizes)
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    @property
     def is_distributed(self) -> bool:
         """Whether the ranks hold different values ("distributed parameter" in SMP v1)."""
         return self.dim is not None
@@ -65,14 +77,19 @@ def shard_of(parameter: torch.Tensor) -> Shard | None:
     return shard
 
 
+def piece_of(size: int, rank: int, of: int) -> tuple[int, int]:
+    """Return start and length of a rank's piece of a dimension; the last pieces are shorter where it is uneven."""
+    longest = -(-size // of)
+    start = min(longest * rank, size)
+    return start, min(longest, size - start)
+
+
 def take(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Return this rank's piece of a whole tensor of `shard.shape` (or of a state shaped like it), as a copy."""
     if shard.dim is None:
         return whole.clone()
-    pieces = []
-    for part in torch.split(whole, list(shard.parts) or [whole.shape[shard.dim]], shard.dim):
-        length = part.shape[shard.dim] // shard.tp_size
-        pieces.append(part.narrow(shard.dim, length * shard.tp_rank, length))
+    parts = torch.split(whole, list(shard.parts) or [whole.shape[shard.dim]], shard.dim)
+    pieces = [part.narrow(shard.dim, *piece_of(part.shape[shard.dim], shard.tp_rank, shard.tp_size)) for part in parts]
     return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone()
 
 
@@ -80,6 +97,9 @@ def join(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
     """Return the whole tensor from the pieces of the tensor-parallel ranks, in their order: the reverse of `take`."""
     if shard.dim is None:
         return pieces[0].clone()
-    sizes = [size // shard.tp_size for size in shard.parts] or [pieces[0].shape[shard.dim]]
-    columns = zip(*(torch.split(piece, sizes, shard.dim) for piece in pieces), strict=True)
-    return torch.cat([piece for column in columns for piece in column], shard.dim)
+    parts = shard.parts or (sum(piece.shape[shard.dim] for piece in pieces),)
+    of_ranks = [
+        torch.split(piece, [piece_of(size, rank, shard.tp_size)[1] for size in parts], shard.dim)
+        for rank, piece in enumerate(pieces)
+    ]
+    return torch.cat([piece for part in zip(*of_ranks, strict=True) for piece in part], shard.dim)

@@ -1,0 +1,217 @@
+"""Linear layers whose weight lies on several ranks: divided by output features, or by input features.
+
+A block of two needs one exchange on its way in and one on its way out::
+
+    x ──enter──► ColumnParallelLinear ──► (anything per feature) ──► RowParallelLinear ──leave──► y
+                 output features divided                             input features divided
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smpkit.errors import UsageError
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.boundary import (
+    Boundary,
+    check_divisible,
+    check_same_shape,
+    enter,
+    leave,
+    split_parameter,
+    whole_parameter,
+)
+from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_piece
+
+__all__ = ["ColumnParallelLinear", "DistributedLinear", "RowParallelLinear"]
+
+
+class _Linear(DistributedModule):
+    """What the linear layers share: a weight (out, in), perhaps a bias, and nn.Linear's initialisation.
+
+    Args:
+        initializer_range: draw weights from N(0, initializer_range) and set the bias to 0; None for torch's own way.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, boundary: Boundary | None, initializer_range: float | None
+    ) -> None:
+        super().__init__(boundary=boundary)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.initializer_range = initializer_range
+
+    def reset_parameters(self) -> None:
+        """Initialise this rank's pieces of what one process would hold."""
+        deviation, bound = self.initializer_range, 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        if deviation is None:
+            # As nn.Linear does: the Kaiming bound with this slope is 1 / sqrt(in_features) too.
+            initialize_piece(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
+        else:
+            initialize_piece(self.weight, lambda whole: nn.init.normal_(whole, 0.0, deviation))
+        if self.bias is not None:
+            initialize_piece(
+                self.bias,
+                nn.init.zeros_ if deviation is not None else lambda whole: nn.init.uniform_(whole, -bound, bound),
+            )
+
+    def extra_repr(self) -> str:
+        """Say what torch's own would, and the boundary."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" boundary={self.boundary.value}"
+        )
+
+
+class ColumnParallelLinear(_Linear):
+    """A linear layer of which each rank computes some output features, for all samples.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        bias: whether it has one.
+        parts: sizes of layers packed into one along the output features (query, key and value, say), each of which is
+            divided by itself.
+        boundary: what comes in.
+        gather_output: return all features, of what this rank holds of the values; else this rank's features, of all.
+        enters: gather the input (or mark where its gradients add up); False if the caller has done it, for several
+            layers that read the same input.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parts: tuple[int, ...] = (),
+        boundary: Boundary | None = None,
+        gather_output: bool = False,
+        enters: bool = True,
+        initializer_range: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, boundary, initializer_range)
+        if sum(parts or (out_features,)) != out_features:
+            raise UsageError(f"parts {parts} do not add up to out_features {out_features}")
+        if gather_output or parts:
+            for part in parts or (out_features,):
+                check_divisible("out_features", part)
+        if gather_output and len(parts) > 1:
+            raise UsageError("gather_output=True with several parts", hint="split the output first, then gather each")
+        self.gather_output = gather_output
+        self.enters = enters
+        made: dict[str, Any] = {"parts": parts, "device": device, "dtype": dtype}
+        self.weight = split_parameter((out_features, in_features), 0, self.boundary, **made)
+        self.bias = split_parameter((out_features,), 0, self.boundary, **made) if bias else None
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., out_features / tp_size), of all values of the group; with `gather_output` see there."""
+        output = functional.linear(enter(x, self.boundary) if self.enters else x, self.weight, self.bias)
+        return leave_features(output, self.boundary) if self.gather_output else output
+
+
+class RowParallelLinear(_Linear):
+    """A linear layer of which each rank computes the share of some input features, for all samples.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        bias: whether it has one; added once, to what this rank holds of the sum.
+        parts: sizes of what is packed along the input features, as in ColumnParallelLinear.
+        boundary: what goes out.
+        input_is_split: the input has this rank's features of all values, as ColumnParallelLinear makes them; False: it
+            has all features of what this rank holds of the values.
+        leaves: add up the shares of all ranks; False if the caller does it, for several layers whose outputs are added.
+            There must be no bias then.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        parts: tuple[int, ...] = (),
+        boundary: Boundary | None = None,
+        input_is_split: bool = True,
+        leaves: bool = True,
+        initializer_range: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, boundary, initializer_range)
+        for part in parts or (in_features,):
+            check_divisible("in_features", part)
+        if bias and not leaves:
+            raise UsageError("a bias with leaves=False would be added once per rank", hint="add it after the sum")
+        if parts and not input_is_split:
+            raise UsageError("packed input features must come divided", hint="use `input_is_split=True`")
+        self.input_is_split = input_is_split
+        self.leaves = leaves
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = split_parameter((out_features, in_features), 1, self.boundary, parts=parts, **made)
+        self.bias = whole_parameter((out_features,), self.boundary, **made) if bias else None
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., out_features) of what this rank holds of the values."""
+        partial = functional.linear(x if self.input_is_split else enter_features(x, self.boundary), self.weight)
+        if not self.leaves:
+            return partial
+        output = leave(partial, self.boundary)
+        return output if self.bias is None else output + self.bias
+
+
+class DistributedLinear(RowParallelLinear):
+    """A linear layer that takes the place of `torch.nn.Linear` (the class of that name in SMP v1).
+
+    Its input channels are divided: the local weight is (out_features, in_features / tp_size). Each rank collects its
+    channels of the samples of all ranks, multiplies, and gets its own samples of the sum back.
+
+    Args:
+        in_features, out_features, bias: as in torch.
+        boundary: what comes in and goes out; None for what the configuration says.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        boundary: Boundary | None = None,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, bias, boundary=boundary, input_is_split=False, device=device, dtype=dtype
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., out_features) for (..., in_features); without a batch dimension for (in_features,)."""
+        if x.dim() == 1 and state.tp_size > 1:
+            return super().forward(x.unsqueeze(0)).squeeze(0)
+        return super().forward(x)
+
+
+def enter_features(x: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+    """Return this rank's features of all values, from all features of what this rank holds of the values."""
+    if boundary.dim is None:
+        return collectives.split(x, -1)
+    check_same_shape(x)
+    return collectives.exchange(x, -1, boundary.dim)
+
+
+def leave_features(x: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+    """Return all features of what this rank holds of the values, from this rank's features of all: the reverse."""
+    return collectives.gather_equal(x, -1) if boundary.dim is None else collectives.exchange(x, boundary.dim, -1)

@@ -1,0 +1,91 @@
+"""`smp.nn.DistributedModule`: the base of all modules whose weights lie on several tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.partitioning.delayed import fill, is_delayed
+from smpkit.torch.tensor_parallel.boundary import Boundary, outer_boundary
+from smpkit.torch.tensor_parallel.shards import shard_of, take
+
+__all__ = ["DistributedModule", "initialize_piece", "load_piece", "whole_shape"]
+
+
+class DistributedModule(nn.Module):
+    """A module that the ranks of a tensor-parallel group hold and compute together (the class of that name in SMP v1).
+
+    Sizes given to constructors are those of the whole module; parameters are this rank's pieces, and `shard_of` says of
+    each where it lies. All ranks of the group call the module together, with values of the same shape.
+
+    Args:
+        boundary: what the values that it takes and returns are; None for what the configuration says.
+    """
+
+    def __init__(self, *, boundary: Boundary | None = None) -> None:
+        super().__init__()
+        self.boundary = outer_boundary() if boundary is None else boundary
+
+    def load_whole(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's piece of every parameter and saved buffer from the state dict of the whole module.
+
+        Raises:
+            UsageError: a name is missing or unknown, or a shape is not that of the whole tensor.
+        """
+        ours = {**dict(self.named_parameters()), **_saved_buffers(self)}
+        # Tied parameters may come under either name.
+        known = {name for name, _ in self.named_parameters(remove_duplicate=False)} | set(ours)
+        problems = [f"`{name}` is missing" for name in ours if name not in state]
+        problems += [f"`{name}` is unknown" for name in state if name not in known]
+        problems += [
+            f"`{name}` is {list(state[name].shape)}, not {list(whole_shape(tensor))}"
+            for name, tensor in ours.items()
+            if name in state and state[name].shape != whole_shape(tensor)
+        ]
+        if problems:
+            raise UsageError(f"this is not the state of a whole {type(self).__name__}: {'; '.join(problems)}")
+        for name, tensor in ours.items():
+            load_piece(tensor, state[name])
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """Return the shape that a local parameter has in the whole model."""
+    shard = shard_of(tensor)
+    return tensor.shape if shard is None else torch.Size(shard.shape)
+
+
+def load_piece(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Give a local parameter its piece of the whole one, and memory if it has none yet."""
+    shard = shard_of(tensor)
+    piece = whole if shard is None else take(whole, shard)
+    if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
+        fill(tensor, piece)
+        return
+    with torch.no_grad():
+        tensor.copy_(piece)
+
+
+def initialize_piece(parameter: nn.Parameter, initialize: Callable[[torch.Tensor], object]) -> None:
+    """Initialise a local parameter as this rank's piece of a whole one.
+
+    The whole is made for a moment, so ranks that draw the same random numbers hold pieces of the same whole, and one
+    seed gives one model at every degree.
+    """
+    if is_delayed(parameter):
+        return
+    shard = shard_of(parameter)
+    with torch.no_grad():
+        if shard is None or not shard.is_distributed:
+            initialize(parameter)
+            return
+        whole = torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)
+        initialize(whole)
+        parameter.copy_(take(whole, shard))
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
