@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 __all__ = ["Bucket", "plan_buckets"]
@@ -13,7 +14,7 @@ FIRST_BUCKET_BYTES = 1024 * 1024  # small, so that the first reduction starts so
 
 
 class Bucket:
-    """Gradients that are reduced together, in one flat buffer of one dtype on one device.
+    """Gradients that are reduced together over one group, in one flat buffer of one dtype on one device.
 
     ::
 
@@ -27,8 +28,11 @@ class Bucket:
     `is_last`) have the meaning they have on `torch.distributed.GradBucket`, and see the gradients without the flags.
     """
 
-    def __init__(self, position: int, is_last: bool, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, position: int, is_last: bool, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
+    ) -> None:
         self.position = position
+        self.group = group
         self._is_last = is_last
         self.params = list(parameters)
         self.numels = [param.numel() for param in parameters]
@@ -128,21 +132,26 @@ class Bucket:
         return grad.detach().reshape(-1).clone() if self._in_place(slot) else grad.detach().reshape(-1)
 
 
-def plan_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+def plan_buckets(
+    parameters: Sequence[nn.Parameter],
+    cap_bytes: int,
+    group_of: Callable[[nn.Parameter], dist.ProcessGroup | None] = lambda _: None,
+) -> list[Bucket]:
     """Group parameters, given in the order their gradients become ready, into buckets of at most `cap_bytes`.
 
-    A bucket holds one dtype of one device; a parameter larger than the cap has a bucket of its own.
+    A bucket holds one dtype of one device for one group; a parameter larger than the cap has a bucket of its own.
     """
-    groups: list[list[nn.Parameter]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    contents: list[list[nn.Parameter]] = []
+    open_ones: dict[tuple[torch.dtype, torch.device, object], tuple[list[nn.Parameter], int]] = {}
     for param in parameters:
-        key = (param.dtype, param.device)
+        key = (param.dtype, param.device, group_of(param))
         size = param.numel() * param.element_size()
-        group, filled = open_groups.get(key, ([], 0))
-        limit = min(FIRST_BUCKET_BYTES, cap_bytes) if group is (groups[0] if groups else None) else cap_bytes
-        if not group or filled + size > limit:
-            group, filled = [], 0
-            groups.append(group)
-        group.append(param)
-        open_groups[key] = (group, filled + size)
-    return [Bucket(index, index == len(groups) - 1, group) for index, group in enumerate(groups)]
+        content, filled = open_ones.get(key, ([], 0))
+        limit = min(FIRST_BUCKET_BYTES, cap_bytes) if content is (contents[0] if contents else None) else cap_bytes
+        if not content or filled + size > limit:
+            content, filled = [], 0
+            contents.append(content)
+        content.append(param)
+        open_ones[key] = (content, filled + size)
+    last = len(contents) - 1
+    return [Bucket(index, index == last, each, group_of(each[0])) for index, each in enumerate(contents)]

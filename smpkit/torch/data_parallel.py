@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smpkit.torch.comm import CommGroup
-from smpkit.torch.initialize import extra_group
+from smpkit.errors import UnsupportedError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.gradient_factors import GradientFactors
+from smpkit.torch.holders import Held, find_held
 from smpkit.torch.reducer import CommHook, GradientReducer
 from smpkit.torch.replicas import broadcast_tensors, check_same_model
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.shards import shard_of
 
 if TYPE_CHECKING:
     from smpkit.torch.join import JoinContext
@@ -47,88 +50,52 @@ def replicate(module: nn.Module, holders: Mapping[int, frozenset[int]], reductio
     Args:
         holders: the pipeline ranks that hold each parameter (by its id); empty without a pipeline.
     """
-    shares = _shares(module, holders)
     if state.cfg.ddp and state.dp_size > 1:
-        check_same_model(module, state.process_group(CommGroup.DP_GROUP))
-    return DataParallel(module, shares, reduction) if shares else None
-
-
-@dataclass(frozen=True)
-class _Share:
-    """Parameters that the same ranks hold, and those ranks."""
-
-    parameters: list[tuple[str, nn.Parameter]]
-    group: dist.ProcessGroup
-    copies: int
-    """How many ranks of one pipeline hold them, each with a part of the gradient."""
-
-
-def _shares(module: nn.Module, holders: Mapping[int, frozenset[int]]) -> list[_Share]:
-    """Group this rank's parameters by the ranks that hold them; parameters that only it holds are left out."""
-    alone = frozenset({state.pp_rank})
-    found: dict[frozenset[int], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in module.named_parameters():
-        ranks = holders.get(id(parameter), alone)
-        if state.pp_rank in ranks:
-            found.setdefault(ranks, []).append((name, parameter))
-    replicated = state.cfg.ddp and state.dp_size > 1
-    shares = []
-    for ranks in sorted(found, key=sorted):
-        if ranks == alone and replicated:
-            shares.append(_Share(found[ranks], state.process_group(CommGroup.DP_GROUP), 1))
-        elif ranks != alone:
-            shares.append(_Share(found[ranks], extra_group(_union(ranks, replicated)), len(ranks)))
-    return shares
-
-
-def _union(pp_ranks: frozenset[int], replicated: bool) -> tuple[int, ...]:
-    """Return the global ranks that hold the same parameters as the pipeline ranks `pp_ranks` of this pipeline."""
-    mine = state.mesh.coordinates(state.rank)
-    members = []
-    for rank in range(state.size):
-        place = state.mesh.coordinates(rank)
-        same_pipeline = (place.tp, place.rdp) == (mine.tp, mine.rdp)
-        if place.pp in pp_ranks and (replicated or same_pipeline):
-            members.append(rank)
-    return tuple(members)
+        check_same_model(module)
+    held = find_held(module, holders)
+    if all(each.copies is None and each.averaged is None and each.factor == 1 for each in held):
+        return None
+    return DataParallel(module, held, reduction)
 
 
 class DataParallel:
     """One rank's part of a model, and the ranks that hold the same.
 
     A *pass* is one step with a backward, or outside steps one backward; every `passes_per_reduction`-th pass reduces.
-
-    [Note: parameters on several ranks of one pipeline] Each of their ranks sees a part of the gradient; the whole is
-    the sum. Every part is multiplied by the number of ranks as it arises, and then averaged like the gradients of
-    replicas: so the note in reducer.py holds for them too.
     """
 
-    def __init__(self, module: nn.Module, shares: Sequence[_Share], reduction: Reduction) -> None:
+    def __init__(self, module: nn.Module, held: Sequence[Held], reduction: Reduction) -> None:
         self.group: dist.ProcessGroup = state.process_group(CommGroup.DP_GROUP)
         self.overlapping = reduction.overlapping
         self.joining: JoinContext | None = None
         self._module = module
-        self._shares = shares
+        self._held = held
         self._passes = 0
         self._passes_per_reduction = reduction.passes_per_reduction
         self._broadcast_buffers = reduction.broadcast_buffers and state.cfg.ddp and state.dp_size > 1
         self.broadcast_state()
-        for share in shares:
-            _scale_gradients(share)
-        self.reducers = [
+        self._factors = GradientFactors((each.parameter, each.factor) for each in held)
+        # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
+        # times, and a collective that one of them starts early would hold up the others' messages.
+        self._early, self._late = (
             GradientReducer(
-                share.parameters,
-                share.group,
+                [
+                    (each.name, each.parameter, each.averaged)
+                    for each in held
+                    if each.averaged is not None and (len(each.pp_ranks) > 1) is late
+                ],
                 bucket_cap_bytes=reduction.bucket_cap_bytes,
                 as_view=reduction.gradient_as_bucket_view,
             )
-            for share in shares
-        ]
+            for late in (False, True)
+        )
+        self.reducers = [self._early, self._late]
 
     def release(self) -> None:
         """Let go of the parameters, when the groups come to their end."""
         for reducer in self.reducers:
             reducer.release()
+        self._factors.release()
 
     def begin_step(self, training: bool) -> None:
         """Get ready for the microbatches of a step."""
@@ -150,8 +117,7 @@ class DataParallel:
     def before_last_backward(self) -> None:
         """Let the backward that comes next reduce while it runs."""
         if self.overlapping and self._reduces_now():
-            for reducer in self._independent():
-                reducer.arm()
+            self._early.arm()
 
     def end_step(self, run: StepRun) -> None:
         """Make gradients final, where the step had a backward and ends an accumulation."""
@@ -171,8 +137,7 @@ class DataParallel:
         for reducer in self.reducers:
             reducer.on_backward_end = self._end_pass
         if self.overlapping and self._reduces_now():
-            for reducer in self._independent():
-                reducer.arm()
+            self._early.arm()
 
     def shadow_pass(self) -> None:
         """Take part, without inputs, in what the other replicas do in one training pass (see `join`)."""
@@ -185,33 +150,50 @@ class DataParallel:
 
     def broadcast_state(self, source: int = 0) -> None:
         """Copy the parameters and buffers of the replica with dp_rank `source` to the others."""
-        for share in self._shares:
-            broadcast_tensors([parameter for _, parameter in share.parameters], share.group, source)
+        by_group: dict[tuple[dist.ProcessGroup, int], list[torch.Tensor]] = {}
+        for each in self._held:
+            if each.copies is not None:
+                root = dist.get_group_rank(each.copies, _holder_near(each, self._rank_of(source)))
+                by_group.setdefault((each.copies, root), []).append(each.parameter)
+        for (group, root), parameters in by_group.items():
+            broadcast_tensors(parameters, group, root)
         if state.cfg.ddp and state.dp_size > 1:
             self._broadcast_all_buffers(source)
 
+    def _rank_of(self, dp_rank: int) -> int:
+        return dist.get_global_rank(self.group, dp_rank)
+
     def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:
-        """Replace the all-reduce of gradients."""
-        for reducer in self.reducers:
-            reducer.set_comm_hook(hook_state, hook)
+        """Replace the all-reduce of gradients.
+
+        Raises:
+            UnsupportedError: a gradient is averaged over other ranks than the data-parallel ones, which a hook does not
+                know about.
+        """
+        for each in self._held:
+            if each.averaged not in (None, self.group):
+                raise UnsupportedError(
+                    f"a communication hook reduces over the data-parallel ranks, but `{each.name}` is reduced over "
+                    f"ranks {dist.get_process_group_ranks(each.averaged)}",
+                    hint="remove register_comm_hook, or train without tensor parallelism and shared parameters",
+                )
+        self._early.set_comm_hook(hook_state, hook)
 
     @property
     def has_comm_hook(self) -> bool:
-        return any(reducer.has_comm_hook for reducer in self.reducers)
-
-    def _independent(self) -> list[GradientReducer]:
-        """Return the reducers that may start inside backward.
-
-        Those of parameters on several ranks of a pipeline wait for its end: their ranks get there at different times,
-        and a collective that one of them starts early would hold up the others' messages.
-        """
-        return [reducer for reducer, share in zip(self.reducers, self._shares, strict=True) if share.copies == 1]
+        return self._early.has_comm_hook
 
     def _broadcast_all_buffers(self, source: int) -> None:
+        """Copy the buffers of the replica with dp_rank `source`; pieces only to the ranks that hold the same piece."""
         held = [buffer for buffer in self._module.buffers() if buffer.device.type != "meta"]
-        broadcast_tensors(held, self.group, source)
+        pieces = [buffer for buffer in held if (shard := shard_of(buffer)) is not None and shard.is_distributed]
+        taken = {id(piece) for piece in pieces}
+        broadcast_tensors([buffer for buffer in held if id(buffer) not in taken], self.group, source)
+        rdp_rank = state.mesh.coordinates(self._rank_of(source)).rdp
+        broadcast_tensors(pieces, state.process_group(CommGroup.RDP_GROUP), rdp_rank)
 
     def _begin_pass(self, training: bool) -> None:
+        self._factors.refresh()
         for reducer in self.reducers:
             reducer.refresh()
         if not (training and torch.is_grad_enabled()):
@@ -234,10 +216,10 @@ class DataParallel:
         return (self._passes + 1) % self._passes_per_reduction == 0
 
 
-def _scale_gradients(share: _Share) -> None:
-    """Multiply what each rank contributes, see [Note: parameters on several ranks of one pipeline]."""
-    if share.copies == 1:
-        return
-    for _, parameter in share.parameters:
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient, copies=share.copies: gradient * copies)  # type: ignore[no-untyped-call]
+def _holder_near(held: Held, rank: int) -> int:
+    """Return the global rank, of those that hold the same values, that belongs to the replica of global rank `rank`."""
+    assert held.copies is not None
+    wanted = state.mesh.coordinates(rank)
+    places = {each: state.mesh.coordinates(each) for each in dist.get_process_group_ranks(held.copies)}
+    near = [each for each, place in places.items() if place.rdp == wanted.rdp]
+    return next((each for each in near if places[each].tp == wanted.tp), near[0])

@@ -8,11 +8,13 @@
 A hook on each parameter tells when its gradient is final; a bucket whose gradients are all final is reduced while
 backward goes on. Buckets start in one fixed order on every rank, whatever order the hooks fire in, because collectives
 that start in different orders deadlock. What backward did not reach is sent when it is over, so an unused parameter
-neither hangs nor stays unreduced.
+neither hangs nor stays unreduced. Parameters that are reduced over different groups lie in different buckets of the
+same order, for the same reason.
 
 [Note: why the result is right however often it is reduced] Averaging is linear, and a reduced gradient is equal on all
 ranks, so averaging `reduced + new` gives `reduced + average(new)`. Several backwards in one step, accumulation over
-steps and a second reduction all follow from this; no other bookkeeping is needed.
+steps and a second reduction all follow from this; no other bookkeeping is needed. A factor, where a gradient has one,
+therefore multiplies each gradient as it arises, and not the result.
 """
 
 from __future__ import annotations
@@ -56,27 +58,24 @@ class _Reduction:
 
 
 class GradientReducer:
-    """Reduces the gradients of `parameters` over `group`.
+    """Reduces the gradients of parameters, each over its own group.
 
     Args:
-        parameters: name and parameter pairs; those that do not require gradients are left out until they do.
-        group: the ranks that hold the same parameters.
+        parameters: name, parameter and group; those that do not require gradients are left out until they do.
         bucket_cap_bytes: most bytes reduced at once.
         as_view: let gradients be views of the buckets, which saves one copy of all gradients.
     """
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        group: dist.ProcessGroup,
+        parameters: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]],
         *,
         bucket_cap_bytes: int,
         as_view: bool = False,
     ) -> None:
-        self._parameters = list(parameters)
-        self._names = {id(param): name for name, param in parameters}
-        self._group = group
-        self._divisor = dist.get_world_size(group)
+        self._parameters = [param for _, param, _ in parameters]
+        self._names = {id(param): name for name, param, _ in parameters}
+        self._groups = {id(param): group for _, param, group in parameters}
         self._bucket_cap_bytes = bucket_cap_bytes
         self._as_view = as_view
         self._comm_hook: tuple[Any, CommHook] | None = None
@@ -107,7 +106,7 @@ class GradientReducer:
 
     def refresh(self) -> None:
         """Plan buckets anew if parameters were frozen, unfrozen, cast or moved since the last time."""
-        live = [param for _, param in self._parameters if param.requires_grad]
+        live = [param for param in self._parameters if param.requires_grad]
         signature = [(id(param), param.dtype, param.device) for param in live]
         if signature == self._signature:
             return
@@ -115,7 +114,7 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
-        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes)
+        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._groups[id(param)])
         self._slots = {
             id(param): (bucket, slot) for bucket in self._buckets for slot, param in enumerate(bucket.params)
         }
@@ -152,7 +151,7 @@ class GradientReducer:
         while len(self._started) < len(self._buckets):
             self._start(self._buckets[len(self._started)])
         for bucket, reduction in zip(self._buckets, self._started, strict=True):
-            with waiting(f"the reduction of gradients (bucket {bucket.index()})", self._group):
+            with waiting(f"the reduction of gradients (bucket {bucket.index()})", _group_of(bucket)):
                 hooked = reduction.wait()
             if hooked is not None:
                 bucket.set_buffer(hooked)
@@ -173,7 +172,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.flat.zero_()
             self._start_packed(bucket)
-            with waiting(f"the reduction of gradients (bucket {bucket.index()}, out of inputs)", self._group):
+            with waiting(f"the reduction of gradients (bucket {bucket.index()}, out of inputs)", _group_of(bucket)):
                 self._started[-1].wait()
         self._started = []
 
@@ -216,19 +215,24 @@ class GradientReducer:
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
             # A hook divides by what it wants (SMP v1: by replicas and microbatches), so it gets plain sums.
-            bucket.pack(1 if self._comm_hook is not None else self._divisor)
+            bucket.pack(1 if self._comm_hook is not None else dist.get_world_size(_group_of(bucket)))
             self._start_packed(bucket)
 
     def _start_packed(self, bucket: Bucket) -> None:
         if self._comm_hook is None:
-            self._started.append(_Reduction(_all_reduce(bucket.flat, self._group)))
+            self._started.append(_Reduction(_all_reduce(bucket.flat, _group_of(bucket))))
             return
         state, hook = self._comm_hook
         # The hook may compress or reshape the gradients, so the flags travel by themselves.
         future = hook(state, bucket)
-        self._started.append(_Reduction(_all_reduce(bucket.flags, self._group), future))
+        self._started.append(_Reduction(_all_reduce(bucket.flags, _group_of(bucket)), future))
 
 
 def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
     return work
+
+
+def _group_of(bucket: Bucket) -> dist.ProcessGroup:
+    assert bucket.group is not None, "a reducer plans its buckets with groups"
+    return bucket.group
