@@ -22,6 +22,7 @@ DOCUMENTED = """
     delay_param_initialization save load save_checkpoint resume_from_checkpoint
     latest_checkpoint on_stop stop_requested state
     checkpoint checkpoint_sequential set_activation_checkpointing offload_report
+    clip_grad_norm_
 """.split()  # noqa: SIM905
 
 

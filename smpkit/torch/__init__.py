@@ -30,6 +30,7 @@ from smpkit.torch.comm import (
     recv_from,
     send,
 )
+from smpkit.torch.gradient_norm import clip_grad_norm_
 from smpkit.torch.initialize import init, shutdown
 from smpkit.torch.model import DistributedModel
 from smpkit.torch.offload.runtime import offload_report
@@ -107,6 +108,7 @@ __all__ = [
     "broadcast",
     "checkpoint",
     "checkpoint_sequential",
+    "clip_grad_norm_",
     "delay_param_initialization",
     "dp_barrier",
     "dp_rank",

@@ -1,0 +1,142 @@
+"""The norm of the whole model's gradient, of which each rank holds a part, and clipping by it.
+
+Every part counts once: pieces of tensor-parallel parameters on each tensor-parallel rank, what those ranks all hold on
+the first of them, what several pipeline ranks hold on the first of these; replicas are equal and count alone, unless
+each of them holds only a part (sharded optimizer state, sharded data parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.deadline import waiting
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.shards import shard_of
+
+__all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm"]
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that the norm of the whole model's gradient is at most `max_norm`; return the norm before.
+
+    As `torch.nn.utils.clip_grad_norm_` does in one process. All ranks call it, after backward and before the
+    optimizer's step, with the same parameters as far as they hold them; all get the same norm.
+
+    Args:
+        parameters: the model, or the parameters whose gradients count.
+        max_norm: at most this.
+        norm_type: the p of the p-norm; `float("inf")` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is not a finite number, instead of scaling by it.
+
+    Raises:
+        UsageError: before `smp.init()`, or on all ranks for such a norm.
+    """
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    listed = [given] if isinstance(given, torch.Tensor) else given
+    unique = {id(each): each for each in listed if each.grad is not None}
+    norm = global_norm([(each, each.grad) for each in unique.values() if each.grad is not None], norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise UsageError(
+            f"the norm of the gradients is {norm.item()}, which they cannot be clipped by",
+            hint="pass error_if_nonfinite=False to scale by it anyway, or skip this step",
+        )
+    clip_to_norm((each.grad for each in unique.values() if each.grad is not None), max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of the whole model's gradient, the same on every rank; all ranks call this.
+
+    Args:
+        gradients: this rank's parameters of the model with a gradient of each, which may be another tensor than its
+            `grad` (that of a master weight, say); the parameter tells on which ranks it counts.
+        norm_type: the p of the p-norm, or infinity.
+
+    Returns:
+        The norm in float32, or float64 where the gradients are; a tensor without dimensions.
+    """
+    pairs = list(gradients)
+    locals_ = [local_part(gradient) for parameter, gradient in pairs if _counts_here(parameter)]
+    norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
+    group = state.process_group(CommGroup.WORLD if _replicas_hold_parts() else CommGroup.MP_GROUP)
+    if dist.get_world_size(group) == 1:
+        return norm
+    # In float64 the powers neither overflow nor lose what float32 norms know.
+    if norm_type == float("inf"):
+        total = _largest(norm.double(), group)
+    else:
+        total = norm.double() ** norm_type
+        with waiting("the norm of the gradients", group):
+            dist.all_reduce(total, group=group)
+        total **= 1.0 / norm_type
+    return total.to(norm.dtype)
+
+
+@torch.no_grad()
+def clip_to_norm(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Multiply gradients by `max_norm / norm` where that is less than 1, without waiting for the device."""
+    carriers = []
+    for gradient in gradients:
+        part = local_part(gradient)
+        carrier = part.detach()  # torch scales the gradients of tensors: this one costs no memory
+        carrier.grad = part
+        carriers.append(carrier)
+    torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, norm)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor that may be sharded."""
+    local = getattr(tensor, "to_local", None)
+    part: torch.Tensor = tensor if local is None else local()
+    return part
+
+
+def _replicas_hold_parts() -> bool:
+    return state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
+
+
+def _counts_here(parameter: torch.Tensor) -> bool:
+    """Tell whether this rank counts its gradient of a parameter, of all ranks that hold the same."""
+    shard = shard_of(parameter)
+    is_piece = shard is not None and shard.is_distributed
+    if not is_piece and state.tp_rank > 0:
+        return False
+    model = state.model
+    if model is None or model.pipeline is None:
+        return True
+    return state.pp_rank == min(model.pipeline.holders.get(id(parameter), {state.pp_rank}))
+
+
+def _largest(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the largest value of the group, or NaN if one is: a maximum may lose that."""
+    both = torch.stack([value.nan_to_num(nan=0.0, posinf=float("inf")), value.isnan().to(value.dtype)])
+    with waiting("the norm of the gradients", group):
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0].where(both[1] == 0, float("nan"))
+
+
+def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=state.device)
+    if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
+        total: torch.Tensor = torch.nn.utils.get_total_norm(gradients, norm_type)
+        return total
+    # Half-precision norms overflow, and know few digits.
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_wide(each.dtype)) for each in gradients]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
