@@ -130,12 +130,14 @@ def _largest(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if not gradients:
         return torch.zeros((), device=state.device)
+    total: torch.Tensor
     if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
-        total: torch.Tensor = torch.nn.utils.get_total_norm(gradients, norm_type)
+        total = torch.nn.utils.get_total_norm(gradients, norm_type)
         return total
     # Half-precision norms overflow, and know few digits.
     norms = [torch.linalg.vector_norm(each, norm_type, dtype=_wide(each.dtype)) for each in gradients]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
