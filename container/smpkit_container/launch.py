@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
 from smpkit_container.arguments import script_arguments
 from smpkit_container.channel import ADDRESS_VARIABLE
@@ -32,7 +33,7 @@ from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
 from smpkit_container.variables import export, platform_variables, process_variables
 from smpkit_container.verdict import judge
 
-__all__ = ["explain", "launch", "patience_from"]
+__all__ = ["explain", "launch", "patience_from", "with_smdistributed"]
 
 _ALSO_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
@@ -58,6 +59,7 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
         SmpkitError: the job cannot be started as described.
     """
     patience = patience_from(environ)
+    environ = with_smdistributed(environment, environ, console)
     topology = read_topology(environment)
     with _meeting_port(topology) as port:
         plan = _planned(environment, topology, port, environ, extra, console.is_terminal)
@@ -72,6 +74,20 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
         write_failure(environment.folders.failure, failure.reason)
         return failure.exit_code
     return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else 0
+
+
+def with_smdistributed(environment: Environment, environ: Mapping[str, str], console: Console) -> Mapping[str, str]:
+    """Return `environ` with smpkit's `smdistributed` importable if the script asks for one and none is installed."""
+    asking = asks_for_it(environment.code, environment.mp_parameters)
+    if asking is None:
+        return environ
+    name = asking.relative_to(environment.code)
+    installed = installed_one()
+    if installed is not None:
+        console.say(f"`{name}` asks for smdistributed: {installed} is installed, and used instead of smpkit's")
+        return environ
+    console.say(f"`{name}` asks for smdistributed: smpkit's is on PYTHONPATH")
+    return with_drop_in(environ)
 
 
 def explain(

@@ -42,6 +42,11 @@ COMMANDS: dict[str, Entry] = {
         "Run the job on this machine, with the launcher of the training image or in the image itself.",
         "Run",
     ),
+    "compat": Entry(
+        "smpkit.cli.compat:compat",
+        "Run a command in which `import smdistributed.modelparallel.torch` finds smpkit.",
+        "Run",
+    ),
     "image": Entry("smpkit.cli.image:image", "Build the training image on any base.", "Run"),
     "submit": Entry("smpkit.cli.submit:submit", "Start a managed job on SageMaker and print its name.", "Run"),
     "jobs": Entry("smpkit.cli.jobs:jobs", "List managed jobs, newest first.", "Run"),

@@ -73,6 +73,18 @@ class Runtime:
     objects: dist.ProcessGroup
 
 
+@dataclass(frozen=True)
+class ModuleManager:
+    """The part of SMP v1's object of this name that Hugging Face reads.
+
+    Args:
+        translate_functions: pairs of functions from a model's state dict to Hugging Face's and back. There are none:
+            `DistributedModel.state_dict()` has Hugging Face's names already.
+    """
+
+    translate_functions: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = ()
+
+
 class State:
     """The process's place in the job; every attribute but the last four raises UsageError before `smp.init()`."""
 
@@ -89,6 +101,11 @@ class State:
         """Whether the step runs on tensors without data, to measure the model."""
         self.forgetters: list[Callable[[], object]] = []
         """Called by `smp.shutdown()`: what other modules keep for the life of the process groups."""
+
+    @property
+    def module_manager(self) -> ModuleManager:
+        """What Hugging Face's `save_pretrained` asks for the translation of state dicts."""
+        return ModuleManager()
 
     @property
     def initialized(self) -> bool:

@@ -25,6 +25,10 @@ class StepOutput:
         shapes = {tuple(output.shape) for output in self.outputs}
         return f"StepOutput({len(self.outputs)} microbatches, shape {' or '.join(map(str, sorted(shapes)))})"
 
+    def detach(self) -> StepOutput:
+        """Return the same values cut off their graph, as `torch.Tensor.detach` does."""
+        return StepOutput([output.detach() for output in self.outputs])
+
     def reduce_mean(self) -> torch.Tensor:
         """Average over microbatches; all outputs must have one shape, which is also the result's."""
         stacked = torch.stack(self.outputs)

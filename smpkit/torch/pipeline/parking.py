@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from smpkit.errors import DeadlineError
+from smpkit.torch import cuda_on_cpu
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.state import state
 
@@ -96,7 +97,8 @@ def _modes_of(device: torch.device) -> Callable[[], contextlib.AbstractContextMa
     def modes() -> Iterator[None]:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        with torch.set_grad_enabled(grad), torch.autocast(device.type, dtype=dtype, enabled=autocast):
+        autocasting = torch.autocast(device.type, dtype=dtype, enabled=autocast)
+        with torch.set_grad_enabled(grad), autocasting, cuda_on_cpu.carried_over():
             yield
 
     return modes

@@ -1,0 +1,78 @@
+"""`smpkit compat -- COMMAND`: run a command that finds smpkit under the name of SMP v1."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from smpkit.cli import _console
+from smpkit.errors import LaunchError, UsageError
+
+__all__ = ["compat"]
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option(
+    "--parameters",
+    metavar="JSON|FILE",
+    help="Model-parallel parameters for the command, as `SM_HP_MP_PARAMETERS`; they are checked first.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def compat(parameters: str | None, command: tuple[str, ...]) -> None:
+    """Run a command in which `import smdistributed.modelparallel.torch` finds smpkit.
+
+    \b
+    smpkit compat -- python train.py --epochs 3
+    smpkit compat --parameters '{"partitions": 2}' -- torchrun --nproc-per-node 2 train.py
+
+    Put `--` before the command. Where SMP v1 itself is installed, that is what the command finds, and a note says so.
+    """  # noqa: D301  a backspace is how click is told to keep lines as they are
+    from smpkit.drop_in import installed_one, with_drop_in
+
+    console = _console.current()
+    program = shutil.which(command[0])
+    if program is None:
+        raise LaunchError(f"`{command[0]}` cannot be run: there is no such program", hint="check the name and PATH")
+    environ = {**os.environ, **(_parameters(parameters) if parameters is not None else {})}
+    installed = installed_one()
+    if installed is not None:
+        console.note(f"note: {installed} is installed and used; smpkit's is not needed")
+    else:
+        environ = with_drop_in(environ)
+        console.detail(f"PYTHONPATH={environ['PYTHONPATH']}")
+    try:
+        os.execve(program, list(command), _for_huggingface(environ))  # noqa: S606  what this command is for
+    except OSError as error:
+        raise LaunchError(f"`{program}` cannot be run: {error.strerror}") from None
+
+
+def _parameters(given: str) -> dict[str, str]:
+    """Return the variable that holds the parameters, from JSON or from a file of it."""
+    from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
+
+    text = given
+    if not given.lstrip().startswith("{"):
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except OSError as error:
+            hint = "give a JSON object, or the path of a file that holds one"
+            raise UsageError(f"`--parameters {given}` cannot be read: {error.strerror}", hint=hint) from None
+    ModelParallelConfig.from_sources(None, text)
+    return {ENVIRONMENT_VARIABLE: text}
+
+
+def _for_huggingface(environ: Mapping[str, str]) -> dict[str, str]:
+    """Say what the platform says of a job with SMP, unless somebody did: Hugging Face's Trainer asks for it.
+
+    It asks for the parameters, for one of them by its old name, and for MPI.
+    """
+    from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE
+
+    if ENVIRONMENT_VARIABLE not in environ or "SM_FRAMEWORK_PARAMS" in environ:
+        return dict(environ)
+    return {**environ, "SM_FRAMEWORK_PARAMS": json.dumps({"sagemaker_mpi_enabled": True})}

@@ -1,0 +1,1 @@
+"""Where AWS's launcher looks for the names of errors."""

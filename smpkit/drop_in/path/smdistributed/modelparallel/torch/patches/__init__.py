@@ -1,0 +1,1 @@
+"""What SMP v1 offers in place of functions of torch."""

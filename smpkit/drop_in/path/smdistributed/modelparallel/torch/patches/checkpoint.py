@@ -1,0 +1,7 @@
+"""`checkpoint` and `checkpoint_sequential`."""
+
+from __future__ import annotations
+
+from smpkit.drop_in import mirror
+
+__getattr__, __dir__, __all__ = mirror("smpkit.torch.patches.checkpoint")

@@ -1,0 +1,12 @@
+"""What importing `smdistributed.modelparallel.torch` sets up beside the API, so that old scripts run as they are."""
+
+from __future__ import annotations
+
+from smpkit.torch import cuda_on_cpu
+
+__all__ = ["prepare"]
+
+
+def prepare() -> None:
+    """Let `cuda` mean the CPU on a machine without a GPU."""
+    cuda_on_cpu.install()

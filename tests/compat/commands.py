@@ -1,0 +1,46 @@
+"""Run scripts as a user of SMP v1 would: with `smdistributed` found through `smpkit compat`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def run_compat(
+    *command: str,
+    parameters: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> str:
+    """Run a command through `smpkit compat` and return its output; a failure shows all of it."""
+    given = ["--parameters", json.dumps(parameters)] if parameters is not None else []
+    words = [sys.executable, "-m", "smpkit", "compat", *given, "--", *command]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, check=False, env={**_environment(), **(env or {})}
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+    return done.stdout + done.stderr
+
+
+def run_script(
+    script: str, *arguments: str, ranks: int = 1, parameters: Mapping[str, Any] | None = None, timeout: float = 120
+) -> str:
+    """Run one of `scripts/` on some ranks with torchrun, or alone with Python."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launcher += [*torchrun, "--nproc-per-node", str(ranks)]
+    return run_compat(*launcher, str(SCRIPTS / script), *arguments, parameters=parameters, timeout=timeout)
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SM_", "SMP_", "SMPKIT_"))}
+    folders = [str(path) for path in (Path(folder).absolute() for folder in sys.path if folder) if path.is_dir()]
+    return {**kept, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
