@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from smpkit.errors import UsageError
+from smpkit.torch.creation import noting_created
 from smpkit.torch.state import state
 
 __all__ = ["Pins", "partition", "pinned_modules", "planning", "set_partition"]
@@ -46,18 +45,8 @@ def partition(index: int) -> Iterator[None]:
         UsageError: `index` is no pipeline rank, or no virtual stage.
     """
     _check(index)
-    plain = nn.Module.__init__
-
-    @functools.wraps(plain)
-    def noting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        _chosen[self] = index
-
-    nn.Module.__init__ = noting  # type: ignore[method-assign]
-    try:
+    with noting_created(lambda module: _chosen.__setitem__(module, index)):
         yield
-    finally:
-        nn.Module.__init__ = plain  # type: ignore[method-assign]
 
 
 def set_partition(module: nn.Module, index: int) -> None:

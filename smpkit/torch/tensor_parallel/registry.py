@@ -20,6 +20,7 @@ from smpkit.errors import UsageError
 __all__ = [
     "Arguments",
     "Entry",
+    "Made",
     "Rewrite",
     "Translation",
     "arguments_of",
@@ -39,11 +40,20 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 ArgumentHook = Callable[..., tuple[Iterable[Any], Mapping[str, Any]]]
 """Takes exactly the arguments of an original `__init__` or `forward`, and returns those of the distributed one."""
 
-Translation = Callable[[Mapping[str, torch.Tensor], nn.Module], Iterable[tuple[str, torch.Tensor]]]
+Made = torch.Tensor | Callable[[], torch.Tensor]
+"""A tensor, or what makes it when it is wanted."""
+
+Translation = Callable[[Mapping[str, torch.Tensor], nn.Module], Iterable[tuple[str, Made]]]
 """Turns a whole state dict (of all tensor-parallel ranks together) into another one.
 
-Called with the state and the *distributed* module, which knows its sizes; yields names and whole tensors. A generator
-that reads `state[name]` when it needs it lets weights be made and taken apart one at a time: `state` may compute a
+Called with the state and the *distributed* module, which knows its sizes; yields names, each with its whole tensor or,
+better, with a function that makes it::
+
+    def to_distributed(state, module):
+        for name in state:
+            yield name.replace("mlp.fc", "output.dense1"), lambda name=name: state[name].t()
+
+So weights are made and taken apart one at a time, and those of other pipeline ranks not at all: `state` may compute a
 tensor when it is asked for. A name that `state` lacks is left out, with everything that depends on it.
 """
 
@@ -302,8 +312,8 @@ def _imported(name: str) -> type[nn.Module]:
 # --- built in ---------------------------------------------------------------------------------------------------------
 
 
-def _same_names(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    return ((name, state[name]) for name in state)
+def _same_names(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterable[tuple[str, Made]]:
+    return ((name, functools.partial(state.__getitem__, name)) for name in state)
 
 
 def _linear_arguments(linear: nn.Module) -> Arguments:

@@ -1,0 +1,142 @@
+"""Say which modules are to be distributed: where they are made, or afterwards; `DistributedModel` then does it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.creation import noting_created
+from smpkit.torch.partitioning.delayed import delay_param_initialization
+from smpkit.torch.state import state
+
+__all__ = ["Marking", "marking_of", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]
+
+_ATTRIBUTE: Final = "_smp_tensor_parallelism"
+
+
+@dataclass(frozen=True)
+class Marking:
+    """What the user wants of one module.
+
+    Args:
+        enabled: whether to distribute it.
+        config: arguments of distributed classes that the user gave, by name.
+    """
+
+    enabled: bool
+    config: Mapping[str, Any]
+
+
+def marking_of(module: nn.Module) -> Marking | None:
+    """Return what the user said of a module; None for nothing."""
+    marking: Marking | None = vars(module).get(_ATTRIBUTE)
+    return marking
+
+
+def _mark(module: nn.Module, marking: Marking) -> None:
+    # An attribute, so that copies of the module have it too (`nn.TransformerEncoder` copies its layer).
+    object.__setattr__(module, _ATTRIBUTE, marking)
+
+
+@contextlib.contextmanager
+def tensor_parallelism(enabled: bool = True, **tensor_parallel_config: Any) -> Iterator[None]:
+    """Distribute the supported modules that are created in this block over the tensor-parallel ranks.
+
+    Works as a decorator too. `smp.DistributedModel` does the work: of nested supported modules it replaces the
+    outermost. What it leaves as it is, it says in the log, with the reason. The innermost block wins.
+
+    Args:
+        enabled: False excepts the modules of this block from an outer one.
+        tensor_parallel_config: arguments of the distributed classes, which override what a registered `init_hook`
+            makes; a class that has no argument of a name takes no notice.
+    """
+    marking = Marking(enabled, tensor_parallel_config)
+    with noting_created(lambda module: _mark(module, marking)):
+        yield
+
+
+def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **tensor_parallel_config: Any) -> None:
+    """Distribute the supported modules of a tree that exists, or except it; before it is wrapped.
+
+    A later call for a part of the tree overrides an earlier one for the whole.
+
+    Args:
+        enabled: False excepts the module with everything in it.
+        tensor_parallel_config: as in `smp.tensor_parallelism`.
+
+    Raises:
+        UsageError: the model has been wrapped.
+    """
+    if state.model is not None and any(each is module for each in state.model.modules()):
+        raise UsageError(
+            "the model has been wrapped", hint="call smp.set_tensor_parallelism before smp.DistributedModel"
+        )
+    marking = Marking(enabled, tensor_parallel_config)
+    for each in module.modules():
+        _mark(each, marking)
+
+
+@contextlib.contextmanager
+def model_creation(
+    tensor_parallelism: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    delayed_parameter_initialization: bool | None = None,
+    delay_param_initialization: bool | None = None,
+    **tensor_parallel_config: Any,
+) -> Iterator[None]:
+    """Create a model in this block: `smp.tensor_parallelism`, `smp.delay_param_initialization` and a dtype in one.
+
+    Args:
+        tensor_parallelism: distribute the supported modules that are created in this block.
+        dtype: of floating-point parameters; None: torch's default.
+        delayed_parameter_initialization: create parameters without memory; None: as the configuration says. SMP v1's
+            documents also call it `delay_param_initialization`.
+        tensor_parallel_config: as in `smp.tensor_parallelism`.
+
+    Raises:
+        UsageError: `dtype` is no floating-point dtype, or the two names of the delay contradict each other.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise UsageError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    with (
+        _marked(tensor_parallelism, tensor_parallel_config),
+        _delayed(_delay(delayed_parameter_initialization, delay_param_initialization)),
+        default_dtype(dtype),
+    ):
+        yield
+
+
+def _delay(first: bool | None, second: bool | None) -> bool:
+    given = {each for each in (first, second) if each is not None}
+    if len(given) > 1:
+        raise UsageError(
+            "delayed_parameter_initialization and delay_param_initialization are one argument, and were given as"
+            f" {first} and {second}",
+            hint="leave one of them out",
+        )
+    return given.pop() if given else state.cfg.delayed_parameter_initialization
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make floating-point tensors of this dtype where none is asked for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _marked(enabled: bool, config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    return tensor_parallelism(enabled, **config)
+
+
+_delayed = delay_param_initialization  # `model_creation` has arguments of these names
