@@ -70,6 +70,8 @@ from smpkit.torch.state import (
 )
 from smpkit.torch.step import StepOutput, step
 from smpkit.torch.stopping import on_stop, stop_requested
+from smpkit.torch.tensor_parallel.marking import model_creation, set_tensor_parallelism, tensor_parallelism
+from smpkit.torch.tensor_parallel.registry import tp_register, tp_register_with_module
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -131,6 +133,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
@@ -149,11 +152,15 @@ __all__ = [
     "send",
     "set_activation_checkpointing",
     "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "state",
     "step",
     "stop_requested",
+    "tensor_parallelism",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UsageError
 from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.join import JoinContext
@@ -26,6 +26,7 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.replace import distribute
 
 if TYPE_CHECKING:
     from smpkit.torch.optimizer import DistributedOptimizer
@@ -42,6 +43,9 @@ class DistributedModel(ModelState):
 
     The module is moved to this rank's device and made equal on all data-parallel ranks. Names in `state_dict()`,
     `named_parameters()` and their like are the user's own, without a prefix.
+
+    Under tensor parallelism, modules that were marked (see `smp.tensor_parallelism`) are replaced in place at once:
+    parameters are then pieces of what they were, so the optimizer is made afterwards.
 
     Args:
         module: the model; the same on every rank.
@@ -80,7 +84,7 @@ class DistributedModel(ModelState):
     ) -> None:
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
-        _check_degrees()
+        module = distribute(module)
         if state.pp_size == 1:
             initialize(module, list(module.parameters()), state.device, torch.initial_seed())
         self.module = module if state.pp_size > 1 else module.to(state.device)
@@ -342,14 +346,6 @@ def _check_arguments(
         raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes}")
     if bucket_cap_mb <= 0:
         raise UsageError(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
-
-
-def _check_degrees() -> None:
-    if state.tp_size > 1:
-        raise UnsupportedError(
-            f"this version trains models at tensor_parallel_degree 1, the configuration says {state.tp_size}",
-            hint="set tensor_parallel_degree to 1 and `ddp: True` to train replicas",
-        )
 
 
 def _answer_to_module(module: nn.Module) -> None:

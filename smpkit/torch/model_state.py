@@ -12,6 +12,15 @@ from smpkit.errors import UsageError
 from smpkit.torch.gathering import merge_everywhere, merge_on_first
 from smpkit.torch.partitioning.delayed import fill, is_delayed
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.module import DistributedModule
+from smpkit.torch.tensor_parallel.shards import shard_of
+from smpkit.torch.tensor_parallel.whole_state import (
+    joined,
+    pieces_of,
+    shards_in,
+    with_distributed_names,
+    with_original_names,
+)
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.pipeline import Pipeline
@@ -66,17 +75,40 @@ class ModelState(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the whole model's state under the user's names; all ranks of a pipeline call this.
+        """Return the whole model's state under the names of its modules; all ranks that hold a model call this.
+
+        Modules that tensor parallelism has replaced have names of their own: `original_state_dict` gives the user's.
 
         Args:
             gather_to_rank0: give every rank of the model but the first an empty dict, to save memory.
         """
         whole: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        if self.pipeline is None or not self.partitioned:
-            return {} if gather_to_rank0 and state.mp_rank != 0 else whole
-        own = {name: value for name, value in whole.items() if name in self._held_names()}
-        merged = merge_on_first(own) if gather_to_rank0 else merge_everywhere(own)
+        prefix: str = kwargs.get("prefix", "")
+        spread = self.pipeline is not None and self.partitioned
+        if spread:
+            held = {prefix + name for name in self._held_names()}
+            merged = {name: value for name, value in whole.items() if name in held}
+        else:
+            merged = whole
+        if state.tp_size > 1:
+            merged = joined(self.module, merged, prefix=prefix, on_first=gather_to_rank0)
+            if gather_to_rank0 and state.tp_rank > 0:
+                return {}
+        if spread:
+            merged = merge_on_first(merged) if gather_to_rank0 else merge_everywhere(merged)
+        if gather_to_rank0 and state.mp_rank != 0:
+            return {}
         return {name: merged[name] for name in whole if name in merged}
+
+    def original_state_dict(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """Return the whole model's state under the names it had before tensor parallelism replaced modules.
+
+        Parts whose translation is not known keep the names of `state_dict()`. All ranks that hold a model call this.
+
+        Args:
+            gather_to_rank0: as for `state_dict`.
+        """
+        return with_original_names(self.module, self.state_dict(gather_to_rank0=gather_to_rank0))
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, plus `_smp_is_partial` = True."""
@@ -89,28 +121,31 @@ class ModelState(nn.Module):
     ) -> Any:
         """Load a full or partial state dict; for a partial one all ranks of a pipeline call this.
 
+        Of whole tensors each rank takes its piece. A full dict under the names that modules had before tensor
+        parallelism replaced them is translated, unless it has the key `_smp_is_partial`.
+
         Args:
             strict: raise if names do not match, as `nn.Module.load_state_dict` does.
             same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
         """
         values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
+        partial = bool(state_dict.get(PARTIAL_KEY))
+        spread = self.pipeline is not None and self.partitioned
+        held = self._held_names() if spread else set(self.module.state_dict())
+        if PARTIAL_KEY not in state_dict:
+            values = with_distributed_names(self.module, values, held)
+        if self.pipeline is not None and partial and not same_partition_load:
+            values = merge_everywhere(values)
+        if spread:
+            if strict:
+                self._check_names(values, held if partial and same_partition_load else set(self.module.state_dict()))
+            values = {name: value for name, value in values.items() if name in held}
+        values = pieces_of(values, shards_in(self.module))
         for name, parameter in self.module.named_parameters():
             if is_delayed(parameter) and name in values:
                 fill(parameter, values[name])
-        if self.pipeline is None:
-            return self.module.load_state_dict(values, strict=strict, **kwargs)
-        partial = bool(state_dict.get(PARTIAL_KEY))
-        if partial and not same_partition_load:
-            values = merge_everywhere(values)
-        if not self.partitioned:
-            return self.module.load_state_dict(
-                values, strict=strict and not (partial and same_partition_load), **kwargs
-            )
-        held = self._held_names()
-        if strict:
-            self._check_names(values, held if partial and same_partition_load else set(self.module.state_dict()))
-        own = {name: value for name, value in values.items() if name in held}
-        return self.module.load_state_dict(own, strict=False, **kwargs)
+        parts = self.pipeline is not None and partial and same_partition_load
+        return self.module.load_state_dict(values, strict=strict and not (spread or parts), **kwargs)
 
     def _held_names(self) -> set[str]:
         """Return the names of the entries of `state_dict()` that this rank holds."""
@@ -130,34 +165,48 @@ class ModelState(nn.Module):
                 hint="load it with strict=False to take what fits",
             )
 
-    # --- tensor parallelism: at degree 1 nothing is distributed ---------------------------------------------------
+    # --- tensor parallelism --------------------------------------------------------------------------------------
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Iterate over the tensor-parallel modules."""
-        return iter(())
+        return (module for module in self.module.modules() if isinstance(module, DistributedModule))
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        return False
+        """Tell whether a parameter is this rank's piece of a larger one."""
+        return _is_distributed(parameter)
 
     def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
-        return False
+        """Tell whether a buffer is this rank's piece of a larger one."""
+        return _is_distributed(buffer)
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        return False
+        """Tell whether one backward gives a parameter the samples of all tensor-parallel ranks."""
+        return _sees_scaled_batch(parameter)
 
     def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        return False
+        """Tell whether a buffer sees the samples of all tensor-parallel ranks."""
+        return _sees_scaled_batch(buffer)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters whose gradients are reduced over DP_GROUP."""
-        return self.module.named_parameters()
+        return (pair for pair in self.module.named_parameters() if not _sees_scaled_batch(pair[1]))
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters whose gradients are reduced over RDP_GROUP."""
-        return iter(())
+        return (pair for pair in self.module.named_parameters() if _sees_scaled_batch(pair[1]))
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Tell whether this rank holds the data of a parameter."""
         if self.pipeline is None or not self.partitioned:
             return True
         return state.pp_rank in self.pipeline.holders[id(parameter)]
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    shard = shard_of(tensor)
+    return shard is not None and shard.is_distributed
+
+
+def _sees_scaled_batch(tensor: torch.Tensor) -> bool:
+    shard = shard_of(tensor)
+    return shard is not None and shard.sees_scaled_batch

@@ -9,8 +9,9 @@ weights do not depend on the partition.
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,10 +19,22 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smpkit.errors import UsageError
+from smpkit.torch.tensor_parallel.shards import shard_of, take
 
-__all__ = ["delay_param_initialization", "fill", "initialize", "is_delayed"]
+__all__ = [
+    "delay_param_initialization",
+    "fill",
+    "initial_values",
+    "initialize",
+    "initialize_later",
+    "is_delayed",
+]
 
 _MARK: Final = "_smpkit_delayed"
+_FILLER: Final = "_smpkit_filler"
+
+Filler = Callable[[Collection[int], torch.device], object]
+"""Fills those delayed parameters of a module whose ids it is given, on a device."""
 
 
 @contextlib.contextmanager
@@ -65,35 +78,81 @@ def fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.device, seed: int) -> None:
     """Allocate and initialise the delayed ones of `parameters` on `device`.
 
+    Of a parameter that is divided over tensor-parallel ranks, the whole is made for a moment: one seed gives one model
+    at every degree.
+
     Raises:
         UsageError: nothing says how to initialise one of them.
     """
     waiting = {id(parameter): parameter for parameter in parameters if is_delayed(parameter)}
     for name, module in root.named_modules():
+        fill_them: Filler | None = vars(module).pop(_FILLER, None)
+        if fill_them is not None:
+            fill_them({id(parameter) for parameter in module.parameters() if id(parameter) in waiting}, device)
+            waiting = {key: parameter for key, parameter in waiting.items() if is_delayed(parameter)}
         own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in waiting]
-        if not own:
-            continue
+        _initialize_own(root, name, module, own, device, seed)
         for parameter in own:
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            setattr(waiting.pop(id(parameter)), _MARK, False)
-        initializer = _initializer(root, module)
-        if initializer is None:
-            raise UsageError(
-                f"nothing says how to initialise the parameters of `{name}` ({type(module).__name__})",
-                hint="give the class a `reset_parameters()`, or make it outside smp.delay_param_initialization()",
-            )
+            shard = shard_of(waiting.pop(id(parameter)))
+            if shard is not None and parameter.shape != shard.local_shape:
+                parameter.data = take(parameter.data, shard)
+
+
+def initialize_later(module: nn.Module, filler: Filler) -> None:
+    """Let `filler` fill the delayed parameters of a module, instead of what the classes in it say."""
+    vars(module)[_FILLER] = filler
+
+
+def initial_values(
+    root: nn.Module, name: str, module: nn.Module, device: torch.device, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return what `initialize` would make of a module's own delayed parameters, and leave them without memory."""
+    own = {key: each for key, each in module.named_parameters(recurse=False) if is_delayed(each)}
+    places = [each.data for each in own.values()]
+    try:
+        _initialize_own(root, name, module, list(own.values()), device, seed)
+        return {key: each.data for key, each in own.items()}
+    finally:
+        for parameter, place in zip(own.values(), places, strict=True):
+            parameter.data = place
+            setattr(parameter, _MARK, True)
+
+
+def _initialize_own(
+    root: nn.Module, name: str, module: nn.Module, own: Sequence[nn.Parameter], device: torch.device, seed: int
+) -> None:
+    """Allocate a module's own parameters, whole unless it initialises pieces itself, and initialise them."""
+    if not own:
+        return
+    pieces = getattr(type(module), "initializes_pieces", False)
+    for parameter in own:
+        shard = shard_of(parameter)
+        shape = parameter.shape if shard is None or pieces else shard.shape
+        parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)
+        setattr(parameter, _MARK, False)
+        if parameter.is_floating_point():
+            parameter.data.fill_(torch.nan)  # shows what an initialiser has left out
+    for initializer in _initializers(root, module, own_only=pieces):
         with _seeded(seed, name, device):
             initializer()
+        if not any(parameter.is_floating_point() and parameter.isnan().any() for parameter in own):
+            return
+    raise UsageError(
+        f"nothing says how to initialise the parameters of `{name}` ({type(module).__name__})",
+        hint="give the class a `reset_parameters()`, or make it outside smp.delay_param_initialization()",
+    )
 
 
-def _initializer(root: nn.Module, module: nn.Module) -> Callable[[], Any] | None:
-    """Return what initialises a module's own parameters."""
-    for owner in (root, *root.children()):
+def _initializers(root: nn.Module, module: nn.Module, *, own_only: bool) -> Iterator[Callable[[], Any]]:
+    """Yield what may initialise a module's own parameters, best first: the model may not know the class."""
+    for owner in () if own_only else (root, *root.children()):
         init_weights = getattr(owner, "_init_weights", None)
         if callable(init_weights):
-            return lambda: init_weights(module)
+            yield functools.partial(init_weights, module)
+            break
     reset = getattr(module, "reset_parameters", None)
-    return reset if callable(reset) else None
+    if callable(reset):
+        yield reset
 
 
 @contextlib.contextmanager

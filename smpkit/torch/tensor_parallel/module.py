@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ class DistributedModule(nn.Module):
     Args:
         boundary: what the values that it takes and returns are; None for what the configuration says.
     """
+
+    initializes_pieces: ClassVar[bool] = True
+    """`reset_parameters()` makes this rank's pieces; delayed initialisation calls it instead of the model's own way."""
 
     def __init__(self, *, boundary: Boundary | None = None) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ __all__ = [
     "Made",
     "Rewrite",
     "Translation",
+    "argument_names",
     "arguments_of",
     "entry_for",
     "qualified_name",
@@ -258,6 +259,15 @@ def arguments_of(module: nn.Module, entry: Entry) -> Arguments:
     return tuple(made_args), dict(made_kwargs)
 
 
+def argument_names(kind: type[nn.Module]) -> set[str]:
+    """Return the names by which the arguments of a class can be given."""
+    return {
+        name
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
 def with_overrides(kind: type[nn.Module], arguments: Arguments, overrides: Mapping[str, Any]) -> Arguments:
     """Return the arguments with those keyword arguments of the user's that `kind` knows by name.
 
@@ -265,11 +275,6 @@ def with_overrides(kind: type[nn.Module], arguments: Arguments, overrides: Mappi
         UsageError: `kind` cannot be made with these arguments.
     """
     signature = inspect.signature(kind)
-    known = {
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
     try:
         bound = signature.bind(*arguments[0], **arguments[1])
     except TypeError as error:
@@ -277,7 +282,7 @@ def with_overrides(kind: type[nn.Module], arguments: Arguments, overrides: Mappi
             f"{kind.__name__} cannot be made with the arguments that its init hook returned: {error}",
             hint=f"its arguments are {signature}",
         ) from error
-    for name in known & overrides.keys():
+    for name in argument_names(kind) & overrides.keys():
         bound.arguments[name] = overrides[name]
     return bound.args, bound.kwargs
 

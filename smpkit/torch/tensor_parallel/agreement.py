@@ -1,0 +1,89 @@
+"""Make sure that tensor-parallel ranks take their pieces of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.deadline import waiting
+from smpkit.torch.partitioning.delayed import is_delayed
+from smpkit.torch.state import state
+
+__all__ = ["Agreement", "agree"]
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks of a tensor-parallel group have in common.
+
+    Args:
+        same_weights: their models have the same values; else those of the first rank count.
+        seed: of weights that are not made yet: that of the first rank.
+    """
+
+    same_weights: bool
+    seed: int
+
+    def first(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's tensor; all ranks of the group call this in the same order."""
+        if self.same_weights:
+            return whole
+        group = state.process_group(CommGroup.TP_GROUP)
+        tensor = whole.detach().to(state.device, copy=True).contiguous()
+        with waiting("the weights of tp_rank 0", group):
+            dist.broadcast(tensor, group=group, group_src=0)
+        return tensor
+
+
+def agree(root: nn.Module, names: Sequence[str]) -> Agreement:
+    """Compare this rank's model with those of the other ranks of its tensor-parallel group.
+
+    Without this check, ranks with other seeds would hold pieces of different wholes, and ranks with other models would
+    wait for each other.
+
+    Args:
+        names: of the modules that tensor parallelism is about to treat.
+
+    Raises:
+        UsageError: parameters or those modules differ.
+    """
+    group = state.process_group(CommGroup.TP_GROUP)
+    parameters = [f"parameter {name} {list(each.shape)} {each.dtype}" for name, each in root.named_parameters()]
+    mine = [*parameters, *(f"distributed module {name}" for name in names)]
+    everybody: list[Any] = [None] * state.tp_size
+    with waiting("the comparison of models between tensor-parallel ranks", group):
+        dist.all_gather_object(everybody, (mine, _checksums(root), torch.initial_seed()), group=group)
+    for rank, (theirs, _, _) in enumerate(everybody):
+        if theirs != mine:
+            raise UsageError(
+                f"the model differs between tensor-parallel ranks {state.tp_rank} and {rank}:"
+                f" {_first_difference(mine, theirs)}",
+                hint="build the same model on every rank",
+            )
+    return Agreement(all(sums == everybody[0][1] for _, sums, _ in everybody), everybody[0][2])
+
+
+def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
+    for left, right in zip(first, second, strict=False):
+        if left != right:
+            return f"`{left}` against `{right}`"
+    return f"{len(first)} against {len(second)} parameters and distributed modules"
+
+
+def _checksums(root: nn.Module) -> list[int]:
+    """Return a number for the values of each parameter; 0 where there are none yet."""
+    return [0 if is_delayed(parameter) else _checksum(parameter) for parameter in root.parameters()]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    bits = tensor.detach().contiguous().view(_INTEGERS[min(tensor.element_size(), 8)])
+    return int(bits.sum(dtype=torch.int64))

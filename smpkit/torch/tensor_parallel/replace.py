@@ -1,0 +1,245 @@
+"""Put distributed modules in the place of marked ones: what `smp.DistributedModel` does first under tensor parallelism.
+
+find        the outermost supported marked modules; the distributed ones are made without memory
+agree       all tensor-parallel ranks are about to do the same, to the same weights
+replace     each parameter becomes this rank's piece of it, one at a time
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from smpkit.errors import ConfigError, UnsupportedError, UsageError
+from smpkit.torch.announce import announce
+from smpkit.torch.partitioning.delayed import delay_param_initialization
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.agreement import Agreement, agree
+from smpkit.torch.tensor_parallel.calls import convert_calls
+from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, marking_of
+from smpkit.torch.tensor_parallel.registry import (
+    Entry,
+    Rewrite,
+    argument_names,
+    arguments_of,
+    entry_for,
+    rewrite_for,
+    with_overrides,
+)
+from smpkit.torch.tensor_parallel.weights import take_weights
+
+__all__ = ["distribute", "entry_of"]
+
+_ENTRY: Final = "_smp_entry"
+
+
+def distribute(root: nn.Module) -> nn.Module:
+    """Replace what is marked in a model and return the model: another object only if it was replaced as a whole.
+
+    Modules keep their weights where a translation is known, so one seed gives one model at every degree. All ranks of a
+    tensor-parallel group call this together.
+
+    Raises:
+        UsageError: the model differs between tensor-parallel ranks, or a marked module cannot be made as registered.
+    """
+    if state.tp_size == 1:
+        return root
+    finder = _Finder(root)
+    finder.look_at(root, "")
+    agreement = agree(root, [*finder.skipped, *(target.name for target in finder.targets)])
+    for target in finder.targets:
+        if target.rewrite is not None:
+            target.rewrite.distribute(target.module, target.marking.config)
+        else:
+            _replace(root, target, agreement)
+    if state.rank == 0:
+        announce(_report(finder))
+    return _put_in_place(root, finder.targets)
+
+
+def entry_of(module: nn.Module) -> Entry | None:
+    """Return by which entry a distributed module took the place of another; None if it did not."""
+    entry: Entry | None = vars(module).get(_ENTRY)
+    return entry
+
+
+@dataclass
+class _Target:
+    """A module that will be replaced or rewritten; `name` is where it is first."""
+
+    name: str
+    module: nn.Module
+    marking: Marking
+    entry: Entry | None = None
+    replacement: nn.Module | None = None
+    rewrite: Rewrite | None = None
+
+
+# --- find -------------------------------------------------------------------------------------------------------------
+
+
+class _Finder:
+    """Walks down a model and stops at what can be distributed."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.targets: list[_Target] = []
+        self.skipped: dict[str, str] = {}
+        """Why a marked module stays as it is, by name."""
+        self._seen: set[int] = set()
+        self._users: dict[int, set[int]] = defaultdict(set)
+        """Which modules (by id) have a parameter (by id) of their own."""
+        self._names = {id(parameter): name for name, parameter in root.named_parameters()}
+        for module in root.modules():
+            for parameter in module.parameters(recurse=False):
+                self._users[id(parameter)].add(id(module))
+
+    def look_at(self, module: nn.Module, name: str) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        marking = marking_of(module)
+        if marking is not None and marking.enabled and self._distributes(module, name, marking):
+            self._seen.update(id(each) for each in module.modules())
+            return
+        for child_name, child in module.named_children():
+            self.look_at(child, f"{name}.{child_name}" if name else child_name)
+
+    def _distributes(self, module: nn.Module, name: str, marking: Marking) -> bool:
+        """Note the module as a target, or why it is none; unsupported ones are none without a word."""
+        entry, rewrite = entry_for(module), rewrite_for(module)
+        if entry is None and rewrite is None:
+            return False
+        reason = self._outside(module)
+        if reason is None and entry is not None:
+            try:
+                reason = entry.refusal(module) if entry.refusal is not None else None
+                made = _make(module, entry, marking) if reason is None else None
+            except (ConfigError, UnsupportedError) as error:
+                reason = _sentence(error)
+            if reason is None:
+                self.targets.append(_Target(name, module, marking, entry=entry, replacement=made))
+                return True
+        if rewrite is not None and self._outside(module) is None:
+            reason = rewrite.refusal(module) if rewrite.refusal is not None else None
+            if reason is None:
+                self.targets.append(_Target(name, module, marking, rewrite=rewrite))
+                return True
+        self.skipped[name] = f"{type(module).__name__} `{name or 'model'}`: {reason}"
+        return False
+
+    def _outside(self, module: nn.Module) -> str | None:
+        """Return what ties a module to the rest of the model, so that it cannot be distributed by itself."""
+        inside = list(module.modules())
+        if any((marking := marking_of(each)) is not None and not marking.enabled for each in inside):
+            return "a part of it is excepted from tensor parallelism"
+        ids = {id(each) for each in inside}
+        for parameter in module.parameters():
+            if self._users[id(parameter)] - ids:
+                return f"it shares the weight `{self._names[id(parameter)]}` with another module"
+        return None
+
+
+def _sentence(error: ConfigError | UnsupportedError) -> str:
+    return "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else error.message
+
+
+def _make(module: nn.Module, entry: Entry, marking: Marking) -> nn.Module:
+    """Make the distributed module, without memory for its weights and without drawing random numbers."""
+    kind = entry.distributed_class
+    args, kwargs = with_overrides(kind, arguments_of(module, entry), marking.config)
+    dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
+    with torch.random.fork_rng([]), delay_param_initialization(), default_dtype(dtype):
+        return kind(*args, **kwargs)
+
+
+# --- replace ----------------------------------------------------------------------------------------------------------
+
+
+def _replace(root: nn.Module, target: _Target, agreement: Agreement) -> None:
+    """Give a distributed module the weights and the ways of the one whose place it takes."""
+    module, entry, replacement = target.module, target.entry, target.replacement
+    assert entry is not None
+    assert replacement is not None
+    take_weights(root, target.name, module, replacement, entry.to_distributed, agreement)
+    _keep_frozen(module, replacement)
+    replacement.train(module.training)
+    convert_calls(replacement, entry.forward_hook, entry.return_hook)
+    object.__setattr__(replacement, _ENTRY, entry)
+    if entry.finish is not None:
+        entry.finish(module, replacement)
+
+
+def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
+    """Let parameters that were not trained not be trained, as far as names tell which those are now.
+
+    Raises:
+        UsageError: a part of the module is frozen, and the distributed one has other names.
+    """
+    before = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    if all(before.values()):
+        return
+    after = dict(replacement.named_parameters())
+    if any(before.values()) and before.keys() != after.keys():
+        frozen = [name for name, trained in before.items() if not trained]
+        raise UsageError(
+            f"{len(frozen)} of {len(before)} parameters of a {type(module).__name__} are frozen (`{frozen[0]}` the"
+            f" first), and the {type(replacement).__name__} that takes its place has other parameters",
+            hint="freeze parameters after smp.DistributedModel, by the names of the distributed modules",
+        )
+    for name, parameter in after.items():
+        parameter.requires_grad_(before.get(name, False))
+
+
+def _put_in_place(root: nn.Module, targets: list[_Target]) -> nn.Module:
+    """Let the parents of what is replaced have the distributed modules for children, wherever it appears."""
+    new = {id(target.module): target.replacement for target in targets if target.replacement is not None}
+    for parent in list(root.modules()):
+        for name, child in list(parent._modules.items()):
+            replacement = new.get(id(child)) if child is not None else None
+            if replacement is not None:
+                parent.add_module(name, replacement)
+                _leave_fast_path(parent)
+    return new.get(id(root)) or root
+
+
+def _leave_fast_path(parent: nn.Module) -> None:
+    """Make torch's transformer layers call their children in evaluation too, where they would read their weights."""
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        parent.activation_relu_or_gelu = 0
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def _report(finder: _Finder) -> Iterator[str]:
+    """Say what is distributed, what is not and why."""
+    if not finder.targets and not finder.skipped:
+        yield (
+            "Tensor parallelism: nothing is distributed: create the model under smp.tensor_parallelism(), or call"
+            " smp.set_tensor_parallelism(model) before smp.DistributedModel."
+        )
+        return
+    kinds: dict[str, int] = defaultdict(int)
+    for target in finder.targets:
+        was = type(target.module).__name__
+        kinds[was if target.replacement is None else f"{was} -> {type(target.replacement).__name__}"] += 1
+    distributed = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"
+    yield f"Tensor parallelism over {state.tp_size} ranks: {distributed}."
+    for sentence in finder.skipped.values():
+        yield f"  not distributed: {sentence}"
+    for name in sorted(_unknown(finder.targets)):
+        yield f"  no distributed module has an argument `{name}`: it has no effect"
+
+
+def _unknown(targets: list[_Target]) -> set[str]:
+    """Return the names of the user's arguments that no replaced module took."""
+    given = {name for target in targets for name in target.marking.config}
+    if any(target.rewrite is not None for target in targets):
+        return set()
+    entries = [target.entry for target in targets if target.entry is not None]
+    return given - {name for entry in entries for name in argument_names(entry.distributed_class)}
