@@ -23,6 +23,7 @@ DOCUMENTED = """
     latest_checkpoint on_stop stop_requested state
     checkpoint checkpoint_sequential set_activation_checkpointing offload_report
     clip_grad_norm_
+    model_creation set_tensor_parallelism tensor_parallelism tp_register tp_register_with_module
 """.split()  # noqa: SIM905
 
 

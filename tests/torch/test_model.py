@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import UsageError
 from smpkit.torch.model import DistributedModel
 from tests.ranks import run_ranks
 
@@ -169,18 +169,6 @@ def test_wrapping_what_is_no_module_or_before_init_is_refused() -> None:
         smp.DistributedModel(Net())
     with pytest.raises(UsageError, match="got function"):
         wrap(lambda x: x)  # type: ignore[arg-type]
-
-
-def wrap_with_tensor_degree() -> str:
-    smp.init({"tensor_parallel_degree": 2, "ddp": True})
-    with pytest.raises(UnsupportedError) as caught:
-        smp.DistributedModel(Net())
-    return caught.value.message
-
-
-def test_a_degree_that_this_version_cannot_train_is_refused_by_name() -> None:
-    for message in run_ranks(wrap_with_tensor_degree, 2):
-        assert "tensor_parallel_degree 1, the configuration says 2" in message
 
 
 def test_a_communication_hook_needs_data_parallelism() -> None:
