@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from smpkit.torch import cuda_on_cpu
+from smpkit.torch import cuda_on_cpu, huggingface_trainer
 
 __all__ = ["prepare"]
 
 
 def prepare() -> None:
-    """Let `cuda` mean the CPU on a machine without a GPU."""
+    """Let `cuda` mean the CPU on a machine without a GPU, and correct Hugging Face's `Trainer` when it is loaded."""
     cuda_on_cpu.install()
+    huggingface_trainer.install()

@@ -43,6 +43,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         state.optimizer = self
 
+    _is_accelerate_prepared = True
+    """Accelerate has nothing to add: its own wrapper would hide the methods that SMP v1 added."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because gradients had overflowed (accelerate's name for it)."""
+        return bool(getattr(self, "overflow", False))
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # copy and pickle look before __init__ has run
             raise AttributeError(name)

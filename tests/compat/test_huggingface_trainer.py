@@ -1,0 +1,77 @@
+"""Hugging Face's own `Trainer` trains a pipeline: one script, which does not know of SMP, alone and over ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smpkit.torch.cuda_on_cpu import _on_cpu
+from tests.compat.commands import run_script
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="Trainer needs accelerate, of the `dev` extra"
+)
+
+SCRIPT = "huggingface_trainer.py"
+PIPELINE = {"partitions": 2, "ddp": True, "microbatches": 2}
+
+
+def _train(folder: Path, *arguments: str, ranks: int = 1, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    report = folder / f"report-{ranks}-{len(list(folder.glob('report*')))}.json"
+    given = ("--output_dir", str(folder / f"out-{ranks}"), "--report", str(report), *arguments)
+    run_script(SCRIPT, *given, ranks=ranks, parameters=parameters, timeout=170)
+    result: dict[str, Any] = json.loads(report.read_text())
+    return result
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Losses, norms and metrics are equal; the logged training loss is summed up in float32 by `Trainer`."""
+    names = {"loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_count"}
+    for entry, against in zip(one["history"], other["history"], strict=True):
+        for name in entry.keys() & names:
+            assert against[name] == pytest.approx(entry[name], rel=3e-7 if name == "loss" else 1e-12), (name, entry)
+
+
+def test_a_pipeline_with_replicas_trains_as_one_process(tmp_path: Path) -> None:
+    """Losses, gradient norms and evaluations over pipeline 2 × data 2 are those of one process with the whole batch."""
+    alone = _train(tmp_path)
+    over_ranks = _train(tmp_path, "--batch_size", "4", ranks=4, parameters=PIPELINE)
+    assert (alone["wrapped"], over_ranks["wrapped"]) == ("BertForSequenceClassification", "DistributedModel")
+    assert len(alone["history"]) == 9
+    _same(alone, over_ranks)
+    from safetensors.torch import load_file
+
+    saved = [load_file(tmp_path / name / "model.safetensors") for name in ("out-1", "out-4")]
+    assert saved[0].keys() == saved[1].keys()
+    for name, weight in saved[0].items():
+        torch.testing.assert_close(saved[1][name], weight, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.full
+def test_a_pipeline_resumes_from_its_checkpoint_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    whole = _train(tmp_path, "--accumulate", "2", ranks=2, parameters=PIPELINE)
+    resume = ("--resume", str(tmp_path / "out-2" / "checkpoint-3"))
+    _same(whole, _train(tmp_path, "--accumulate", "2", *resume, ranks=2, parameters=PIPELINE))
+    _same(_train(tmp_path, "--accumulate", "2"), whole)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("cuda", "cpu"),
+        ("cuda:3", "cpu"),
+        (torch.device("cuda", 1), torch.device("cpu")),
+        (0, torch.device("cpu")),
+        ("cpu", "cpu"),
+        ("meta", "meta"),
+        (True, True),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_a_device_is_understood_in_every_form(given: Any, meant: Any) -> None:
+    assert _on_cpu(given) == meant
