@@ -52,7 +52,7 @@ def install(environ: Mapping[str, str] = os.environ) -> None:
         return
     _installed = True
     for name in _NOTHING_TO_DO:
-        setattr(torch.cuda, name, _do_nothing)
+        setattr(torch.cuda, name, _doing_nothing(name))
     torch.cuda.current_device = lambda: 0
     _MODE.__enter__()  # type: ignore[no-untyped-call]
     if environ.get("RANK", "0") == "0":
@@ -78,5 +78,11 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _do_nothing(*args: object, **kwargs: object) -> None:
-    """Stand for a function of `torch.cuda`."""
+def _doing_nothing(name: str) -> Callable[..., None]:
+    """Return a function of its own for each name: torch's compiler keeps a table of them, without duplicates."""
+
+    def do_nothing(*args: object, **kwargs: object) -> None:
+        """Stand for a function of `torch.cuda`."""
+
+    do_nothing.__name__ = name
+    return do_nothing
