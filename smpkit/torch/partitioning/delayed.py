@@ -64,7 +64,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def is_delayed(parameter: nn.Parameter) -> bool:
+def is_delayed(parameter: torch.Tensor) -> bool:
     """Tell whether a parameter has no memory yet."""
     return getattr(parameter, _MARK, False)
 

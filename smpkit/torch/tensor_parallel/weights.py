@@ -103,15 +103,15 @@ class _Whole(Mapping[str, torch.Tensor]):
     @property
     def is_delayed(self) -> bool:
         """Whether a weight has no memory yet."""
-        return any(isinstance(each, nn.Parameter) and is_delayed(each) for each in self._values.values())
+        return any(is_delayed(each) for each in self._values.values())
 
     def __getitem__(self, key: str) -> torch.Tensor:
         value = self._values[key]
-        if isinstance(value, nn.Parameter) and is_delayed(value):
+        if is_delayed(value):
             return self._made(value)
         return value.detach()
 
-    def _made(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _made(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what a parameter is initialised with; those of one module are made together and kept till the next."""
         name, owner = self._owners[id(parameter)]
         if id(parameter) not in self._last:

@@ -1,0 +1,327 @@
+"""Replacing marked modules, on two real ranks; several cases a launch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.partitioning.delayed import initialize, is_delayed
+from smpkit.torch.tensor_parallel import replace
+from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding
+from smpkit.torch.tensor_parallel.linear import DistributedLinear
+from smpkit.torch.tensor_parallel.registry import Entry, Rewrite, register, register_rewrite
+from smpkit.torch.tensor_parallel.shards import Shard, mark, take
+from smpkit.torch.tensor_parallel.whole_state import joined
+from tests.ranks import RankFailed, run_ranks
+
+
+def start(**config: Any) -> None:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, **config})
+
+
+def marked(module: nn.Module, **config: Any) -> nn.Module:
+    smp.set_tensor_parallelism(module, **config)
+    return module
+
+
+def distribute(module: nn.Module) -> Any:
+    return replace.distribute(module)
+
+
+def whole(root: nn.Module) -> dict[str, Tensor]:
+    return joined(root, root.state_dict())
+
+
+def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+class Lines(logging.Handler):
+    """What was announced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("smpkit.announce").addHandler(self)
+        logging.getLogger("smpkit.announce").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+# --- what is replaced -------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.free = nn.Linear(4, 4)
+
+
+def choose() -> list[str]:
+    start()
+    heard = Lines()
+    tied = distribute(marked(Tied()))
+    assert type(tied.embedding) is nn.Embedding
+    assert type(tied.head) is nn.Linear
+    assert type(tied.free) is DistributedLinear
+
+    odd = distribute(marked(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))))
+    assert [type(each) for each in odd] == [nn.Linear, DistributedLinear]
+
+    part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    smp.set_tensor_parallelism(part)
+    smp.set_tensor_parallelism(part[1], enabled=False)
+    assert [type(each) for each in distribute(part)] == [DistributedLinear, nn.Linear, DistributedLinear]
+
+    root = distribute(marked(nn.Embedding(6, 4)))
+    assert isinstance(root, DistributedEmbedding)
+
+    one = nn.Linear(4, 4)
+    twice = distribute(marked(nn.ModuleDict({"first": one, "again": one})))
+    assert twice["first"] is twice["again"]
+    assert isinstance(twice["first"], DistributedLinear)
+
+    class Special(nn.Linear):
+        pass
+
+    assert type(distribute(marked(nn.Sequential(Special(4, 4))))[0]) is Special
+    distribute(nn.Sequential(nn.Linear(4, 4)))
+    distribute(marked(nn.Sequential(nn.Linear(4, 4)), no_such_argument=1))
+    return heard.lines
+
+
+def test_the_outermost_supported_modules_that_stand_alone_are_replaced() -> None:
+    lines, others = run_ranks(choose, 2)
+    assert others == [], "one rank speaks for all"
+    text = "\n".join(lines)
+    assert "Tensor parallelism over 2 ranks: 1 Linear -> DistributedLinear." in text
+    assert "not distributed: Embedding `embedding`: it shares the weight `embedding.weight` with another module" in text
+    assert "not distributed: Linear `0`: in_features 3 is not divisible by tensor_parallel_degree 2" in text
+    assert "nothing is distributed: create the model under smp.tensor_parallelism()" in text
+    assert "no distributed module has an argument `no_such_argument`: it has no effect" in text
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def keep_weights() -> None:
+    start()
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Embedding(6, 4, padding_idx=1), nn.Linear(4, 6), nn.LayerNorm(6)).double()
+    model[1].weight.requires_grad = False
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    drawn = torch.random.get_rng_state()
+    model = distribute(marked(model))
+    assert torch.equal(torch.random.get_rng_state(), drawn), "no random number was drawn"
+    assert model[1].weight.shape == (6, 2)
+    assert model[1].weight.dtype == torch.float64
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True]
+    assert not model[1].training
+    assert_equal(whole(model), before)
+
+
+def test_replaced_modules_keep_weights_dtype_mode_and_what_is_frozen() -> None:
+    run_ranks(keep_weights, 2)
+
+
+def keep_those_of_the_first() -> list[Tensor]:
+    start()
+    torch.manual_seed(smp.rank())
+    model = nn.Sequential(nn.Linear(4, 6))
+    mine = model.state_dict()["0.weight"].clone()
+    ours = whole(distribute(marked(model)))["0.weight"]
+    return [mine, ours]
+
+
+def test_ranks_that_made_other_weights_take_those_of_the_first() -> None:
+    (mine, first), (other, second) = run_ranks(keep_those_of_the_first, 2)
+    assert not torch.equal(mine, other)
+    assert torch.equal(first, mine)
+    assert torch.equal(second, mine)
+
+
+def build_delayed() -> nn.Sequential:
+    torch.manual_seed(11)
+    with smp.delay_param_initialization():
+        return nn.Sequential(nn.Embedding(6, 4, padding_idx=1), nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)))
+
+
+def delay() -> dict[str, Tensor]:
+    start()
+    model = distribute(marked(build_delayed()))
+    assert all(is_delayed(parameter) for parameter in model.parameters())
+    initialize(model, [*model.parameters()], torch.device("cpu"), 11)
+    assert model[1][0].weight.untyped_storage().nbytes() == 4 * 6 * 2, "a piece, not a view of the whole"
+    return whole(model)
+
+
+def test_delayed_weights_are_pieces_of_those_that_one_process_makes() -> None:
+    plain = build_delayed()
+    initialize(plain, [*plain.parameters()], torch.device("cpu"), 11)
+    for ours in run_ranks(delay, 2):
+        assert_equal(ours, plain.state_dict())
+
+
+# --- registered classes -----------------------------------------------------------------------------------------------
+
+
+class Halved(nn.Module):
+    """A scale per feature, divided over the ranks and never put together: enough to see what becomes of it."""
+
+    def __init__(self, width: int, power: int = 1) -> None:
+        super().__init__()
+        self.width, self.power = width, power
+        self.scale = nn.Parameter(torch.empty(width // smp.tp_size()))
+        mark(self.scale, Shard((width,), 0, (), smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.scale)
+
+    def forward(self, parts: tuple[Tensor]) -> tuple[Tensor]:
+        return (take(parts[0], Shard(parts[0].shape, -1, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)) * self.scale,)
+
+
+class Scale(nn.Module):
+    def __init__(self, shape: list[int]) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.rand(shape))
+
+    def forward(self, x: Tensor, *, offset: float = 0.0) -> Tensor:
+        return (x + offset) * self.factors
+
+
+def from_shape(shape: list[int]) -> tuple[Iterable[Any], Mapping[str, Any]]:
+    return shape, {}
+
+
+def as_tuple(x: Tensor, *, offset: float = 0.0) -> tuple[Iterable[Any], Mapping[str, Any]]:
+    return ((x + offset,),), {}
+
+
+def use_registered_class() -> None:
+    start()
+    smp.tp_register(
+        Halved,
+        from_shape,
+        as_tuple,
+        lambda result: result[0],
+        to_distributed=lambda state, module: [("scale", lambda: state["factors"])],
+    )(Scale)
+    torch.manual_seed(5)
+    plain = Scale([4])
+    model = nn.Sequential(copy.deepcopy(plain))
+    seen: list[Any] = []
+    distributed = distribute(marked(model, power=3))
+    assert isinstance(distributed[0], Halved)
+    assert distributed[0].power == 3
+    entry = replace.entry_of(distributed[0])
+    assert entry is not None
+    assert entry.original is Scale
+    distributed[0].register_forward_pre_hook(lambda _, args: seen.append(args))
+    x = torch.rand(3, 4)
+    for module in (distributed[0], copy.deepcopy(distributed)[0]):
+        ours = module(x, offset=1.0)
+        assert torch.equal(ours, plain(x, offset=1.0)[:, 2 * smp.tp_rank() : 2 * smp.tp_rank() + 2])
+    assert torch.equal(seen[0][0], x), "hooks see the call as users make it"
+
+
+def start_afresh() -> list[Tensor]:
+    start()
+    smp.tp_register_with_module(Scale, Halved, from_shape, as_tuple)
+    with smp.tensor_parallelism():
+        model = nn.Sequential(Scale([4]))
+    return [whole(distribute(model))["0.scale"]]
+
+
+def test_a_registered_class_is_called_as_ever_and_translated() -> None:
+    run_ranks(use_registered_class, 2)
+
+
+def test_without_a_translation_weights_are_made_afresh_in_the_same_way_at_every_degree() -> None:
+    (first,), (second,) = run_ranks(start_afresh, 2)
+    assert torch.equal(first, second)
+    assert first.unique().numel() == 4, "a whole was drawn and taken apart, not one piece twice"
+
+
+def rewrite_in_place() -> None:
+    start()
+
+    def distribute_scale(module: nn.Module, config: Mapping[str, Any]) -> None:
+        assert config == {"speed": 2}
+        factors = module.factors
+        shard = Shard((4,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)
+        assert isinstance(factors, nn.Parameter)
+        factors.data = take(factors.data, shard)
+        mark(factors, shard)
+
+    register_rewrite(Rewrite(lambda module: isinstance(module, Scale), distribute_scale))
+    torch.manual_seed(5)
+    model = nn.Sequential(Scale([4]))
+    before = copy.deepcopy(model.state_dict())
+    ours = distribute(marked(model, speed=2))
+    assert type(ours[0]) is Scale
+    assert_equal(whole(ours), before)
+
+
+def test_a_rewrite_leaves_the_module_in_its_place() -> None:
+    run_ranks(rewrite_in_place, 2)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def other_models() -> None:
+    start()
+    distribute(marked(nn.Sequential(nn.Linear(4, 4 + 2 * smp.rank()))))
+
+
+def test_ranks_with_other_models_hear_what_differs() -> None:
+    with pytest.raises(
+        RankFailed, match=r"`parameter 0.weight \[4, 4\] torch.float32` against `parameter 0.weight \[6, 4\]"
+    ):
+        run_ranks(other_models, 2)
+
+
+def other_marks() -> None:
+    start()
+    distribute(marked(nn.Sequential(nn.Linear(4, 4)), enabled=smp.rank() == 0))
+
+
+def test_ranks_with_other_marks_hear_what_differs() -> None:
+    with pytest.raises(RankFailed, match="the model differs between tensor-parallel ranks 0 and 1"):
+        run_ranks(other_marks, 2)
+
+
+def translate_wrongly() -> None:
+    start()
+    for made, said in (
+        (("scale", torch.zeros(3)), r"a translation made `scale` of Halved \[3\], not \[4\]"),
+        (("other", torch.zeros(4)), "a translation made `other`, which Halved does not have"),
+    ):
+        entry = Entry(Scale, Halved, arguments=lambda _: ((4,), {}), to_distributed=lambda *_, made=made: [made])
+        register(entry)
+        with pytest.raises(UsageError, match=said):
+            distribute(marked(nn.Sequential(Scale([4]))))
+    with pytest.raises(UsageError, match=r"before smp\.DistributedModel"):
+        smp.set_tensor_parallelism(smp.DistributedModel(nn.Linear(4, 4)).module)
+
+
+def test_wrong_translations_and_late_marks_are_named() -> None:
+    run_ranks(translate_wrongly, 2)
