@@ -97,12 +97,16 @@ class ModelParallelConfig(Section):
     """Number of ranks that distributed modules are split over. Above 1 requires `ddp`."""
 
     prescaled_batch: bool = False
-    """The ranks of a tensor-parallel group get the same batch, already enlarged; requires `optimize: speed`."""
+    """The ranks of a tensor-parallel group get the same batch, already enlarged."""
 
     optimize: Literal["speed", "memory"] = Field(
         default_factory=lambda data: "speed" if data.get("prescaled_batch") else "memory"
     )
     """How transformer layers are distributed by tensor parallelism.
+
+    With `speed` the ranks of a tensor-parallel group hold the same values between layers, so there are fewer messages;
+    with `memory` no rank holds what another does. v1 refused `memory` with `prescaled_batch`;
+    here it divides sequences.
 
     Sources disagree on the default: v1's schema said `speed`, its documentation `memory`, which is taken here, except
     that `prescaled_batch` without `optimize` means `speed`: published configurations rely on it.

@@ -100,12 +100,6 @@ _RULES = (
         "add `default_partition: 0`",
     ),
     Rule(
-        "prescaled_batch",
-        lambda v, _: v["prescaled_batch"] and v["optimize"] != "speed",
-        "requires optimize `speed`, got `{optimize}`",
-        "remove `optimize`, or set `optimize: speed`",
-    ),
-    Rule(
         "_shard_offloaded_activations",
         lambda v, _: not v["_shard_offloaded_activations"] and not v["offload_activations"],
         "false requires offload_activations",

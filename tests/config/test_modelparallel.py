@@ -353,9 +353,7 @@ def legal(draw: st.DrawFn) -> dict[str, Any]:
         parameters["tensor_parallel_degree"] = draw(st.sampled_from([1, 2, 4]))
     if parameters.get("tensor_parallel_degree", 1) > 1 and sharded:
         parameters["prescaled_batch"] = True
-    parameters |= draw(
-        optional(optimize=st.just("speed") if "prescaled_batch" in parameters else st.sampled_from(["speed", "memory"]))
-    )
+    parameters |= draw(optional(optimize=st.sampled_from(["speed", "memory"])))
     if parameters.get("offload_activations"):
         parameters |= draw(optional(_shard_offloaded_activations=st.booleans()))
     return parameters

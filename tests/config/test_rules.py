@@ -23,7 +23,6 @@ DEFAULTS = ModelParallelConfig().values()
             "default_partition",
         ),
         ({"auto_partition": False}, "auto_partition"),
-        ({"prescaled_batch": True, "optimize": "memory"}, "prescaled_batch"),
         ({"_shard_offloaded_activations": False}, "_shard_offloaded_activations"),
         ({"fp16": True, "bf16": True, "ddp": True, "sharded_data_parallel_degree": 2}, "bf16"),
         ({"bf16": True}, "bf16"),

@@ -201,7 +201,7 @@ def whole_parameter(
     return parameter
 
 
-def mark_whole(parameter: nn.Parameter, boundary: Boundary) -> None:
+def mark_whole(parameter: torch.Tensor, boundary: Boundary) -> None:
     """Write on a parameter that all ranks hold it, unless it is an ordinary one of data parallelism."""
     group, scale = boundary.whole_reduction
     if state.tp_size > 1 and (group, scale) != (CommGroup.DP_GROUP, 1.0):

@@ -82,8 +82,6 @@ class ColumnParallelLinear(_Linear):
             divided by itself.
         boundary: what comes in.
         gather_output: return all features, of what this rank holds of the values; else this rank's features, of all.
-        enters: gather the input (or mark where its gradients add up); False if the caller has done it, for several
-            layers that read the same input.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class ColumnParallelLinear(_Linear):
         parts: tuple[int, ...] = (),
         boundary: Boundary | None = None,
         gather_output: bool = False,
-        enters: bool = True,
         initializer_range: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -109,7 +106,6 @@ class ColumnParallelLinear(_Linear):
         if gather_output and len(parts) > 1:
             raise UsageError("gather_output=True with several parts", hint="split the output first, then gather each")
         self.gather_output = gather_output
-        self.enters = enters
         made: dict[str, Any] = {"parts": parts, "device": device, "dtype": dtype}
         self.weight = split_parameter((out_features, in_features), 0, self.boundary, **made)
         self.bias = split_parameter((out_features,), 0, self.boundary, **made) if bias else None
@@ -117,8 +113,12 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features / tp_size), of all values of the group; with `gather_output` see there."""
-        output = functional.linear(enter(x, self.boundary) if self.enters else x, self.weight, self.bias)
+        output = self.project(enter(x, self.boundary))
         return leave_features(output, self.boundary) if self.gather_output else output
+
+    def project(self, entered: torch.Tensor) -> torch.Tensor:
+        """Multiply only: for a caller that lets several layers read the same input, after one `enter`."""
+        return functional.linear(entered, self.weight, self.bias)
 
 
 class RowParallelLinear(_Linear):
@@ -131,8 +131,6 @@ class RowParallelLinear(_Linear):
         boundary: what goes out.
         input_is_split: the input has this rank's features of all values, as ColumnParallelLinear makes them; False: it
             has all features of what this rank holds of the values.
-        leaves: add up the shares of all ranks; False if the caller does it, for several layers whose outputs are added.
-            There must be no bias then.
     """
 
     def __init__(
@@ -144,7 +142,6 @@ class RowParallelLinear(_Linear):
         parts: tuple[int, ...] = (),
         boundary: Boundary | None = None,
         input_is_split: bool = True,
-        leaves: bool = True,
         initializer_range: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -152,12 +149,9 @@ class RowParallelLinear(_Linear):
         super().__init__(in_features, out_features, boundary, initializer_range)
         for part in parts or (in_features,):
             check_divisible("in_features", part)
-        if bias and not leaves:
-            raise UsageError("a bias with leaves=False would be added once per rank", hint="add it after the sum")
         if parts and not input_is_split:
             raise UsageError("packed input features must come divided", hint="use `input_is_split=True`")
         self.input_is_split = input_is_split
-        self.leaves = leaves
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = split_parameter((out_features, in_features), 1, self.boundary, parts=parts, **made)
         self.bias = whole_parameter((out_features,), self.boundary, **made) if bias else None
@@ -165,11 +159,12 @@ class RowParallelLinear(_Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features) of what this rank holds of the values."""
-        partial = functional.linear(x if self.input_is_split else enter_features(x, self.boundary), self.weight)
-        if not self.leaves:
-            return partial
-        output = leave(partial, self.boundary)
+        output = leave(self.share(x if self.input_is_split else enter_features(x, self.boundary)), self.boundary)
         return output if self.bias is None else output + self.bias
+
+    def share(self, features: torch.Tensor) -> torch.Tensor:
+        """Multiply only: for a caller that adds up several layers before one `leave`, and then their biases."""
+        return functional.linear(features, self.weight)
 
 
 class DistributedLinear(RowParallelLinear):

@@ -1,0 +1,281 @@
+"""Attention with its heads divided over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.boundary import Boundary, check_divisible, leave
+from smpkit.torch.tensor_parallel.dropout import BoundaryDropout, numbers
+from smpkit.torch.tensor_parallel.embedding import gather_indices
+from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from smpkit.torch.tensor_parallel.module import DistributedModule
+from smpkit.torch.tensor_parallel.norms import BoundaryLayerNorm
+from smpkit.torch.tensor_parallel.options import LayerOptions
+from smpkit.torch.tensor_parallel.positions import alibi_slopes, distances, rotated, seen_bias
+
+__all__ = ["DistributedAttentionLayer", "FlashAttentionLayer"]
+
+
+class FlashAttentionLayer(nn.Module):
+    """Attention on packed query, key and value (the class of that name in SMP v1), through torch's fused kernels.
+
+    Args:
+        attention_dropout_prob: dropout on the attention weights, in training.
+        attention_head_size: checked against the input if given.
+        scale_attention_scores: divide scores by the root of the head size.
+        scale_attn_by_layer_idx: divide them by `layer_idx + 1` as well.
+        layer_idx: position of the layer, from 0.
+        scale: multiply scores with this instead of all that.
+        triton_flash_attention, use_alibi: accepted for compatibility; ALiBi comes in the mask.
+    """
+
+    def __init__(
+        self,
+        attention_dropout_prob: float = 0.1,
+        attention_head_size: int | None = None,
+        scale_attention_scores: bool = True,
+        scale_attn_by_layer_idx: bool = False,
+        layer_idx: int | None = None,
+        scale: float | None = None,
+        triton_flash_attention: bool = False,
+        use_alibi: bool = False,
+    ) -> None:
+        super().__init__()
+        if scale_attn_by_layer_idx and layer_idx is None:
+            raise UsageError("scale_attn_by_layer_idx=True needs `layer_idx`")
+        self.attention_dropout_prob = attention_dropout_prob
+        self.attention_head_size = attention_head_size
+        self.scale_attention_scores = scale_attention_scores
+        self.layer_scale = 1 / (layer_idx + 1) if scale_attn_by_layer_idx and layer_idx is not None else 1.0
+        self.scale = scale
+        self.triton_flash_attention = triton_flash_attention
+        self.use_alibi = use_alibi
+
+    def forward(self, qkv: torch.Tensor, attn_mask: torch.Tensor | None = None, causal: bool = False) -> torch.Tensor:
+        """Return (batch, heads, length, head size) for `qkv` of (batch, length, 3, heads, head size).
+
+        Args:
+            qkv: query, key and value.
+            attn_mask: added to the scores; broadcast to (batch, heads, length, length).
+            causal: let positions see themselves and earlier ones only.
+        """
+        if qkv.dim() != 5 or qkv.shape[2] != 3 or self.attention_head_size not in (None, qkv.shape[4]):
+            size = self.attention_head_size or "head_size"
+            raise UsageError(f"qkv is {list(qkv.shape)}, not [batch, length, 3, heads, {size}]")
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.attend(query, key, value, attn_mask, causal=causal)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    ) -> torch.Tensor:
+        """Return (batch, heads, length, head size) for each of that shape; see `forward`."""
+        if causal and (mask is not None or query.shape[2] != key.shape[2]):
+            seen = seen_bias(distances(query.shape[2], key.shape[2], query.device), None, query.dtype)
+            mask, causal = seen if mask is None else mask + seen, False
+        scale = self.scale
+        if scale is None:
+            scale = (1 / math.sqrt(query.shape[3]) if self.scale_attention_scores else 1.0) * self.layer_scale
+        dropout = self.attention_dropout_prob if self.training else 0.0
+        mask = mask if mask is None else mask.to(query.dtype)
+        if dropout == 0:
+            return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale)
+        with numbers(query, equal=False):  # every rank has heads of its own
+            return functional.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
+
+
+class DistributedAttentionLayer(DistributedModule):
+    """Attention with dropout, residual and layer norm, its heads divided (the class of that name in SMP v1).
+
+    `layernorm(x + dropout(dense(attention(pre_layernorm(x)))))`, with the norms that are asked for.
+
+    Args:
+        num_attention_heads: all of them; each rank computes an equal share.
+        attention_head_size: of one head.
+        hidden_size: of input and output.
+        attention_dropout_prob, hidden_dropout_prob: dropout on the attention weights, on the output.
+        layernorm_epsilon: of the layer norms.
+        initializer_range, use_normal_initialization: draw weights from N(0, initializer_range), or as torch does.
+        cross_attention: queries come from the input, keys and values from `cross_states`.
+        causal_mask_size: the longest sequence, each position of which sees itself and earlier ones; None: it sees all.
+        pre_layernorm, post_layernorm: normalise the input of the block; the sum of its input and output.
+        boundary: what comes in and goes out.
+        in_stack: masks are those of all samples already.
+        bare: a layer around this one normalises, adds residuals, and calls `share`.
+        options: see LayerOptions.
+
+    Raises:
+        ConfigError: the ranks do not divide the heads, or neither layer norm is asked for.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        cross_attention: bool = False,
+        causal_mask_size: int | None = None,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        boundary: Boundary | None = None,
+        in_stack: bool = False,
+        bare: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(boundary=boundary)
+        check_divisible("num_attention_heads", num_attention_heads)
+        check_norms(pre_layernorm, post_layernorm, bare=bare)
+        self.options = LayerOptions.of(options, "DistributedAttentionLayer")
+        self.num_attention_heads = num_attention_heads
+        self.attention_head_size = attention_head_size
+        self.cross_attention = cross_attention
+        self.causal_mask_size = causal_mask_size
+        self.in_stack = in_stack
+        self.bare = bare
+        self._make_linears(hidden_size, initializer_range if use_normal_initialization else None)
+        self.attention = FlashAttentionLayer(
+            attention_dropout_prob,
+            attention_head_size,
+            self.options.scale_attention_scores,
+            self.options.scale_attn_by_layer_idx,
+            self.options.layer_idx,
+        )
+        self.dropout = BoundaryDropout(hidden_dropout_prob, self.boundary)
+        self.pre_layernorm = layernorm_if(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        self.layernorm = layernorm_if(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+
+    def _make_linears(self, hidden_size: int, initializer_range: float | None) -> None:
+        width = self.num_attention_heads * self.attention_head_size
+        bias = self.options.query_key_value_bias
+        made: dict[str, Any] = {"initializer_range": initializer_range}
+        if self.cross_attention:
+            self.query = ColumnParallelLinear(hidden_size, width, bias, boundary=self.boundary, **made)
+            self.key_value = ColumnParallelLinear(
+                hidden_size, 2 * width, bias, parts=(width,) * 2, boundary=self._boundary_of_states, **made
+            )
+        else:
+            self.query_key_value = ColumnParallelLinear(
+                hidden_size, 3 * width, bias, parts=(width,) * 3, boundary=self.boundary, **made
+            )
+        dense_bias = self.options.attention_dense_bias
+        self.dense = RowParallelLinear(width, hidden_size, dense_bias, boundary=self.boundary, **made)
+
+    @property
+    def _boundary_of_states(self) -> Boundary:
+        """Other states are of another length, which need not divide: they stay whole where sequences are divided."""
+        return Boundary.REPLICATE if self.boundary is Boundary.SEQUENCE else self.boundary
+
+    def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+        """Return hidden states like those that come in.
+
+        Args:
+            inputs: `(hidden_states, attention_mask)`, or with `cross_attention` `(hidden_states, cross_states, mask)`.
+                States are (batch, length, hidden_size). Masks are added to the scores, and None or broadcast to (batch,
+                heads of this rank, length, length): (batch, 1, 1, length) as a rule.
+        """
+        hidden, states, mask = self._inputs(inputs)
+        normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        output: torch.Tensor = leave(self.share(normal, states, mask), self.boundary)
+        if self.dense.bias is not None:
+            output = output + self.dense.bias
+        output = self.dropout(output)
+        if self.bare:
+            return output
+        output = self.options.add(hidden, output)
+        return output if self.layernorm is None else self.layernorm(output)
+
+    def _inputs(
+        self, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        expected = 3 if self.cross_attention else 2
+        if not isinstance(inputs, (tuple, list)) or len(inputs) != expected or inputs[0] is None:  # type: ignore[redundant-expr]
+            names = "(hidden_states, cross_states, mask)" if self.cross_attention else "(hidden_states, attention_mask)"
+            raise UsageError(f"DistributedAttentionLayer takes one tuple {names}")
+        return inputs[0], inputs[1] if self.cross_attention else None, inputs[-1]
+
+    def share(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, mask: torch.Tensor | None, *, entered: bool = False
+    ) -> torch.Tensor:
+        """Return what this rank's heads add to the output of all samples, before `leave` and the bias.
+
+        Args:
+            entered: `hidden` is that of all samples already.
+        """
+        query, key, value = self._heads(hidden, states, entered=entered)
+        length = query.shape[2]
+        if self.causal_mask_size is not None and length > self.causal_mask_size:
+            raise UsageError(
+                f"a sequence of {length} is longer than causal_mask_size {self.causal_mask_size}",
+                hint="make the layer with a larger causal_mask_size, or truncate",
+            )
+        dtype, options = query.dtype, self.options
+        if options.rotary_dim:
+            turn = (options.rotary_dim, options.rotary_base)
+            query = rotated(query, *turn, interleaved=options.rotary_interleaved)
+            key = rotated(key, *turn, interleaved=options.rotary_interleaved)
+        if options.attention_in_fp32 and dtype.itemsize < 4:
+            query, key, value = query.float(), key.float(), value.float()
+        bias, causal = self._bias(query, key, mask)
+        mixed = self.attention.attend(query, key, value, bias, causal=causal).to(dtype)
+        return self.dense.share(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, *, entered: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query, key and value (batch, heads of this rank, length, head size) of all samples."""
+        if states is None:
+            linear = self.query_key_value
+            packed = linear.project(hidden) if entered else linear(hidden)
+            query, key, value = packed.unflatten(-1, (3, -1, self.attention_head_size)).permute(2, 0, 3, 1, 4)
+            return query, key, value
+        query = self.query(hidden).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        packed = self.key_value(states)
+        key, value = packed.unflatten(-1, (2, -1, self.attention_head_size)).permute(2, 0, 3, 1, 4)
+        return query, key, value
+
+    def _bias(
+        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, bool]:
+        """Return what is added to the scores, and whether positions see earlier ones only besides."""
+        options, causal = self.options, self.causal_mask_size is not None
+        if mask is not None and not self.in_stack:
+            mask = gather_mask(mask, query.shape[0] // state.tp_size, self.boundary)
+        if not options.use_alibi and options.window_size is None:
+            return mask, causal
+        distance = distances(query.shape[2], key.shape[2], query.device)
+        window = options.window_size
+        bias = seen_bias(distance, window, query.dtype) if causal or window else query.new_zeros(())
+        if options.use_alibi:
+            slopes = alibi_slopes(self.num_attention_heads, options.alibi_bias_max, query.device)
+            mine = slopes.tensor_split(state.tp_size)[state.tp_rank].to(query.dtype)
+            bias = bias + mine.view(1, -1, 1, 1) * -distance.abs().to(query.dtype)
+        return bias if mask is None else mask.to(query.dtype) + bias, False
+
+
+def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Boundary) -> torch.Tensor:
+    """Return the mask of all samples of the group; one that is the same for all of `num_samples` stays as it is."""
+    return gather_indices(mask, boundary) if mask.shape[0] == num_samples else mask
+
+
+def check_norms(pre_layernorm: bool, post_layernorm: bool, *, bare: bool) -> None:
+    """Raise ConfigError if a block is to have no layer norm at all."""
+    if not (pre_layernorm or post_layernorm or bare):
+        problem = Problem(("pre_layernorm",), "pre_layernorm and post_layernorm are both False", "set one of them")
+        raise ConfigError([problem], subject="distributed module")
+
+
+def layernorm_if(wanted: bool, hidden_size: int, epsilon: float, boundary: Boundary) -> BoundaryLayerNorm | None:
+    """Return a layer norm if it is wanted."""
+    return BoundaryLayerNorm(hidden_size, epsilon, boundary=boundary) if wanted else None

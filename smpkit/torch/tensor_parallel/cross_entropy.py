@@ -1,0 +1,148 @@
+"""Loss on logits of which each tensor-parallel rank holds some classes, without bringing them together.
+
+Each rank reduces its classes to two numbers per sample: the logarithm of its sum of exponentials, and the logit of the
+label if that is among its classes. One exchange of these gives the loss; gradients of the logits need nothing more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from smpkit.errors import UsageError
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.boundary import Boundary, outer_boundary
+from smpkit.torch.tensor_parallel.embedding import gather_indices
+from smpkit.torch.tensor_parallel.shards import piece_of
+
+__all__ = ["cross_entropy", "gather_logits"]
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    num_classes: int | None = None,
+    boundary: Boundary | None = None,
+) -> torch.Tensor:
+    """Return the cross entropy of this rank's samples, as `torch.nn.functional.cross_entropy` does of whole logits.
+
+    Args:
+        logits: (samples, ..., this rank's classes), of the samples of all ranks of the tensor-parallel group: what
+            ColumnParallelLinear returns. The classes are the last dimension.
+        labels: (samples, ...), of this rank's samples.
+        ignore_index: label of samples that count for nothing.
+        reduction: `mean` over the samples that count, `sum`, or `none` (the loss of each).
+        num_classes: of all ranks; None if each has as many.
+        boundary: whether ranks have samples of their own (BATCH) or the same (REPLICATE); None for what the
+            configuration says.
+
+    Raises:
+        UsageError: shapes do not fit, or the reduction is unknown.
+    """
+    if has_torch_function((logits, labels)):  # they lie on another pipeline rank, perhaps
+        made: torch.Tensor = handle_torch_function(
+            cross_entropy,
+            (logits, labels),
+            logits,
+            labels,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            num_classes=num_classes,
+            boundary=boundary,
+        )
+        return made
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(f"the reduction `{reduction}` is unknown", hint="use `mean`, `sum` or `none`")
+    if state.tp_size == 1:
+        losses = functional.cross_entropy(
+            logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction=reduction
+        )
+        return losses.view(labels.shape) if reduction == "none" else losses
+    losses = _losses(logits, labels, ignore_index, num_classes, boundary or outer_boundary())
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (labels != ignore_index).sum()
+
+
+def _losses(
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None, boundary: Boundary
+) -> torch.Tensor:
+    ours = boundary in (Boundary.BATCH, Boundary.GATHERED)
+    samples = (labels.shape[0] * (state.tp_size if ours else 1), *labels.shape[1:]) if labels.dim() else ()
+    if logits.shape[:-1] != samples:
+        raise UsageError(
+            f"logits of {list(logits.shape)} do not fit labels of {list(labels.shape)} on {state.tp_size}"
+            f" tensor-parallel ranks: they should be {[*samples, 'classes of this rank']}"
+        )
+    everybody = gather_indices(labels, Boundary.BATCH) if ours else labels
+    picks = _local(everybody.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
+    made: tuple[torch.Tensor, ...] = _Statistics.apply(logits.flatten(0, -2), picks)  # type: ignore[no-untyped-call]
+    statistics = torch.stack(made, -1).unsqueeze(0)
+    if ours:  # (1, all samples, 2) -> (ranks, my samples, 2)
+        statistics = collectives.exchange(statistics, 1, 0)
+    else:
+        statistics = collectives.gather_equal(statistics, 0)
+    losses = statistics[..., 0].logsumexp(0) - statistics[..., 1].sum(0)
+    return losses.view(labels.shape).masked_fill(labels == ignore_index, 0)
+
+
+def _local(labels: torch.Tensor, ignore_index: int, num_classes: int) -> torch.Tensor:
+    """Return the labels counted from this rank's first class, -1 where they are another rank's or count for nothing."""
+    first, length = piece_of(num_classes, state.tp_rank, state.tp_size)
+    if not labels.is_cuda and not collectives.is_rehearsal(labels):  # on a GPU, looking would wait for it
+        wrong = labels[((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)]
+        if len(wrong):
+            raise UsageError(f"{int(wrong[0])} is a label, but neither one of {num_classes} classes nor ignore_index")
+    elsewhere = (labels == ignore_index) | (labels < first) | (labels >= first + length)
+    return (labels - first).masked_fill(elsewhere, -1)
+
+
+class _Statistics(torch.autograd.Function):
+    """Two numbers per sample of logits (samples, classes), in float32 at least; backward makes one tensor like them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, picks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        exact = logits.float() if logits.dtype.itemsize < 4 else logits
+        sums = exact.logsumexp(-1)
+        picked = exact.gather(1, picks.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(picks < 0, 0)
+        ctx.save_for_backward(logits, sums, picks)
+        return sums, picked
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_sums: torch.Tensor, of_picked: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, sums, picks = ctx.saved_tensors
+        exact = logits.float() if logits.dtype.itemsize < 4 else logits
+        gradient = (exact - sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
+        gradient.scatter_add_(1, picks.clamp(min=0).unsqueeze(1), of_picked.masked_fill(picks < 0, 0).unsqueeze(1))
+        return gradient.to(logits.dtype), None
+
+
+def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Boundary | None = None) -> torch.Tensor:
+    """Return all classes of this rank's samples, from this rank's classes of all samples.
+
+    Args:
+        logits: (samples, ..., this rank's classes), of all ranks' samples.
+        num_classes: of all ranks.
+        boundary: as in `cross_entropy`.
+    """
+    if has_torch_function((logits,)):
+        made: torch.Tensor = handle_torch_function(gather_logits, (logits,), logits, num_classes, boundary)
+        return made
+    if state.tp_size == 1:
+        return logits
+    longest = piece_of(num_classes, 0, state.tp_size)[1]
+    if logits.shape[-1] < longest:
+        logits = functional.pad(logits, (0, longest - logits.shape[-1]))
+    ours = (boundary or outer_boundary()) in (Boundary.BATCH, Boundary.GATHERED)
+    whole = collectives.exchange(logits, 0, -1) if ours else collectives.gather_equal(logits, -1)
+    return whole.narrow(-1, 0, num_classes)

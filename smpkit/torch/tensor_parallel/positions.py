@@ -1,0 +1,52 @@
+"""How attention knows of positions: rotation, penalties of distance, what may be seen."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["alibi_slopes", "distances", "rotated", "seen_bias"]
+
+
+def distances(length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    """Return (length, key_length): how far before a query each key is; the last of both are at the same position."""
+    queries = torch.arange(key_length - length, key_length, device=device)
+    return queries.unsqueeze(1) - torch.arange(key_length, device=device).unsqueeze(0)
+
+
+def seen_bias(distance: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to scores so that positions see the last `window` up to their own; None for all of these."""
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+
+def alibi_slopes(num_heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
+    """Return the penalty per distance of every head (Press, Smith, Lewis 2022), in float32.
+
+    Slopes are 2 ** (-bias_max * k / n) for head k of n, n the next power of two; of more than there are heads, first
+    every second one is taken, then those between.
+    """
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = torch.exp2(-(torch.arange(1, power + 1, device=device, dtype=torch.float32) * (bias_max / power)))
+    if power == num_heads:
+        return slopes
+    return torch.cat([slopes[1::2], slopes[0::2]])[:num_heads]
+
+
+def rotated(x: torch.Tensor, rotary_dim: int, base: float, *, interleaved: bool) -> torch.Tensor:
+    """Return queries or keys (batch, heads, length, head size), their first features rotated by their positions.
+
+    Angles are computed in float32, as the models do that were trained with them.
+    """
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    exponents = torch.arange(0, rotary_dim, 2, device=x.device, dtype=torch.int64).float() / rotary_dim
+    angles = torch.outer(torch.arange(x.shape[2], device=x.device).float(), 1.0 / (base**exponents))
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    if interleaved:
+        even, odd = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
