@@ -5,7 +5,8 @@
     path/
       {tag}_partial/               one rank's part per file; appears by one rename, with everything in it
           model_{pp}_{tp}.pt  optimizer_{pp}_{tp}.pt  user_content.pt
-          index.json               degrees, sizes, and which save it was
+          pieces.json              what each file holds of the whole model
+          index.json               degrees, sizes, partition, and which save it was
       {tag}                        full: the model's state dict in one file
       user_content_{tag}           full: what the script added
       newest                       name of the newest, `{tag}_partial` or `{tag}`
@@ -50,7 +51,7 @@ __all__ = [
 INDEX: Final = "index.json"
 NEWEST: Final = "newest"
 PARTIAL: Final = "_partial"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})(?P<old>\.old)?\.tmp")
 
 
@@ -62,11 +63,12 @@ class Index:
         tag: the script's name for it.
         save_id: which save wrote it.
         order: grows by one with each save into the same folder; clocks of restarted hosts are not to be trusted.
-        degrees: pipeline and tensor degree it was saved with.
+        degrees: pipeline, virtual pipeline and tensor degree it was saved with.
         smpkit: version that wrote it.
         files: name -> size in bytes.
         format: version of this layout.
         random: seed and step of the streams of random numbers, so that dropout goes on as if nothing had happened.
+        partition: which unit was on which pipeline rank, as `Assignment.to_json` has it; None before the first step.
     """
 
     tag: str
@@ -77,6 +79,7 @@ class Index:
     files: Mapping[str, int] = field(default_factory=dict)
     format: int = _FORMAT
     random: Mapping[str, int] = field(default_factory=dict)
+    partition: str | None = None
 
 
 def check_tag(tag: object) -> None:
@@ -193,11 +196,9 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def damage(folder: Path, index: Index, names: frozenset[str] | None = None) -> str | None:
-    """Say what is wrong with the files of a checkpoint (or only with `names` of them); None if they are whole."""
+def damage(folder: Path, index: Index) -> str | None:
+    """Say what is wrong with the files of a checkpoint; None if they are whole."""
     for name, size in index.files.items():
-        if names is not None and name not in names:
-            continue
         try:
             found = (folder / name).stat().st_size
         except OSError:
@@ -207,13 +208,13 @@ def damage(folder: Path, index: Index, names: frozenset[str] | None = None) -> s
     return None
 
 
-def complete_partials(path: Path, names: frozenset[str] | None = None) -> list[tuple[str, Index]]:
+def complete_partials(path: Path) -> list[tuple[str, Index]]:
     """Return the folders of complete partial checkpoints in `path` and their indices, newest first."""
     found = []
     for folder in path.glob(f"*{PARTIAL}"):
         with contextlib.suppress(CheckpointError):
             index = read_index(folder)
-            if damage(folder, index, names) is None:
+            if damage(folder, index) is None:
                 found.append((folder.name, index))
     return sorted(found, key=lambda item: item[1].order, reverse=True)
 

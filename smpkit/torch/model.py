@@ -27,6 +27,7 @@ from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.replace import distribute
+from smpkit.torch.unread import read_now
 
 if TYPE_CHECKING:
     from smpkit.torch.optimizer import DistributedOptimizer
@@ -184,6 +185,7 @@ class DistributedModel(ModelState):
             self._replicate()
             if state.optimizer is not None:
                 state.optimizer.keep_own_states()
+            read_now()
         self._run_hooks(self._post_partition_hooks)
         if self.offloading is not None:
             self.offloading.begin_step(self.module)

@@ -21,6 +21,7 @@ from smpkit.torch.tensor_parallel.whole_state import (
     with_distributed_names,
     with_original_names,
 )
+from smpkit.torch.unread import read_now
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.pipeline import Pipeline
@@ -82,6 +83,7 @@ class ModelState(nn.Module):
         Args:
             gather_to_rank0: give every rank of the model but the first an empty dict, to save memory.
         """
+        read_now()
         whole: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         prefix: str = kwargs.get("prefix", "")
         spread = self.pipeline is not None and self.partitioned
@@ -112,6 +114,7 @@ class ModelState(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, plus `_smp_is_partial` = True."""
+        read_now()
         held = self._held_names()
         own: dict[str, Any] = {name: value for name, value in self.module.state_dict().items() if name in held}
         return {**own, PARTIAL_KEY: True}
@@ -128,6 +131,7 @@ class ModelState(nn.Module):
             strict: raise if names do not match, as `nn.Module.load_state_dict` does.
             same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
         """
+        read_now()
         values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
         partial = bool(state_dict.get(PARTIAL_KEY))
         spread = self.pipeline is not None and self.partitioned

@@ -11,6 +11,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.gathering import merge_everywhere
 from smpkit.torch.model import PARTIAL_KEY
 from smpkit.torch.state import state
+from smpkit.torch.unread import read_now
 
 __all__ = ["DistributedOptimizer"]
 
@@ -113,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def orig_state_dict(self) -> dict[str, Any]:
         """Return the state in torch's layout, as it is on this rank."""
+        read_now()
         result: dict[str, Any] = self.optimizer.state_dict()
         return result
 
@@ -126,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a full or partial state dict; for a partial one all ranks of a pipeline call this."""
+        read_now()
         values = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
         if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):
             values["state"] = merge_everywhere(values["state"])

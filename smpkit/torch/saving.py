@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import os
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoint_files import whole_write
 from smpkit.torch.state import state
 
-__all__ = ["load", "read_file", "save", "write_file"]
+__all__ = ["load", "read_file", "read_mapped", "save", "write_file"]
 
 
 def save(
@@ -94,6 +95,14 @@ def read_file(path: Path, map_location: Any = None, pickle_module: ModuleType | 
         ) from error
     except Exception as error:  # a damaged file ends in any exception, a KeyError of the unpickler for example
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def read_mapped(path: Path) -> Any:
+    """Read a file of `torch.save` without its tensors, which come when they are used; whole if it is of before 2020.
+
+    The file must not change while the result is in use.
+    """
+    return read_file(path, "cpu", mmap=zipfile.is_zipfile(path))
 
 
 def _names(f: str, v3: bool) -> list[str]:

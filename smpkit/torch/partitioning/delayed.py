@@ -22,6 +22,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel.shards import shard_of, take
 
 __all__ = [
+    "allocate",
     "delay_param_initialization",
     "fill",
     "initial_values",
@@ -67,6 +68,14 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 def is_delayed(parameter: torch.Tensor) -> bool:
     """Tell whether a parameter has no memory yet."""
     return getattr(parameter, _MARK, False)
+
+
+def allocate(parameter: nn.Parameter, device: torch.device) -> None:
+    """Give a delayed parameter the memory for what this rank holds of it; the caller writes the values."""
+    shard = shard_of(parameter)
+    shape = parameter.shape if shard is None else shard.local_shape
+    parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)
+    setattr(parameter, _MARK, False)
 
 
 def fill(parameter: nn.Parameter, value: torch.Tensor) -> None:

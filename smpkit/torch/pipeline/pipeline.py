@@ -51,6 +51,8 @@ class Pipeline:
         )
         self._executor: Executor | None = None
         self.assignment: Assignment | None = None
+        self.resumed: Assignment | None = None
+        """That of the job that this one continues, which is kept."""
         self.holders: dict[int, frozenset[int]] = {}
 
     @property
@@ -144,6 +146,8 @@ class Pipeline:
 
     def _decide(self, step: Step) -> Assignment:
         cfg = state.cfg
+        if self.resumed is not None and cfg.auto_partition and self._knows(self.resumed):
+            return self.resumed
         num_chunks = cfg.virtual_pipeline_degree
         if not cfg.auto_partition:
             pins = pinned_modules(self._root)
@@ -158,6 +162,11 @@ class Pipeline:
             if self._measured:
                 costs = measure(self._root, costs, self._measured, step, state.device)
         return partition(costs, state.pp_size, cfg.memory_weight, num_chunks=num_chunks)
+
+    def _knows(self, assignment: Assignment) -> bool:
+        """Tell whether an assignment is one of this model: the script may have changed since it was saved."""
+        names = {name for name, _ in self._root.named_modules()}
+        return all(unit in names for unit in assignment.partition_of)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 

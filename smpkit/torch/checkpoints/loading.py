@@ -1,0 +1,242 @@
+"""Bring what a checkpoint holds into the wrapped model and optimizer: this rank's part, whatever ranks saved it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.contents import (
+    GROUPS,
+    MODEL,
+    STATES,
+    optimizer_parameters,
+    optimizer_whole,
+    parameter_names,
+)
+from smpkit.torch.checkpoints.places import Box, boxes_of
+from smpkit.torch.checkpoints.planner import Target, read_into
+from smpkit.torch.checkpoints.reader import PieceReader
+from smpkit.torch.checkpoints.together import Model, Optimizer
+from smpkit.torch.partitioning.delayed import allocate, is_delayed
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.shards import shard_of
+from smpkit.torch.unread import read_later
+
+__all__ = ["load_model", "load_optimizer"]
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MODEL) -> None:
+    """Fill the parameters and buffers that this rank holds, in place.
+
+    Parameters without memory yet are filled when the model is partitioned.
+
+    Args:
+        strict: names must be the same.
+        prefix: of the model's names in the checkpoint.
+
+    Raises:
+        CheckpointError: names or shapes are those of another model.
+    """
+    own = model.module.state_dict(keep_vars=True)
+    sources = _sources(own, reader, prefix, strict)
+    _check_shapes(own, sources, reader)
+    later = [name for name in sources if model_waits(model) and is_delayed(own[name])]
+    _fill(model, reader, {name: source for name, source in sources.items() if name not in later})
+    if later:
+        read_later(lambda: _fill(model, reader, {name: sources[name] for name in later}))
+
+
+def model_waits(model: Model) -> bool:
+    """Tell whether the model is yet to be partitioned."""
+    return model.pipeline is not None and not model.partitioned
+
+
+def _sources(own: Mapping[str, Any], reader: PieceReader, prefix: str, strict: bool) -> dict[str, str]:
+    """Return where in the checkpoint each entry of the model's state is, by name.
+
+    A tied weight may be there under any of its names (files of Hugging Face hold it under one).
+    """
+    there = {name.removeprefix(prefix) for name in reader.metadata.state_dict_metadata if name.startswith(prefix)}
+    found = {name: name for name in own if name in there}
+    first = {id(own[name]): name for name in reversed(list(found)) if isinstance(own[name], nn.Parameter)}
+    found |= {name: first[id(value)] for name, value in own.items() if name not in found and id(value) in first}
+    missing, surplus = sorted(own.keys() - found.keys()), sorted(there - own.keys())
+    if strict and (missing or surplus):
+        raise CheckpointError(
+            f"the checkpoint belongs to another model: missing {_some(missing)}, unexpected {_some(surplus)}",
+            hint="strict=False loads what fits",
+        )
+    return {name: f"{prefix}{source}" for name, source in found.items()}
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(f"`{name}`" for name in names[:5]) + more
+
+
+def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, str], reader: PieceReader) -> None:
+    wrong = []
+    for name, source in sources.items():
+        value, there = own[name], reader.metadata.state_dict_metadata[source]
+        shape = _whole_shape(value) if isinstance(value, torch.Tensor) else None
+        found = tuple(there.size) if isinstance(there, TensorStorageMetadata) else None
+        if shape != found:
+            wrong.append(f"`{name}` is {shape or 'no tensor'} here and {found or 'no tensor'} there")
+    if wrong:
+        raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(wrong[:5])}")
+
+
+def _whole_shape(value: torch.Tensor) -> tuple[int, ...]:
+    shard = shard_of(value)
+    return tuple(value.shape) if shard is None else shard.shape
+
+
+def _fill(model: Model, reader: PieceReader, sources: Mapping[str, str]) -> None:
+    own = model.module.state_dict(keep_vars=True)
+    held = {
+        name: own[name]
+        for name in sources
+        if not (isinstance(own[name], nn.Parameter) and not model.holds(own[name])) and not _is_meta(own[name])
+    }
+    live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
+    targets, others = {}, {}
+    for name, value in held.items():
+        if id(value) in live:
+            if is_delayed(value):
+                allocate(value, state.device)
+            targets[sources[name]] = Target(value, boxes_of(value.shape, shard_of(value)))
+        elif isinstance(value, torch.Tensor):
+            others[name] = torch.empty_like(value)
+            targets[sources[name]] = Target(others[name], boxes_of(value.shape, shard_of(value)))
+    objects = [name for name in held if not isinstance(held[name], torch.Tensor)]
+    found = read_into(reader, targets, [sources[name] for name in objects])
+    # What a module computes for its state dict, and its extra state, goes back through the module.
+    others |= {name: found[sources[name]] for name in objects}
+    if others:
+        model.module.load_state_dict(others, strict=False)
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> None:
+    """Load the states of the parameters that this rank holds; all of a group's settings now, if not its states.
+
+    Raises:
+        CheckpointError: it is the state of another optimizer, or can be used with the degrees it was saved with only.
+    """
+    there = reader.metadata.state_dict_metadata
+    if GROUPS not in there:
+        _load_whole(optimizer, reader)
+        return
+    groups = _groups(optimizer, read_into(reader, {}, [GROUPS])[GROUPS])
+    if model_waits(model):
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        read_later(lambda: _load_states(optimizer, model, reader, groups))
+    else:
+        _load_states(optimizer, model, reader, groups)
+
+
+def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
+    """Return the saved groups with this optimizer's parameters."""
+    indices = {id(parameter): index for index, parameter in enumerate(optimizer_parameters(optimizer))}
+    own = [[indices[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if not isinstance(saved, list) or len(saved) != len(own):
+        count = len(saved) if isinstance(saved, list) else "no"
+        raise CheckpointError(
+            f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(own)}",
+            hint="make the same parameter groups, or pass load_optimizer=False",
+        )
+    return [{**theirs, "params": ours} for theirs, ours in zip(saved, own, strict=True)]
+
+
+def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups: list[dict[str, Any]]) -> None:
+    by_parameter = _states_by_parameter(reader)
+    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    states: dict[int, dict[str, Any]] = {}
+    targets: dict[str, Target] = {}
+    objects: dict[str, tuple[int, str]] = {}
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        if not model.holds(parameter):
+            continue
+        for key, full in _usable(name, by_parameter.get(name, ()), parameter):
+            item = reader.metadata.state_dict_metadata[full]
+            if isinstance(item, TensorStorageMetadata):
+                targets[full] = _target(item, parameter)
+                states.setdefault(index, {})[key] = targets[full].tensor
+            else:
+                objects[full] = index, key
+    found = read_into(reader, targets, objects)
+    for full, (index, key) in objects.items():
+        states.setdefault(index, {})[key] = found[full]
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _states_by_parameter(reader: PieceReader) -> dict[str, list[str]]:
+    """Return the names of the states in the checkpoint, by parameter; keys have no dots, parameters may have."""
+    found: dict[str, list[str]] = {}
+    for full in reader.metadata.state_dict_metadata:
+        if full.startswith(STATES):
+            found.setdefault(full.removeprefix(STATES).rpartition(".")[0], []).append(full)
+    return found
+
+
+def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterable[tuple[str, str]]:
+    """Iterate over the states of a parameter that this rank can use: their keys, and their names.
+
+    Raises:
+        CheckpointError: one is for another tensor-parallel degree only.
+    """
+    shard = shard_of(parameter)
+    here = "0of1" if shard is None else f"{shard.tp_rank}of{shard.tp_size}"
+    usable, foreign = {}, set()
+    for full in states:
+        key, _, place = full.removeprefix(f"{STATES}{name}.").partition("@")
+        if place in ("", here):
+            usable[key] = full
+        else:
+            foreign.add(key)
+    if lacking := sorted(foreign - usable.keys()):
+        raise CheckpointError(
+            f"the optimizer's `{lacking[0]}` of `{name}` has not the shape of its parameter, so it is good for the "
+            "tensor_parallel_degree it was saved with only",
+            hint="resume with that degree, or with load_optimizer=False",
+        )
+    return usable.items()
+
+
+def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
+    """Return the memory for a state: divided as the parameter is if the whole ones have the same shape."""
+    shape, shard = tuple(item.size), shard_of(parameter)
+    if shape and shape == _whole_shape(parameter):
+        tensor = torch.empty(parameter.shape, dtype=item.properties.dtype, device=parameter.device)
+        return Target(tensor, boxes_of(parameter.shape, shard))
+    zeros = (0,) * len(shape)
+    return Target(torch.empty(shape, dtype=item.properties.dtype), [Box(zeros, shape, zeros)])
+
+
+def _load_whole(optimizer: Optimizer, reader: PieceReader) -> None:
+    """Load the state of an optimizer whose state dict is of its own making, as it was saved."""
+    name = optimizer_whole()
+    if name not in reader.metadata.state_dict_metadata:
+        if state.rank == 0:
+            text = f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew"
+            warnings.warn(text, stacklevel=6)
+        return
+    optimizer.load_state_dict(read_into(reader, {}, [name])[name])

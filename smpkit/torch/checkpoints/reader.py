@@ -1,0 +1,261 @@
+"""Read checkpoints through the interfaces of `torch.distributed.checkpoint`: what is where, and only what is needed.
+
+A partial checkpoint says in `pieces.json`, which is plain JSON, what each of its files holds of the whole model::
+
+    "model.wte.weight": {"dtype": "float32", "shape": [50257, 768],
+                         "pieces": [[file, key in it, offsets, sizes, offsets in the saved tensor], ...]}
+
+Files are mapped, not read, so asking for a slice reads a slice. They hold tensors and plain values only.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoint_files import read_index
+from smpkit.torch.checkpoints.contents import Entry
+from smpkit.torch.checkpoints.places import view_of
+from smpkit.torch.saving import read_file
+
+__all__ = ["PIECES", "CheckpointReader", "Piece", "PieceReader", "StateReader", "describe", "merged"]
+
+PIECES: Final = "pieces.json"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a box of a tensor, or another thing, is.
+
+    Args:
+        file: name of the file.
+        key: where in the file.
+        at: offsets of the box in the tensor that is there.
+    """
+
+    file: str
+    key: tuple[str | int, ...]
+    at: tuple[int, ...] = ()
+
+
+class PieceReader(StorageReader):
+    """Reads pieces out of the files of one folder, as `torch.distributed.checkpoint` asks for them."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self._metadata: Metadata | None = None
+
+    @property
+    def metadata(self) -> Metadata:
+        """What the checkpoint holds."""
+        if self._metadata is None:
+            self._metadata = self._describe()
+        return self._metadata
+
+    @abstractmethod
+    def _describe(self) -> Metadata:
+        """Find out what the checkpoint holds; `storage_data` says by MetadataIndex which Piece it is."""
+
+    @abstractmethod
+    def _open(self, path: Path) -> Any:
+        """Open a file, without reading all of it."""
+
+    def _tensor(self, content: Any, key: Sequence[str | int], offsets: Sequence[int], sizes: Sequence[int]) -> Any:
+        """Return a box of a tensor of an open file."""
+        return view_of(_find(content, key), offsets, sizes)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Get ready for another read."""
+        if checkpoint_id is not None:
+            self.folder, self._metadata = Path(checkpoint_id), None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds."""
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the reader knows its own metadata."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a folder of such a checkpoint."""
+        return Path(checkpoint_id).is_dir()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for, one file after the other."""
+        pieces: Mapping[MetadataIndex, Piece] = self.metadata.storage_data
+        by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}
+        for item in plan.items:
+            piece = pieces[item.storage_index]
+            by_file.setdefault(piece.file, []).append((piece, item))
+        for file, wanted in by_file.items():
+            content = self._open(self.folder / file)
+            for piece, item in wanted:
+                self._read(content, piece, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, content: Any, piece: Piece, item: ReadItem, planner: LoadPlanner) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            buffer = io.BytesIO()
+            torch.save(_find(content, piece.key), buffer)
+            buffer.seek(0)
+            planner.load_bytes(item, buffer)
+            return
+        offsets = [at + offset for at, offset in zip(piece.at, item.storage_offsets, strict=True)]
+        source = self._tensor(content, piece.key, offsets, item.lengths)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(source)
+        planner.commit_tensor(item, target)
+
+
+class CheckpointReader(PieceReader):
+    """Reads a partial checkpoint of `smp.save_checkpoint` for `torch.distributed.checkpoint`.
+
+    ::
+
+        reader = smp.CheckpointReader("checkpoints/step_100_partial")
+        state = {"model": model.state_dict()}          # a plain model, or one of DTensors
+        torch.distributed.checkpoint.load(state, storage_reader=reader)
+
+    Names are `model.` + the parameter's, and `optim.state.` + the parameter's + `.exp_avg`, say.
+
+    Raises:
+        CheckpointError: the folder is no complete checkpoint, or is damaged.
+    """
+
+    def _describe(self) -> Metadata:
+        files = frozenset(read_index(self.folder).files)
+        try:
+            said = json.loads((self.folder / PIECES).read_text())
+            return _metadata(said, files)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{self.folder / PIECES} cannot be read: {error!r}") from error
+
+    def _open(self, path: Path) -> Any:
+        return read_file(path, "cpu", mmap=True)
+
+
+class StateReader(PieceReader):
+    """Reads a whole state dict that is in memory already, or mapped.
+
+    Args:
+        path: where it comes from, for messages.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        super().__init__(path)
+        self._values = values
+
+    def _describe(self) -> Metadata:
+        said = {}
+        for name, value in self._values.items():
+            if isinstance(value, torch.Tensor):
+                zeros = (0,) * value.dim()
+                dtype = str(value.dtype).removeprefix("torch.")
+                piece = ["", [name], zeros, value.shape, zeros]
+                said[name] = {"dtype": dtype, "shape": value.shape, "pieces": [piece]}
+            else:
+                said[name] = {"pieces": [["", [name]]]}
+        return _metadata(said, frozenset({""}))
+
+    def _open(self, path: Path) -> Any:
+        return self._values
+
+
+def describe(entries: Iterable[Entry], file: str) -> dict[str, Any]:
+    """Return what `pieces.json` says of entries that are written to one file."""
+    said: dict[str, Any] = {}
+    for entry in entries:
+        if entry.shape is None:
+            said[entry.name] = {"pieces": [[file, entry.key]]}
+        else:
+            pieces = [[file, entry.key, box.offsets, box.sizes, box.at] for box in entry.boxes]
+            dtype = str(entry.value.dtype).removeprefix("torch.")
+            said[entry.name] = {"dtype": dtype, "shape": entry.shape, "pieces": pieces}
+    return said
+
+
+def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several ranks say together; of the same box the first counts."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for name, said in part.items():
+            if name not in whole:
+                whole[name] = {**said, "pieces": list(said["pieces"])}
+                continue
+            known = {_box(piece) for piece in whole[name]["pieces"]}
+            whole[name]["pieces"] += [piece for piece in said["pieces"] if _box(piece) not in known]
+    return whole
+
+
+def _box(piece: Sequence[Any]) -> object:
+    return tuple(piece[2]) if len(piece) > 2 else None
+
+
+def _metadata(said: Mapping[str, Any], files: frozenset[str]) -> Metadata:
+    items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    pieces: dict[MetadataIndex, Piece] = {}
+    for name, each in said.items():
+        boxes = []
+        for file, key, *box in each["pieces"]:
+            if file not in files:
+                raise ValueError(f"{file} is no file of this checkpoint")
+            offsets, sizes, at = (tuple(map(int, numbers)) for numbers in box) if box else (None, None, ())
+            pieces[MetadataIndex(name, offsets)] = Piece(file, tuple(key), at)
+            if offsets is not None and sizes is not None:
+                boxes.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        if "shape" in each:
+            dtype = getattr(torch, each["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{each['dtype']} is no dtype")
+            items[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(each["shape"]), boxes)
+        else:
+            items[name] = BytesStorageMetadata()
+    # How torch's own tools nest what they read: {"model": {"wte.weight": ...}, ...}.
+    nesting = {name: _nesting(name) for name in items}
+    return Metadata(items, planner_data=nesting, storage_data=pieces)
+
+
+def _nesting(name: str) -> tuple[str, ...]:
+    kind, _, rest = name.partition(".")
+    if kind == "optim" and rest.startswith("state."):
+        parameter, _, key = rest.removeprefix("state.").rpartition(".")
+        return kind, "state", parameter, key
+    return (kind, rest) if rest else (kind,)
+
+
+def _find(content: Any, key: Sequence[str | int]) -> Any:
+    for part in key:
+        content = content[part]
+    return content

@@ -1,0 +1,178 @@
+"""`smp.resume_from_checkpoint`: load what was saved, on as many ranks as there are now."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from smpkit.errors import CheckpointError
+from smpkit.plan.assignment import Assignment
+from smpkit.torch import checkpoint_files as files
+from smpkit.torch.checkpoints.loading import load_model, load_optimizer
+from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
+from smpkit.torch.checkpoints.save import USER_CONTENT
+from smpkit.torch.checkpoints.together import Model, Optimizer, all_succeed, the_model
+from smpkit.torch.comm import allgather
+from smpkit.torch.model_state import PARTIAL_KEY
+from smpkit.torch.saving import read_file, read_mapped
+from smpkit.torch.state import state
+from smpkit.torch.unread import forget_unread
+
+__all__ = ["latest_checkpoint", "resume_from_checkpoint"]
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Any:
+    """Load a checkpoint into the wrapped model and optimizer; called by all ranks. Return the user content, or `{}`.
+
+    The job may have other degrees and another number of ranks than the one that saved: every rank reads the parts that
+    it holds now. What a rank of a pipeline holds is known at the first step, so parameters without memory
+    (`smp.delay_param_initialization`) and the optimizer's states are read then, from the same files.
+
+    Args:
+        path: the folder that was given to `save_checkpoint`.
+        tag: the newest one if not given.
+        partial: a checkpoint of parts; else one file, `path/tag`, which may be a plain `torch.save` of a state dict.
+        strict: names must match exactly.
+        load_optimizer: load the optimizer's state too, if the checkpoint is partial.
+        load_sharded_optimizer_state: accepted for SMP v1 scripts; nothing is sharded in this version.
+        translate_function: applied to the state dict of a full checkpoint before it is loaded.
+
+    Raises:
+        CheckpointError: on all ranks, if there is no such checkpoint, or it is damaged, or belongs to another model, or
+            lacks what a rank needs now.
+        UsageError: there is no model.
+    """
+    del load_sharded_optimizer_state
+    model, folder = the_model(), Path(path)
+    name = _choose(folder, tag, partial)
+    optimizer = state.optimizer if load_optimizer else None
+
+    def load() -> Any:
+        forget_unread()
+        if partial:
+            return _load_partial(folder / name, model, optimizer, strict)
+        return _load_full(folder, name, model, strict, translate_function)
+
+    return all_succeed(f"checkpoint `{name}` in {folder} was not loaded", load)
+
+
+def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str | None:
+    """Return the name of the newest complete checkpoint in a folder, or None; for "resume if there is something".
+
+    ::
+
+        if smp.latest_checkpoint(path) is not None:
+            content = smp.resume_from_checkpoint(path)
+
+    Says what this rank sees, and waits for nobody. When `newest` names an incomplete checkpoint, the newest complete
+    one is returned, with a warning. `partial` as in `resume_from_checkpoint`.
+    """
+    folder = Path(path)
+    names, newest = list(_usable(folder, partial)), files.read_newest(folder)
+    if not names:
+        return None
+    _warn_if_not_newest(folder, names[0], newest, partial)
+    return names[0]
+
+
+# --- which one --------------------------------------------------------------------------------------------------------
+
+
+def _choose(folder: Path, tag: str | None, partial: bool) -> str:
+    """Return the name of the folder or file to load: the same on all ranks."""
+    if tag is not None:
+        return f"{tag.removesuffix(files.PARTIAL)}{files.PARTIAL}" if partial else tag
+    seen = allgather((_usable(folder, partial), files.read_newest(folder)))
+    # Hosts with folders of their own may have different ones; of one name, different saves.
+    common = [name for name, save in seen[0][0].items() if all(theirs.get(name) == save for theirs, _ in seen)]
+    newest = seen[0][1]
+    if not common:
+        raise CheckpointError(f"there is no complete checkpoint in {folder}", hint="ask smp.latest_checkpoint")
+    chosen: str = newest if newest in common else common[0]
+    if state.rank == 0:
+        _warn_if_not_newest(folder, chosen, newest, partial)
+    return chosen
+
+
+def _usable(folder: Path, partial: bool) -> dict[str, str]:
+    """Return the names of complete checkpoints, and which save wrote each: `newest` first, then by age."""
+    newest = files.read_newest(folder)
+    if not partial:
+        full = newest is not None and not newest.endswith(files.PARTIAL) and (folder / newest).is_file()
+        return {newest: ""} if newest is not None and full else {}
+    found = [(name, index.save_id) for name, index in files.complete_partials(folder)]
+    return dict(sorted(found, key=lambda item: item[0] != newest))
+
+
+def _warn_if_not_newest(folder: Path, chosen: str, newest: str | None, partial: bool) -> None:
+    if newest is not None and newest != chosen and newest.endswith(files.PARTIAL) == partial:
+        text = f"{folder / files.NEWEST} names `{newest}`, which is missing or incomplete: `{chosen}` is used"
+        warnings.warn(text, UserWarning, stacklevel=4)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _load_partial(folder: Path, model: Model, optimizer: Optimizer | None, strict: bool) -> Any:
+    index = files.read_index(folder)
+    if problem := files.damage(folder, index):
+        raise CheckpointError(problem)
+    reader = CheckpointReader(folder)
+    content = read_file(folder / USER_CONTENT, "cpu") if USER_CONTENT in index.files else None
+    load_model(model, reader, strict)
+    if optimizer is not None:
+        load_optimizer(optimizer, model, reader)
+    model.load_random_state(index.random)
+    _resume_partition(model, index)
+    return {} if content is None else content
+
+
+def _resume_partition(model: Model, index: files.Index) -> None:
+    """Let a model that is to be partitioned by itself be partitioned as the one that was saved (SMP v1's rule)."""
+    if model.pipeline is not None and index.partition is not None and _degrees_kept(index):
+        model.pipeline.resumed = Assignment.from_json(index.partition)
+
+
+def _degrees_kept(index: files.Index) -> bool:
+    now = {"pipeline": state.pp_size, "virtual pipeline": state.cfg.virtual_pipeline_degree}
+    return all(index.degrees.get(kind) == degree for kind, degree in now.items())
+
+
+def _load_full(
+    folder: Path,
+    name: str,
+    model: Model,
+    strict: bool,
+    translate: Callable[[dict[str, Any]], dict[str, Any]] | None,
+) -> Any:
+    if not (folder / name).is_file():
+        partial = (folder / f"{name}{files.PARTIAL}").is_dir()
+        raise CheckpointError(
+            f"there is no file {folder / name}",
+            hint=f"`{name}{files.PARTIAL}` is there: use partial=True" if partial else None,
+        )
+    content = folder / f"user_content_{name}"
+    # An empty file is a mere marker (Hugging Face makes one), not a pickle.
+    user_content = read_file(content, "cpu") if content.is_file() and content.stat().st_size else {}
+    load_model(model, StateReader(folder / name, _state_of(folder / name, translate)), strict, prefix="")
+    return user_content
+
+
+def _state_of(path: Path, translate: Callable[[dict[str, Any]], dict[str, Any]] | None) -> Mapping[str, Any]:
+    """Return the state dict of a file, mapped and not read as far as the file's format allows."""
+    saved = read_mapped(path)
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")
+    saved = translate(dict(saved)) if translate else saved
+    return {name: value for name, value in saved.items() if name != PARTIAL_KEY}

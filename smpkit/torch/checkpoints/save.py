@@ -1,0 +1,288 @@
+"""`smp.save_checkpoint`: the whole job's state, whole or not at all.
+
+All ranks together::
+
+    every rank     writes into a hidden folder what no lower rank on its file system holds
+    all            agree: if one failed, all clean up and raise
+    leaders        write the index, rename the folder             (one rank per file system)
+    all            agree
+    leaders        write `newest`, remove checkpoints beyond `num_kept_partial_checkpoints`
+
+So an interrupted save is never visible and never harms an older checkpoint. Hosts may share the folder or have one
+each; each file system gets what its own ranks need to resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smpkit.errors import CheckpointError, UsageError
+from smpkit.torch import checkpoint_files as files
+from smpkit.torch.checkpoints.contents import Entry, model_entries, nested, optimizer_entries
+from smpkit.torch.checkpoints.reader import PIECES, describe, merged
+from smpkit.torch.checkpoints.sharing import Sharing, find_sharing
+from smpkit.torch.checkpoints.together import Model, Optimizer, all_succeed, the_model
+from smpkit.torch.checkpoints.whole import write_whole_file
+from smpkit.torch.comm import allgather
+from smpkit.torch.model_state import PARTIAL_KEY
+from smpkit.torch.saving import read_file
+from smpkit.torch.state import state
+from smpkit.torch.unread import read_now
+
+__all__ = ["USER_CONTENT", "save_checkpoint"]
+
+USER_CONTENT = "user_content.pt"
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str,
+    partial: bool = True,
+    model: Model | None = None,
+    optimizer: Optimizer | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Save the job's state under `path`; called by all ranks.
+
+    Args:
+        path: a folder, made if missing.
+        tag: name of this checkpoint; an older one of the same name is replaced.
+        partial: each rank's part in `{tag}_partial/`, which can be resumed exactly; else the whole model in one file,
+            without the optimizer.
+        model: the wrapped model; the last one that was wrapped if not given.
+        optimizer: the wrapped optimizer; the last one that was wrapped if not given; none is saved if there is none.
+        user_content: what the script adds: numbers, strings, lists, dicts, tensors, argparse's Namespace, numpy arrays.
+        translate_if_full: accepted for SMP v1 scripts; at tensor degree 1 the names are the script's own already.
+        num_kept_partial_checkpoints: after this save, keep so many of the newest complete partial checkpoints.
+
+    Raises:
+        CheckpointError: on all ranks, if one (named) could not write its part or read `user_content` back.
+        UsageError: there is no model, or the tag cannot be a file name, or ranks gave different tags.
+    """
+    del translate_if_full
+    files.check_tag(tag)
+    _check_kept(num_kept_partial_checkpoints)
+    job = _Job(the_model(model), optimizer or state.optimizer, user_content)
+    failure = f"checkpoint `{tag}` was not saved"
+    save = _begin(Path(path), tag, partial, failure)
+    try:
+        all_succeed(failure, read_now)
+        if not partial:
+            write_whole_file(save.staged / tag, job.model, save.shared, failure)
+        own = all_succeed(failure, lambda: _write_parts(save, job))
+        parts = [part for rank, part in enumerate(allgather(own)) if rank in save.shared.here]
+        all_succeed(failure, lambda: _publish(save, parts, job))
+    except BaseException:
+        _discard(save)
+        raise
+    all_succeed(
+        f"checkpoint `{tag}` is saved, but not marked as newest",
+        lambda: _mark_newest(save, num_kept_partial_checkpoints),
+    )
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _check_kept(kept: object) -> None:
+    if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
+        raise UsageError(f"num_kept_partial_checkpoints is {kept!r}", hint="use a whole number of at least 1, or None")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is saved."""
+
+    model: Model
+    optimizer: Optimizer | None
+    user_content: Any
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save, as this rank sees it."""
+
+    path: Path
+    tag: str
+    partial: bool
+    save_id: str
+    shared: Sharing
+
+    @property
+    def name(self) -> str:
+        """Name of the folder or file that appears."""
+        return f"{self.tag}{files.PARTIAL}" if self.partial else self.tag
+
+    @property
+    def staged(self) -> Path:
+        """Where it is written first."""
+        return files.staging_folder(self.path, self.name, self.save_id)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank has written: the sizes of its files, and what they hold."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    pieces: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _begin(path: Path, tag: str, partial: bool, failure: str) -> _Save:
+    """Meet the other ranks, check that all mean the same save, and find out who writes where."""
+    meant = allgather((tag, partial, files.new_save_id()))
+    for rank, (their_tag, their_partial, _) in enumerate(meant):
+        if (their_tag, their_partial) != (tag, partial):
+            raise UsageError(
+                f"rank {state.rank} saves {tag!r} (partial={partial}), but rank {rank} saves {their_tag!r} "
+                f"(partial={their_partial})",
+                hint="all ranks call smp.save_checkpoint with the same tag",
+            )
+    save_id = meant[0][2]
+    save = _Save(path, tag, partial, save_id, find_sharing(path, save_id, failure))
+    all_succeed(failure, lambda: _stage(save))
+    return save
+
+
+def _stage(save: _Save) -> None:
+    if save.shared.leads:
+        with files.as_checkpoint_error(f"{save.path} cannot be written to"):
+            files.sweep(save.path, save.save_id)
+            save.staged.mkdir(exist_ok=True)
+
+
+def _write_parts(save: _Save, job: _Job) -> _Part:
+    """Write what this rank has to write beside a whole file."""
+    parts = []
+    if save.partial:
+        parts.append(_write_part(save, "model", model_entries(job.model)))
+    if save.partial and job.optimizer is not None:
+        parts.append(_write_part(save, "optimizer", optimizer_entries(job.optimizer, job.model)))
+    if save.shared.leads and job.user_content is not None:
+        name = USER_CONTENT if save.partial else f"user_content_{save.tag}"
+        parts.append(_Part({name: _write_user_content(save.staged / name, job.user_content)}))
+    sizes = {name: size for part in parts for name, size in part.sizes.items()}
+    return _Part(sizes, merged(part.pieces for part in parts))
+
+
+def _write_part(save: _Save, kind: str, entries: Sequence[Entry]) -> _Part:
+    """Write the entries that this rank has to write on its file system; a file of each part of the model is made."""
+    own = [entry for entry in entries if save.shared.writer(entry.holders) == state.rank]
+    replicas = frozenset(rank for rank in range(state.size) if _place(rank) == _place(state.rank))
+    if not own and save.shared.writer(replicas) != state.rank:
+        return _Part()
+    name = "{}_{}_{}.pt".format(kind, *_place(state.rank))
+    size = _write(save.staged / name, {**nested(own), PARTIAL_KEY: True})
+    return _Part({name: size}, describe(own, name))
+
+
+def _place(rank: int) -> tuple[int, int]:
+    place = state.mesh.coordinates(rank)
+    return place.pp, place.tp
+
+
+def _write(path: Path, obj: Any) -> int:
+    with files.as_checkpoint_error(f"{path.name} cannot be written"):
+        return files.synced_write(path, lambda file: torch.save(obj, file))
+
+
+def _write_user_content(path: Path, content: Any) -> int:
+    """Write the user content after checking that resuming can read it: later would be too late."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with files.as_checkpoint_error(f"{path.name} cannot be written"):
+        size = files.synced_write(path, lambda file: file.write(buffer.getbuffer()))
+    try:
+        read_file(path, "cpu")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"user_content could not be read back: {error.message}",
+            hint="keep to numbers, strings, lists, dicts and tensors (a state_dict instead of an object)",
+        ) from error
+    return size
+
+
+def _publish(save: _Save, parts: Iterable[_Part], job: _Job) -> None:
+    """Make the checkpoint visible on this rank's file system."""
+    if not save.shared.leads or not save.staged.exists():  # gone: another leader, who saw our marker late, was faster
+        return
+    with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
+        if save.partial:
+            _finish_folder(save, list(parts), job)
+            files.publish_folder(save.staged, save.path / save.name)
+        else:
+            _publish_full(save)
+
+
+def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
+    """Write what the files of a partial checkpoint are."""
+    pieces = json.dumps(merged(part.pieces for part in parts)).encode()
+    sizes = {name: size for part in parts for name, size in part.sizes.items()}
+    sizes[PIECES] = files.synced_write(save.staged / PIECES, lambda file: file.write(pieces))
+    files.write_index(save.staged, _index(save, sizes, job))
+
+
+def _index(save: _Save, sizes: Mapping[str, int], job: _Job) -> files.Index:
+    orders = [index.order for _, index in files.complete_partials(save.path)]
+    assignment = job.model.pipeline.assignment if job.model.pipeline is not None else None
+    return files.Index(
+        tag=save.tag,
+        save_id=save.save_id,
+        order=max(orders, default=0) + 1,
+        degrees={
+            "pipeline": state.pp_size,
+            "tensor": state.tp_size,
+            "virtual pipeline": state.cfg.virtual_pipeline_degree,
+        },
+        smpkit=metadata.version("smpkit"),
+        files=sizes,
+        random=job.model.random_state(),
+        partition=None if assignment is None else assignment.to_json(),
+    )
+
+
+def _publish_full(save: _Save) -> None:
+    content = f"user_content_{save.tag}"
+    if (save.staged / content).exists():
+        (save.staged / content).replace(save.path / content)
+    else:
+        (save.path / content).unlink(missing_ok=True)  # one of an older save would not belong to this model
+    (save.staged / save.tag).replace(save.path / save.tag)
+    files.sync_folder(save.path)
+    save.staged.rmdir()
+
+
+def _mark_newest(save: _Save, kept: int | None) -> None:
+    """Write `newest`, and only then remove what it makes superfluous."""
+    if not save.shared.leads:
+        return
+    with files.as_checkpoint_error(f"{save.path / files.NEWEST} cannot be written"):
+        files.whole_write(save.path / files.NEWEST, lambda file: file.write(f"{save.name}\n".encode()))
+    if save.partial and kept is not None:
+        _prune(save, kept)
+
+
+def _discard(save: _Save) -> None:
+    # Not only the leader: after a failure the others may be gone.
+    shutil.rmtree(save.staged, ignore_errors=True)
+
+
+def _prune(save: _Save, kept: int) -> None:
+    for name, _ in files.complete_partials(save.path)[kept:]:
+        # Renamed first, so that a removal that is interrupted leaves nothing that looks like a checkpoint.
+        doomed = files.staging_folder(save.path, name, save.save_id)
+        with contextlib.suppress(OSError):
+            (save.path / name).rename(doomed)
+            shutil.rmtree(doomed)
