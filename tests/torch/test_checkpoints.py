@@ -18,8 +18,8 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch import checkpoint_files
-from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.checkpoints import latest_checkpoint, resume_from_checkpoint, save_checkpoint
+from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.initialize import shutdown
 from tests.ranks import run_ranks
 
@@ -268,7 +268,7 @@ def test_another_model_is_said_and_the_same_on_every_rank(tmp_path: Path) -> Non
     shutdown()
     smp.init()
     smp.DistributedModel(nn.Linear(9, 9))
-    with pytest.raises(CheckpointError, match="rank 0: the checkpoint belongs to another model: missing `bias`, `weight`"):
+    with pytest.raises(CheckpointError, match="rank 0: the checkpoint belongs to another model: missing `bias`"):
         resume_from_checkpoint(tmp_path)
 
 
@@ -322,7 +322,7 @@ def one_rank_cannot_write(path: str, failing: int, phase: str) -> tuple[str, lis
         setattr(checkpoint_files, name, fail)
     if phase == "write" and smp.rank() == failing:
         # Rank 1 writes nothing of its own here: let it fail as one that has a part to write.
-        saving._write_parts = lambda save, job: saving._write(save.staged / "x", 1)
+        saving._write_parts = lambda save, job: saving._Part({"x": saving._write(save.staged / "x", 1)})
     with pytest.raises(CheckpointError) as caught:
         save_checkpoint(path, "bad", user_content={"step": 2})
     smp.barrier()
