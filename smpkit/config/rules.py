@@ -258,6 +258,12 @@ _NOTICES = (
         "use `smp.set_activation_checkpointing` instead",
     ),
     Rule("ddp_dist_backend", lambda v, _: not v["ddp"], "has no effect without ddp", "set `ddp: true`"),
+    Rule(
+        "shard_optimizer_state",
+        lambda v, _: v["shard_optimizer_state"] and not v["ddp"],
+        "has no effect without ddp",
+        "set `ddp: true`",
+    ),
     *map(
         _no_sharding,
         (

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Bucket", "plan_buckets"]
+__all__ = ["Bucket", "Route", "plan_buckets"]
 
 FIRST_BUCKET_BYTES = 1024 * 1024  # small, so that the first reduction starts soon after backward does
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where gradients are reduced: over `group` (the default one if None), to all of it or to the rank at `owner`."""
+
+    group: dist.ProcessGroup | None = None
+    owner: int | None = None
+
+
+EVERYWHERE = Route()
 
 
 class Bucket:
@@ -19,6 +31,8 @@ class Bucket:
     ::
 
         buffer   [ grad 0 | grad 1 | ... | grad n-1 | touched 0 ... touched n-1 ]
+
+    All ranks of the group get the sum, or only its `owner`, where the optimizer state is sharded.
 
     A touched flag is 1 where this rank's backward reached the parameter, so after the sum every rank knows, without
     another message, whether any rank did. A parameter that none reached keeps its gradient (`None` included), as it
@@ -29,15 +43,19 @@ class Bucket:
     """
 
     def __init__(
-        self, position: int, is_last: bool, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
+        self, position: int, is_last: bool, parameters: Sequence[nn.Parameter], route: Route = EVERYWHERE
     ) -> None:
         self.position = position
-        self.group = group
+        self.group = route.group
+        self.owner = route.owner
+        self.is_owner = route.owner is None or route.owner == dist.get_rank(route.group)
         self._is_last = is_last
         self.params = list(parameters)
         self.numels = [param.numel() for param in parameters]
         self.touched: set[int] = set()  # slots that a backward reached since the last reduction
         self.fresh: set[int] = set()  # slots that the backward now running has finished
+        self.reduced: set[int] = set()  # with an owner: slots whose gradient is a result, not this rank's part of one
+        self.bases: dict[int, torch.Tensor] = {}  # results that the next one is added to
         first = parameters[0]
         self.length = sum(self.numels)
         self._flat = torch.zeros(self.length + len(self.params), dtype=first.dtype, device=first.device)
@@ -85,6 +103,8 @@ class Bucket:
 
         Dividing before the sum, not after, keeps half-precision sums from overflowing.
         """
+        for slot in list(self.reduced):
+            self.set_aside(slot)
         buffer = self.buffer()
         if all(self._in_place(slot) for slot in range(len(self.params))):
             buffer.div_(divisor)
@@ -98,20 +118,49 @@ class Bucket:
             self.flags.copy_(torch.tensor([float(slot in self.touched) for slot in range(len(self.params))]))
 
     def unpack(self, as_view: bool) -> None:
-        """Give each parameter that any rank's backward reached its reduced gradient."""
+        """Give each parameter that any rank's backward reached its reduced gradient; take it away but on the owner."""
+        if not self.is_owner:
+            for param in self.params:
+                param.grad = None
+            self.forget()
+            return
         # Reading the flags waits for the device, so they are read only when this rank left out a parameter.
         reached = [True] * len(self.params) if self._all_touched() else self.flags.ne(0).tolist()
         for slot, param in enumerate(self.params):
+            base = self.bases.get(slot)
             if not reached[slot]:
+                if base is not None:
+                    param.grad = base
                 continue
+            if base is not None:
+                self.views[slot].add_(base)
             if as_view:
                 param.grad = self.views[slot]
             elif param.grad is None:
                 param.grad = self.views[slot].clone()
             else:
                 param.grad.copy_(self.views[slot])
+        self.forget()
+        if self.owner is not None:
+            self.reduced = {slot for slot, param in enumerate(self.params) if param.grad is not None}
+
+    def forget(self) -> None:
+        """Forget which gradients this rank has contributed to."""
         self.touched.clear()
         self.fresh.clear()
+        self.reduced.clear()
+        self.bases.clear()
+
+    def set_aside(self, slot: int) -> None:
+        """Take a result out of the way of this rank's next contribution.
+
+        See [Note: results on one rank] in reducer.py. It may have been cleared in the meantime, by `zero_grad`.
+        """
+        self.reduced.discard(slot)
+        grad = self.params[slot].grad
+        if grad is not None:
+            self.bases[slot] = grad.clone() if self._in_place(slot) else grad
+            self.params[slot].grad = None
 
     def adopt(self, slot: int) -> None:
         """Make the gradient a view of the buffer, freeing the tensor that autograd made for it."""
@@ -135,16 +184,17 @@ class Bucket:
 def plan_buckets(
     parameters: Sequence[nn.Parameter],
     cap_bytes: int,
-    group_of: Callable[[nn.Parameter], dist.ProcessGroup | None] = lambda _: None,
+    route_of: Callable[[nn.Parameter], Route] = lambda _: EVERYWHERE,
 ) -> list[Bucket]:
     """Group parameters, given in the order their gradients become ready, into buckets of at most `cap_bytes`.
 
-    A bucket holds one dtype of one device for one group; a parameter larger than the cap has a bucket of its own.
+    A bucket holds one dtype of one device for one route; a parameter larger than the cap has a bucket of its own.
+    Buckets are in the order in which their last gradients become ready.
     """
     contents: list[list[nn.Parameter]] = []
-    open_ones: dict[tuple[torch.dtype, torch.device, object], tuple[list[nn.Parameter], int]] = {}
+    open_ones: dict[tuple[torch.dtype, torch.device, Route], tuple[list[nn.Parameter], int]] = {}
     for param in parameters:
-        key = (param.dtype, param.device, group_of(param))
+        key = (param.dtype, param.device, route_of(param))
         size = param.numel() * param.element_size()
         content, filled = open_ones.get(key, ([], 0))
         limit = min(FIRST_BUCKET_BYTES, cap_bytes) if content is (contents[0] if contents else None) else cap_bytes
@@ -153,5 +203,7 @@ def plan_buckets(
             contents.append(content)
         content.append(param)
         open_ones[key] = (content, filled + size)
+    turn = {id(param): index for index, param in enumerate(parameters)}
+    contents.sort(key=lambda content: turn[id(content[-1])])
     last = len(contents) - 1
-    return [Bucket(index, index == last, each, group_of(each[0])) for index, each in enumerate(contents)]
+    return [Bucket(index, index == last, each, route_of(each[0])) for index, each in enumerate(contents)]

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smpkit.errors import UnsupportedError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.buckets import Route
 from smpkit.torch.gradient_factors import GradientFactors
 from smpkit.torch.holders import Held, find_held
 from smpkit.torch.reducer import CommHook, GradientReducer
 from smpkit.torch.replicas import broadcast_tensors, check_same_model
+from smpkit.torch.sharded_state import StateShards
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
@@ -74,13 +76,14 @@ class DataParallel:
         self._passes_per_reduction = reduction.passes_per_reduction
         self._broadcast_buffers = reduction.broadcast_buffers and state.cfg.ddp and state.dp_size > 1
         self.broadcast_state()
+        self.shards = StateShards(held) if state.cfg.shard_optimizer_state and state.cfg.ddp else None
         self._factors = GradientFactors((each.parameter, each.factor) for each in held)
         # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
         # times, and a collective that one of them starts early would hold up the others' messages.
         self._early, self._late = (
             GradientReducer(
                 [
-                    (each.name, each.parameter, each.averaged)
+                    (each.name, each.parameter, self._route_of(each))
                     for each in held
                     if each.averaged is not None and (len(each.pp_ranks) > 1) is late
                 ],
@@ -90,6 +93,9 @@ class DataParallel:
             for late in (False, True)
         )
         self.reducers = [self._early, self._late]
+
+    def _route_of(self, held: Held) -> Route:
+        return Route(held.averaged) if self.shards is None else self.shards.route_of(held)
 
     def release(self) -> None:
         """Let go of the parameters, when the groups come to their end."""
@@ -170,6 +176,12 @@ class DataParallel:
             UnsupportedError: a gradient is averaged over other ranks than the data-parallel ones, which a hook does not
                 know about.
         """
+        if self.shards is not None:
+            raise UnsupportedError(
+                "a communication hook replaces the all-reduce of gradients, but shard_optimizer_state reduces each to "
+                "the rank that owns its parameter",
+                hint="remove register_comm_hook or shard_optimizer_state",
+            )
         for each in self._held:
             if each.averaged not in (None, self.group):
                 raise UnsupportedError(
@@ -209,6 +221,12 @@ class DataParallel:
 
     def _end_pass(self) -> None:
         if self._reduces_now():
+            if self.shards is not None and state.optimizer is None and self._passes >= self._passes_per_reduction:
+                raise UsageError(
+                    "shard_optimizer_state needs smp.DistributedOptimizer, which gives each rank the parameters that "
+                    "others have updated",
+                    hint="wrap the optimizer: `optimizer = smp.DistributedOptimizer(optimizer)`",
+                )
             self._finish()
         self._passes += 1
 

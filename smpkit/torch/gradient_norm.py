@@ -111,9 +111,13 @@ def _counts_here(parameter: torch.Tensor) -> bool:
     """Tell whether this rank counts its gradient of a parameter, of all ranks that hold the same."""
     shard = shard_of(parameter)
     is_piece = shard is not None and shard.is_distributed
+    model = state.model
+    shards = None if model is None or model.data_parallel is None else model.data_parallel.shards
+    if shards is not None and shards.divides(parameter):
+        over_tp = is_piece or shard is None or shard.group is CommGroup.DP_GROUP  # then one rank owns each value
+        return shards.owns(parameter) and (over_tp or state.tp_rank == 0)
     if not is_piece and state.tp_rank > 0:
         return False
-    model = state.model
     if model is None or model.pipeline is None:
         return True
     return state.pp_rank == min(model.pipeline.holders.get(id(parameter), {state.pp_rank}))

@@ -34,7 +34,6 @@ _log = logging.getLogger("smpkit")
 _UNSUPPORTED: Final[Mapping[str, str]] = {
     "fp16": "smpkit does not train in fp16 yet; torch.autocast inside the step works",
     "bf16": "smpkit does not train in bf16 yet; torch.autocast inside the step works",
-    "shard_optimizer_state": "smpkit does not shard the optimizer state yet",
     "sharded_data_parallel_degree": "smpkit does not do sharded data parallelism yet",
 }
 """What a configuration may ask for and this version cannot do: parameter -> sentence."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from smpkit.errors import UnsupportedError
 from smpkit.torch.state import state
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ class JoinContext:
     """What `with model.join():` enters."""
 
     def __init__(self, replica: DataParallel) -> None:
+        if replica.shards is not None:
+            raise UnsupportedError(
+                "join lets a rank stop before the others, but with shard_optimizer_state these need it to update the "
+                "parameters that it owns",
+                hint="give every rank as many batches, or remove shard_optimizer_state",
+            )
         self._replica = replica
         self._joinable = _Replica(replica)
         self._join = Join([self._joinable])

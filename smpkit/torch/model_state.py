@@ -24,6 +24,7 @@ from smpkit.torch.tensor_parallel.whole_state import (
 from smpkit.torch.unread import read_now
 
 if TYPE_CHECKING:
+    from smpkit.torch.data_parallel import DataParallel
     from smpkit.torch.pipeline.pipeline import Pipeline
 
 __all__ = ["PARTIAL_KEY", "ModelState"]
@@ -41,6 +42,7 @@ class ModelState(nn.Module):
 
     module: nn.Module
     pipeline: Pipeline | None
+    data_parallel: DataParallel | None
     partitioned: bool
 
     def named_parameters(
@@ -199,11 +201,23 @@ class ModelState(nn.Module):
         """Iterate over the parameters whose gradients are reduced over RDP_GROUP."""
         return (pair for pair in self.module.named_parameters() if _sees_scaled_batch(pair[1]))
 
-    def holds(self, parameter: nn.Parameter) -> bool:
+    def holds(self, parameter: torch.Tensor) -> bool:
         """Tell whether this rank holds the data of a parameter."""
         if self.pipeline is None or not self.partitioned:
             return True
         return state.pp_rank in self.pipeline.holders[id(parameter)]
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Tell whether this rank keeps the optimizer's state of a parameter, or would."""
+        shards = None if self.data_parallel is None else self.data_parallel.shards
+        return self.holds(parameter) and (shards is None or shards.owns(parameter))
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters whose optimizer state this rank keeps.
+
+        With `shard_optimizer_state` these are the parameters that this rank owns, whole; else all that it holds.
+        """
+        return (pair for pair in self.local_named_parameters() if self.owns(pair[1]))
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:

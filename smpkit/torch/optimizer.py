@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.gathering import merge_everywhere
 from smpkit.torch.model import PARTIAL_KEY
+from smpkit.torch.optimizer_states import completed, listed, merged, united
+from smpkit.torch.sharded_state import StateShards
 from smpkit.torch.state import state
 from smpkit.torch.unread import read_now
 
@@ -96,7 +98,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update this rank's parameters."""
         if state.model is not None:
             state.model.run_post_step_hooks()
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        shards = _shards()
+        if shards is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS looks at all parameters at once, but shard_optimizer_state gives each rank some of them",
+                hint="remove shard_optimizer_state, or use another optimizer",
+            )
+        with shards.only_owned():
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        shards.spread()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this rank's parameters."""
@@ -106,8 +119,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer state, in torch's layout; all ranks of a pipeline call this."""
+        """Return the whole optimizer state, in torch's layout; all ranks of a pipeline call this.
+
+        With `shard_optimizer_state` all data-parallel ranks call it as well.
+        """
         result = self.orig_state_dict()
+        if _shards() is not None:
+            result = {**result, "state": merged(result["state"], self._parameters())}
         if state.pp_size == 1:
             return result
         return {**result, "state": merge_everywhere(result["state"])}
@@ -122,32 +140,57 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return this rank's state, plus `_smp_is_partial` = True.
 
         Args:
-            gather_if_shard: with `shard_optimizer_state`, collect the shards of all replicas.
+            gather_if_shard: with `shard_optimizer_state`, collect the shards of the ranks of RDP_GROUP, all of which
+                call this: on rdp_rank 0 `["state"]` is then a list by rdp_rank. Else it is this rank's own shard.
         """
-        return {**self.orig_state_dict(), PARTIAL_KEY: True}
+        own = {**self.orig_state_dict(), PARTIAL_KEY: True}
+        if gather_if_shard and _shards() is not None:
+            own["state"] = listed(own["state"])
+        return own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a full or partial state dict; for a partial one all ranks of a pipeline call this."""
+        """Load a full or partial state dict; for a partial one all ranks of a pipeline call this.
+
+        With `shard_optimizer_state` all data-parallel ranks call it for a partial one; it may come from any number of
+        them.
+        """
         read_now()
         values = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
+        if "state" in values:
+            values["state"] = united(values["state"])
         if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):
             values["state"] = merge_everywhere(values["state"])
+        shards = _shards()
+        if shards is not None:
+            if state_dict.get(PARTIAL_KEY):
+                values["state"] = completed(values["state"], self._parameters(), shards.owns)
+            values["state"] = {n: each for n, each in values["state"].items() if shards.owns(self._parameters()[n])}
         self.optimizer.load_state_dict(values)
         self.keep_own_states()
 
     def keep_own_states(self) -> None:
-        """Let go of the states of parameters that other pipeline ranks hold, and keep the others beside theirs."""
+        """Let go of the states of parameters that other ranks hold or own, and keep the others beside theirs."""
         model = state.model
-        if model is None or model.pipeline is None or not model.partitioned:
+        if model is None or not model.partitioned or (model.pipeline is None and _shards() is None):
             return
         for parameter, values in list(self.state.items()):
-            if not model.holds(parameter):
+            if not model.owns(parameter):
                 del self.state[parameter]
                 continue
             for key, value in values.items():
                 # Step counts stay where the optimizer put them; moments lie beside their parameter.
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     values[key] = value.to(parameter.device)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Return the parameters by the numbers that state dicts give them."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _shards() -> StateShards | None:
+    """Return who owns which parameter, where the optimizer state is sharded and this rank's part of the model known."""
+    model = state.model
+    return None if model is None or model.data_parallel is None else model.data_parallel.shards
 
 
 def _check(optimizer: Any) -> None:

@@ -15,10 +15,15 @@ same order, for the same reason.
 ranks, so averaging `reduced + new` gives `reduced + average(new)`. Several backwards in one step, accumulation over
 steps and a second reduction all follow from this; no other bookkeeping is needed. A factor, where a gradient has one,
 therefore multiplies each gradient as it arises, and not the result.
+
+[Note: results on one rank] With sharded optimizer state only the owner of a parameter gets the result, and the others
+drop their part: there a reduced gradient is not equal on all ranks. The owner therefore sets it aside when a backward
+adds to it, before it does, and adds it to the next result.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +36,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.buckets import Bucket, plan_buckets
+from smpkit.torch.buckets import Bucket, Route, plan_buckets
 from smpkit.torch.deadline import waiting
 
 __all__ = ["CommHook", "GradientReducer"]
@@ -61,21 +66,21 @@ class GradientReducer:
     """Reduces the gradients of parameters, each over its own group.
 
     Args:
-        parameters: name, parameter and group; those that do not require gradients are left out until they do.
+        parameters: name, parameter and route; those that do not require gradients are left out until they do.
         bucket_cap_bytes: most bytes reduced at once.
         as_view: let gradients be views of the buckets, which saves one copy of all gradients.
     """
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]],
+        parameters: Sequence[tuple[str, nn.Parameter, Route]],
         *,
         bucket_cap_bytes: int,
         as_view: bool = False,
     ) -> None:
         self._parameters = [param for _, param, _ in parameters]
         self._names = {id(param): name for name, param, _ in parameters}
-        self._groups = {id(param): group for _, param, group in parameters}
+        self._routes = {id(param): route for _, param, route in parameters}
         self._bucket_cap_bytes = bucket_cap_bytes
         self._as_view = as_view
         self._comm_hook: tuple[Any, CommHook] | None = None
@@ -83,6 +88,7 @@ class GradientReducer:
         self._signature: list[Any] = []
         self._buckets: list[Bucket] = []
         self._slots: dict[int, tuple[Bucket, int]] = {}
+        self._frozen_results: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._armed = False
         self._started: list[_Reduction] = []
@@ -114,11 +120,28 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
-        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._groups[id(param)])
+        touched, reduced = self._progress()
+        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._routes[id(param)])
         self._slots = {
             id(param): (bucket, slot) for bucket in self._buckets for slot, param in enumerate(bucket.params)
         }
+        for bucket in self._buckets:
+            bucket.touched = {slot for slot, param in enumerate(bucket.params) if id(param) in touched}
+            bucket.reduced = {slot for slot, param in enumerate(bucket.params) if id(param) in reduced}
+        self._frozen_results = reduced - set(self._slots)
         self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in live]  # type: ignore[no-untyped-call]
+        self._handles += [
+            param.register_hook(functools.partial(self._before_gradient, bucket, slot))  # type: ignore[no-untyped-call]
+            for bucket in self._buckets
+            if bucket.owner is not None and bucket.is_owner
+            for slot, param in enumerate(bucket.params)
+        ]
+
+    def _progress(self) -> tuple[set[int], set[int]]:
+        """Return the ids of parameters that this rank has contributed to, and of those whose gradient is a result."""
+        touched = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.touched}
+        reduced = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.reduced}
+        return touched, reduced | self._frozen_results
 
     def release(self) -> None:
         """Let go of the parameters: what their hooks hold, the group among it, lives as long as they do."""
@@ -164,8 +187,7 @@ class GradientReducer:
         self._end_queued = False
         self._started = []
         for bucket in self._buckets:
-            bucket.touched.clear()
-            bucket.fresh.clear()
+            bucket.forget()
 
     def shadow(self) -> None:
         """Take part in one reduction with zeros, for the others of the group that still have inputs."""
@@ -175,6 +197,11 @@ class GradientReducer:
             with waiting(f"the reduction of gradients (bucket {bucket.index()}, out of inputs)", _group_of(bucket)):
                 self._started[-1].wait()
         self._started = []
+
+    def _before_gradient(self, bucket: Bucket, slot: int, _: torch.Tensor) -> None:
+        with self._lock:
+            if slot in bucket.reduced:
+                bucket.set_aside(slot)
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         """Note that a backward has accumulated `param.grad` (runs inside backward, after each accumulation)."""
@@ -220,7 +247,7 @@ class GradientReducer:
 
     def _start_packed(self, bucket: Bucket) -> None:
         if self._comm_hook is None:
-            self._started.append(_Reduction(_all_reduce(bucket.flat, _group_of(bucket))))
+            self._started.append(_Reduction(_reduce(bucket)))
             return
         state, hook = self._comm_hook
         # The hook may compress or reshape the gradients, so the flags travel by themselves.
@@ -230,6 +257,14 @@ class GradientReducer:
 
 def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
+
+
+def _reduce(bucket: Bucket) -> dist.Work:
+    """Start to add up what the group has packed, on all of it or on the owner."""
+    if bucket.owner is None:
+        return _all_reduce(bucket.flat, _group_of(bucket))
+    work: dist.Work = dist.reduce(bucket.flat, group=_group_of(bucket), group_dst=bucket.owner, async_op=True)
     return work
 
 

@@ -1,0 +1,71 @@
+"""Put optimizer states that ranks keep in shards together, and take them apart again (`shard_optimizer_state`).
+
+States are those of a torch state dict: by the number of the parameter in the parameter groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smpkit.torch.comm import CommGroup, RankType, allgather, recv_from, send
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.shards import shard_of
+
+__all__ = ["completed", "listed", "merged", "united"]
+
+States = Mapping[int, Any]
+
+
+def listed(own: States) -> States | list[States]:
+    """Return the states of all exact replicas, by rdp_rank, on the first of them, and `own` on the others.
+
+    That is SMP v1's layout of `local_state_dict()`; all ranks of RDP_GROUP call this.
+    """
+    if state.rdp_rank > 0:
+        send(own, 0, RankType.RDP_RANK)
+        return own
+    return [own, *(recv_from(rank, RankType.RDP_RANK) for rank in range(1, state.rdp_size))]
+
+
+def united(states: States | Sequence[States]) -> dict[int, Any]:
+    """Return states that may be a list by rdp_rank as one mapping."""
+    if isinstance(states, Mapping):
+        return dict(states)
+    return {number: entry for each in states for number, entry in each.items()}
+
+
+def merged(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
+    """Return the states that all data-parallel ranks keep, on each of them; all of them call this.
+
+    Of tensor-parallel parameters these are the states of this rank's pieces.
+    """
+    pieces = {number for number, each in enumerate(parameters) if _is_piece(each)}
+    whole = {number: entry for number, entry in own.items() if number not in pieces}
+    found = united(allgather(whole, CommGroup.DP_GROUP))
+    if pieces:
+        split = {number: entry for number, entry in own.items() if number in pieces}
+        found.update(united(allgather(split, CommGroup.RDP_GROUP)))
+    return dict(sorted(found.items()))
+
+
+def completed(
+    states: States, parameters: Sequence[torch.Tensor], owns: Callable[[torch.Tensor], bool]
+) -> dict[int, Any]:
+    """Return the states of the parameters that this rank owns, from whatever data-parallel rank has them.
+
+    All of them call this. Where each has its own, as after saving and loading with the same ranks, nothing but lists of
+    numbers travel.
+    """
+    owned = {number for number, each in enumerate(parameters) if owns(each)}
+    known = set().union(*allgather(set(states), CommGroup.DP_GROUP))
+    if any(allgather(bool((owned & known) - set(states)), CommGroup.DP_GROUP)):
+        states = merged(states, parameters)
+    return {number: entry for number, entry in states.items() if number in owned}
+
+
+def _is_piece(parameter: torch.Tensor) -> bool:
+    shard = shard_of(parameter)
+    return shard is not None and shard.is_distributed
