@@ -17,6 +17,7 @@ from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.join import JoinContext
 from smpkit.torch.model_state import PARTIAL_KEY, ModelState
 from smpkit.torch.offload.runtime import Offloading
+from smpkit.torch.original_forward import name_original_forwards
 from smpkit.torch.partitioning.delayed import initialize
 from smpkit.torch.partitioning.measure import Measured
 from smpkit.torch.partitioning.trace import units_of
@@ -86,6 +87,7 @@ class DistributedModel(ModelState):
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         module = distribute(module)
+        name_original_forwards(module)
         if state.pp_size == 1:
             initialize(module, list(module.parameters()), state.device, torch.initial_seed())
         self.module = module if state.pp_size > 1 else module.to(state.device)
