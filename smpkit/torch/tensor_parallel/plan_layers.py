@@ -1,0 +1,250 @@
+"""The divided layers of a block, and how values enter the block: what the styles of a plan come to.
+
+A layer stays the object it was, of its class made a little more (`Linear` becomes `Linear` with a sum at its end); its
+parameters become pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smpkit.errors import UnsupportedError
+from smpkit.torch.partitioning.delayed import is_delayed
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.boundary import Boundary, enter, leave
+from smpkit.torch.tensor_parallel.plan_paths import Paths
+from smpkit.torch.tensor_parallel.shards import Shard, mark, shard_of, take
+
+__all__ = ["become", "boundary_now", "install_block", "refusal", "split_bare", "split_linear", "split_parameter"]
+
+_KEY_OR_VALUE: Final = ("k_proj", "v_proj")
+
+
+# --- what can be divided --------------------------------------------------------------------------------------------
+
+
+def refusal(block: nn.Module, layers: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str | None:
+    """Return why the layers of a block (with their styles, by name) cannot be divided; None if they can."""
+    rows = [name for name, style in styles.items() if style.startswith(("rowwise", "packed_rowwise"))]
+    if len(rows) != 1:
+        return f"its result is added up in {len(rows)} places ({', '.join(sorted(rows))})"
+    for name, layer in layers.items():
+        features = _divided_features(layer, styles[name])
+        if _heads_of_key(block, name, layer) is None and features % state.tp_size:
+            return f"{state.tp_size} ranks do not divide the {features} features of `{name}`"
+    return _refusal_of_heads(block, layers, rows[0]) if _is_attention(block) else None
+
+
+def _divided_features(layer: nn.Module, style: str) -> int:
+    assert isinstance(layer, nn.Linear)
+    features = layer.in_features if style.startswith(("rowwise", "packed_rowwise")) else layer.out_features
+    return features // 2 if style.startswith("packed") else features
+
+
+def _refusal_of_heads(block: nn.Module, layers: Mapping[str, nn.Module], row: str) -> str | None:
+    heads = _heads(block)
+    if heads is None:
+        return "its number of heads is not known (no `config.num_attention_heads`)"
+    if heads % state.tp_size:
+        return f"{state.tp_size} ranks do not divide its {heads} heads"
+    for name, layer in layers.items():
+        assert isinstance(layer, nn.Linear)
+        keys = _heads_of_key(block, name, layer)
+        if name == row or (keys is None and layer.out_features % heads == 0):
+            continue
+        if keys is None:
+            return f"the {layer.out_features} features of `{name}` are not those of {heads} heads"
+        if keys % state.tp_size and state.tp_size % keys:
+            return f"its {keys} key and value heads are neither divided by {state.tp_size} ranks nor divide them"
+    return None
+
+
+def _is_attention(block: nn.Module) -> bool:
+    return hasattr(block, "head_dim") or "attention" in type(block).__name__.lower()
+
+
+def _heads(block: nn.Module) -> int | None:
+    heads = getattr(getattr(block, "config", None), "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
+
+
+def _heads_of_key(block: nn.Module, name: str, layer: nn.Module) -> int | None:
+    """Return how many heads a projection of keys or values has, where there may be fewer than of queries."""
+    width = getattr(block, "head_dim", None)
+    if not name.endswith(_KEY_OR_VALUE) or not isinstance(width, int) or not hasattr(block, "num_key_value_groups"):
+        return None
+    assert isinstance(layer, nn.Linear)
+    return layer.out_features // width
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def boundary_now(boundary: Boundary) -> Boundary:
+    """Return what the values between blocks are in this call.
+
+    Without gradients nothing is kept, and there may be a single position (a token is generated): sequences stay whole.
+    """
+    return Boundary.REPLICATE if boundary is Boundary.SEQUENCE and not torch.is_grad_enabled() else boundary
+
+
+def _for_rows(x: torch.Tensor, boundary: Boundary) -> Boundary:
+    """Return the boundary for values of which the samples and positions may be one dimension (tokens)."""
+    return Boundary.BATCH if boundary is Boundary.SEQUENCE and x.dim() == 2 else boundary
+
+
+class _Entrance:
+    """Lets values into a block: a hook before its forward."""
+
+    def __init__(self, name: str, boundary: Boundary, paths: Paths) -> None:
+        self.name, self.boundary, self.paths = name, boundary, paths
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        key = _hidden(args, kwargs)
+        if key is None:
+            raise UnsupportedError(
+                f"`{self.name}` ({type(module).__name__}) was called without a tensor, so nothing enters it",
+                hint="except it with smp.set_tensor_parallelism(module, enabled=False)",
+            )
+        self.paths.begin()
+        entered_args = tuple(self._enter(value, index == key) for index, value in enumerate(args))
+        return entered_args, {name: self._enter(value, name == key) for name, value in kwargs.items()}
+
+    def _enter(self, value: Any, is_hidden: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._enter(each, False) for each in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if is_hidden:
+            return self.paths.entered(enter(value, _for_rows(value, boundary_now(self.boundary))))
+        # What else a block reads is that of all samples already; the gradients that its parts give to it add up.
+        return self.paths.entered(collectives.copy(value)) if value.requires_grad else value
+
+
+def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Return which argument are the values that the divided layers read."""
+    if isinstance(kwargs.get("hidden_states"), torch.Tensor):
+        return "hidden_states"
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            return index
+    return next((name for name, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
+
+
+def install_block(block: nn.Module, row: nn.Module, name: str, boundary: Boundary) -> None:
+    """Let values enter a block from now on as `boundary` says; its row-divided layer lets them out."""
+    paths = Paths(name, type(block).__name__)
+    block.register_forward_pre_hook(_Entrance(name, boundary, paths), with_kwargs=True)
+    block.register_forward_hook(paths.check)
+    vars(row)["tp_paths"] = paths
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+
+def split_linear(layer: nn.Module, style: str, name: str, block: nn.Module, boundary: Boundary) -> None:
+    """Divide a linear layer of a block."""
+    assert isinstance(layer, nn.Linear)
+    if style.startswith(("rowwise", "packed_rowwise")):
+        split_parameter(layer.weight, 1, boundary, packed=style.startswith("packed"))
+        become(layer, _SplittingRow if style in ("rowwise_split_input", "rowwise_rep") else _Row)
+        vars(layer)["tp_boundary"] = boundary
+        return
+    heads = _heads_of_key(block, name, layer)
+    if heads is not None and heads < state.tp_size:
+        _read_one_head(layer, heads, block)
+        return
+    for parameter in layer.parameters():
+        split_parameter(parameter, 0, boundary, packed=style.startswith("packed"))
+    if style in ("colwise_gather_output", "colwise_rep"):
+        become(layer, _GatheringColumn)
+    else:
+        layer.out_features //= state.tp_size
+
+
+def split_bare(parameter: nn.Parameter, boundary: Boundary) -> None:
+    """Divide a parameter that a block uses without a layer around it (a value per head)."""
+    split_parameter(parameter, max(parameter.dim() - 2, 0), boundary)
+
+
+def split_parameter(parameter: torch.Tensor, dim: int, boundary: Boundary, *, packed: bool = False) -> None:
+    """Make a parameter this rank's piece of what it is: the same object, so whoever shares it has the piece too."""
+    known = shard_of(parameter)
+    if known is not None and known.is_distributed:
+        return  # it is shared, and its other owner came first
+    shape = tuple(parameter.shape)
+    parts = (shape[dim] // 2,) * 2 if packed else ()
+    shard = Shard(shape, dim, parts, state.tp_rank, state.tp_size, *boundary.split_reduction)
+    if isinstance(parameter, nn.Parameter) and is_delayed(parameter):
+        parameter.data = parameter.data.new_empty(()).expand(shard.local_shape)
+    else:
+        parameter.data = take(parameter.data, shard)
+    mark(parameter, shard)
+
+
+def become(module: nn.Module, more: type) -> None:
+    """Give a module's class one more base in front: its name, and what `isinstance` says of it, stay."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (more, kind), {"__module__": more.__module__})
+
+
+class _Row:
+    """Adds up what all ranks make of their features, and then adds the bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tp_boundary: Boundary
+    tp_paths: Paths
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        partial = functional.linear(x, self.weight)
+        output = self.tp_paths.left(leave(partial, _for_rows(partial, boundary_now(self.tp_boundary))))
+        return output if self.bias is None else output + self.bias
+
+
+class _SplittingRow(_Row):
+    """The same for an input that has all features: takes those of this rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = self.weight.shape[1]
+        return super().forward(x.narrow(-1, width * state.tp_rank, width))
+
+
+class _GatheringColumn:
+    """Returns the features of all ranks, whose readers each add to the gradient."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return collectives.gather(functional.linear(x, self.weight, self.bias), -1)
+
+
+class _OneHead:
+    """Computes the one head of all keys or values that this rank's queries look at."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tp_rows: tuple[int, int]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.narrow(0, *self.tp_rows)
+        return functional.linear(x, self.weight.narrow(0, *self.tp_rows), bias)
+
+
+def _read_one_head(layer: nn.Linear, heads: int, block: nn.Module) -> None:
+    """Let a projection to fewer heads than ranks stay whole, and this rank compute the head that it needs."""
+    width = layer.out_features // heads
+    become(layer, _OneHead)
+    vars(layer)["tp_rows"] = (width * (state.tp_rank * heads // state.tp_size), width)
+    queries = _heads(block)
+    assert queries is not None
+    vars(block)["num_key_value_groups"] = queries // state.tp_size

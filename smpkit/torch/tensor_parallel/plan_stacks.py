@@ -1,0 +1,221 @@
+"""Lists of layers and the models that run them: where what a rank holds changes.
+
+::
+
+    inputs ──► base model ──► embedding ──► layers[0] ... layers[-1] ──► norm ──► this rank's samples
+           gather            (everywhere    change                 change
+           (BATCH, GATHERED)  an ordinary    to the                back
+                              parameter)     stack's boundary
+
+Before and after the layers, the gradient of a weight is that of this rank's own samples, as ever in data parallelism.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.deadline import waiting
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.boundary import Boundary
+from smpkit.torch.tensor_parallel.plan_layers import boundary_now
+
+__all__ = ["inputs_are_gathered", "install_base", "install_stack"]
+
+
+# --- the list of layers ---------------------------------------------------------------------------------------------
+
+
+def install_stack(layers: nn.Module, boundary: Boundary) -> None:
+    """Change what a rank holds before the first layer of a list and after the last one."""
+    assert isinstance(layers, nn.ModuleList)
+    if boundary is not Boundary.REPLICATE:
+        layers[0].register_forward_pre_hook(_First(boundary), with_kwargs=True)
+        layers[-1].register_forward_hook(_Last(boundary))
+
+
+class _First:
+    """Takes what the layers hand on from what the model made of the samples: a hook before the first layer."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args and isinstance(args[0], torch.Tensor):
+            return (self._change(args[0]), *args[1:]), kwargs
+        if isinstance(kwargs.get("hidden_states"), torch.Tensor):
+            return args, {**kwargs, "hidden_states": self._change(kwargs["hidden_states"])}
+        raise UnsupportedError(
+            f"the first layer of the model ({type(module).__name__}) was called without hidden states",
+            hint="train this model without tensor parallelism",
+        )
+
+    def _change(self, hidden: torch.Tensor) -> torch.Tensor:
+        boundary = boundary_now(self.boundary)
+        if boundary is Boundary.GATHERED:
+            return _own_gradient(hidden)
+        if boundary is Boundary.BATCH:
+            return hidden.narrow(0, *_own_samples(hidden.shape[0]))
+        return collectives.split(hidden, 1) if boundary is Boundary.SEQUENCE else hidden
+
+
+class _Last:
+    """Gives back what the rest of the model reads: a hook after the last layer."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._change(output[0]), *output[1:])
+        return self._change(output)
+
+    def _change(self, hidden: torch.Tensor) -> torch.Tensor:
+        boundary = boundary_now(self.boundary)
+        if boundary is Boundary.GATHERED:
+            return collectives.split(hidden, 0)
+        return collectives.gather_equal(hidden, 1) if boundary is Boundary.SEQUENCE else hidden
+
+
+def _own_samples(of_all: int) -> tuple[int, int]:
+    return of_all // state.tp_size * state.tp_rank, of_all // state.tp_size
+
+
+def _own_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Return a value of all ranks' samples whose gradient goes back for this rank's samples only."""
+    made: torch.Tensor = _OwnGradient.apply(x)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _OwnGradient(torch.autograd.Function):
+    """All ranks have the whole gradient here; each is the one to hand back that of its own samples."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        start, length = _own_samples(grad.shape[0])
+        own = torch.zeros_like(grad)
+        own.narrow(0, start, length).copy_(grad.narrow(0, start, length))
+        return own
+
+
+# --- the model around it --------------------------------------------------------------------------------------------
+
+
+def install_base(base: nn.Module, name: str, *, several: bool) -> None:
+    """Let a model run on the inputs of all ranks of the group, where each brings its own.
+
+    Args:
+        several: it has several lists of layers, which read each other's results.
+    """
+    if not state.cfg.prescaled_batch:
+        base.register_forward_pre_hook(_Gathering(name, several), with_kwargs=True)
+        base.register_forward_hook(_end, always_call=True)
+
+
+class _Running(threading.local):
+    """Whether this thread is in the forward of a model that has gathered its inputs."""
+
+    gathered = False
+
+
+_running = _Running()
+
+
+def inputs_are_gathered() -> bool:
+    """Return whether what runs now is part of a model that has gathered its inputs."""
+    return _running.gathered
+
+
+def _end(_module: nn.Module, _args: Any, _output: Any) -> None:
+    _running.gathered = False
+
+
+class _Gathering:
+    """Gathers a model's inputs: a hook before its forward."""
+
+    def __init__(self, name: str, several: bool) -> None:
+        self.name, self.several = name, several
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.several:
+            raise UnsupportedError(
+                f"`{self.name}` ({type(module).__name__}) has several stacks of layers that read each other's results,"
+                " which cannot be divided over ranks that bring their own batches",
+                hint="set `prescaled_batch: true`, and give the ranks of a tensor-parallel group the same batch",
+            )
+        samples = _samples(args, kwargs)
+        _agree(self.name, args, kwargs)
+        _running.gathered = True
+        gathered = [_gathered(value, "", samples) for value in args]
+        return tuple(gathered), {key: _gathered(value, key, samples) for key, value in kwargs.items()}
+
+
+def _samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return how many samples a call has."""
+    for value in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim() > 1:
+            return value.shape[0]
+    raise UnsupportedError(
+        "the model was called without a tensor that says how many samples there are",
+        hint="pass `input_ids` or `inputs_embeds`",
+    )
+
+
+def _gathered(value: Any, name: str, samples: int) -> Any:
+    if isinstance(value, dict):  # masks by kind of layer
+        return {key: _gathered(each, name, samples) for key, each in value.items()}
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    if value.shape[0] == samples:
+        return collectives.gather(value, 0)
+    if name == "position_ids" and value.dim() == 3 and value.shape[1] == samples:  # of several axes
+        return collectives.gather(value, 1)
+    return value
+
+
+_agreed: Final[set[tuple[Any, ...]]] = set()
+
+
+def _agree(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """See that all ranks bring the same kinds of inputs, of the same shapes, the first time that they are seen.
+
+    Raises:
+        UsageError: they do not.
+    """
+    named = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+    tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
+    mine = tuple(sorted((key, str(value.dtype), *value.shape) for key, value in tensors.items()))
+    if mine in _agreed or any(collectives.is_rehearsal(value) for value in tensors.values()):
+        return
+    if not _agreed:
+        state.forgetters.append(_agreed.clear)
+    group = collectives.tp_group()
+    everybody: list[Any] = [None] * state.tp_size
+    with waiting(f"comparison of the inputs of `{name}` between tensor-parallel ranks", group):
+        dist.all_gather_object(everybody, mine, group=group)
+    if any(each != mine for each in everybody):
+        said = "; ".join(f"{_described(each)} on tp_rank {rank}" for rank, each in enumerate(everybody))
+        raise UsageError(
+            f"the tensor-parallel ranks called `{name}` with different inputs: {said}",
+            hint="give every rank as many samples of the same length, and the same arguments",
+        )
+    _agreed.add(mine)
+
+
+def _described(inputs: tuple[tuple[Any, ...], ...]) -> str:
+    return ", ".join(f"{key} {list(shape)}" for key, _, *shape in inputs) or "no tensors"

@@ -1,0 +1,253 @@
+"""Tensor parallelism by the plan that a Hugging Face model carries, its layers divided where they stand.
+
+A plan names layers and a style for each: `{"layers.*.self_attn.q_proj": "colwise", ...}`. Layers keep their classes and
+names, and parameters become pieces of what they were. What the styles mean is told of whole *blocks* (the attention or
+the MLP of a layer), because only there is it simple::
+
+    hidden ──enter──► colwise ──► (heads, activation) ──► rowwise ──leave──► hidden
+                      └── between the two a rank has its own heads, and its gradients are its own contribution: what ──┘
+                          all ranks hold there (a norm of queries, say) gets the sum of all ranks' gradients
+
+Between blocks a rank holds what the `Boundary` says. Without `prescaled_batch` the model runs on the inputs of all
+ranks of the group, so that masks and positions are those of the samples that the blocks see.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import nn
+
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel import plan_layers
+from smpkit.torch.tensor_parallel.boundary import Boundary, mark_whole, outer_boundary, stack_boundary
+from smpkit.torch.tensor_parallel.marking import marking_of
+from smpkit.torch.tensor_parallel.plan_head import split_head
+from smpkit.torch.tensor_parallel.plan_stacks import install_base, install_stack
+from smpkit.torch.tensor_parallel.registry import Rewrite, register_rewrite
+
+__all__ = ["Block", "blocks_of", "distribute", "has_plan", "styles_of"]
+
+_log = logging.getLogger("smpkit")
+
+COLUMN: Final = frozenset({"colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"})
+"""Styles that divide output features."""
+ROW: Final = frozenset({"rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"})
+"""Styles that divide input features."""
+WHOLE: Final = frozenset(
+    {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "sequence_parallel", "local_params"}
+)
+"""Styles that leave a layer whole: what they say of its gradient is true of every whole layer in a block."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module that is entered and left once, with the layers in it that are divided.
+
+    Args:
+        name, module: from the root on.
+        stack: the name of the list of layers that it lies in.
+        layers: styles of the divided layers in it, by name from the root on.
+        parameters: styles of the divided bare parameters in it.
+    """
+
+    name: str
+    module: nn.Module
+    stack: str
+    layers: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+def has_plan(module: nn.Module) -> bool:
+    """Tell whether a module is a Hugging Face model that says how it can be divided."""
+    return bool(_plan_of(module)) and hasattr(module, "config")
+
+
+def _plan_of(module: nn.Module) -> Mapping[str, str]:
+    plan = getattr(module, "_tp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def styles_of(root: nn.Module) -> dict[str, str]:
+    """Return the styles of the modules and parameters of `root` that its plan names, by name from the root on."""
+    plan = _plan_of(root)
+    names = [name for name, _ in root.named_modules()] + [name for name, _ in root.named_parameters()]
+    generic = {name: re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names}
+    return {name: plan[generic[name]] for name in names if generic[name] in plan}
+
+
+def distribute(root: nn.Module, _config: Mapping[str, Any] | None = None) -> None:
+    """Divide the layers of a model over the tensor-parallel ranks as its plan says.
+
+    What cannot be divided stays whole, and a line of the log says why: styles that smpkit does not know (experts),
+    layers outside the list of layers, sizes that the ranks do not divide, parts that the user excepted.
+    """
+    if state.tp_size == 1:
+        return
+    styles = styles_of(root)
+    blocks = [block for block in blocks_of(root, styles) if _is_divisible(root, block)]
+    boundaries = _boundaries(root, {block.stack for block in blocks})
+    _mark_layers(root, blocks, boundaries)
+    for name, boundary in boundaries.items():
+        install_stack(root.get_submodule(name), boundary)
+    for base, several in _bases(root, boundaries).items():
+        install_base(root.get_submodule(base), base or type(root).__name__, several=several)
+    for block in blocks:
+        _divide(root, block, boundaries[block.stack])
+    divided = {name for block in blocks for name in (*block.layers, *block.parameters)}
+    divided |= split_head(root, styles, {name for name in styles if _is_excepted(root, name)})
+    _tell(root, styles, divided)
+
+
+def _bases(root: nn.Module, stacks: Iterable[str]) -> dict[str, bool]:
+    """Return the models that run lists of layers, and whether they run several."""
+    count = Counter(_base_of(root, name) for name in stacks)
+    return {base: lists > 1 for base, lists in sorted(count.items())}
+
+
+def _boundaries(root: nn.Module, stacks: set[str]) -> dict[str, Boundary]:
+    """Return what the layers of each list hand on."""
+    several = _bases(root, stacks)
+    # The layers of one list may read what those of another made, of all samples and positions.
+    equal = Boundary.REPLICATE if state.cfg.prescaled_batch else Boundary.GATHERED
+    return {name: equal if several[_base_of(root, name)] else stack_boundary() for name in sorted(stacks)}
+
+
+def _mark_layers(root: nn.Module, blocks: Sequence[Block], boundaries: Mapping[str, Boundary]) -> None:
+    """Write on what stays whole in the layers how its gradient is averaged."""
+    # A rank's gradient in a block is a contribution: where each brought its own samples, averaging over the ranks makes
+    # of the contributions what it has to; where they share one batch, the contributions have to be added.
+    inside = Boundary.BATCH if outer_boundary() is Boundary.BATCH else Boundary.SEQUENCE
+    ids: set[int] = set()
+    for block in blocks:
+        row = root.get_submodule(_row_of(block))
+        for parameter in block.module.parameters():
+            if parameter is not row.bias:  # which is added to the sum
+                ids.add(id(parameter))
+                mark_whole(parameter, inside)
+    for name, boundary in boundaries.items():
+        for parameter in root.get_submodule(name).parameters():
+            if id(parameter) not in ids:
+                mark_whole(parameter, boundary)
+
+
+def _tell(root: nn.Module, styles: Mapping[str, str], divided: set[str]) -> None:
+    if state.rank:
+        return
+    whole = sorted({(re.sub(r"\.\d+\.", ".*.", name), style) for name, style in styles.items() if name not in divided})
+    whole = [(name, style) for name, style in whole if style not in WHOLE]
+    if whole:
+        names = ", ".join(f"`{name}` ({style})" for name, style in whole)
+        _log.info("%s: not divided over tensor-parallel ranks: %s", type(root).__name__, names)
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(root: nn.Module, styles: Mapping[str, str]) -> list[Block]:
+    """Group the divided layers into the blocks that are entered and left once.
+
+    A block is the smallest module around a layer that is divided by columns and one that is divided by rows.
+    """
+    linear = {
+        name: style
+        for name, style in styles.items()
+        if style in COLUMN | ROW and _is_plain_linear(root, name) and not _is_excepted(root, name)
+    }
+    rows = [name for name, style in linear.items() if style in ROW]
+    blocks: dict[str, Block] = {}
+    for name, style in linear.items():
+        around = next((each for each in _ancestors(name) if _has_both(each, linear, rows)), None)
+        stack = None if around is None else _stack_of(root, around)
+        if around is not None and stack is not None:
+            block = blocks.setdefault(around, Block(around, root.get_submodule(around), stack))
+            block.layers[name] = style
+    for block in blocks.values():
+        for name, _ in block.module.named_parameters(recurse=False):
+            full = f"{block.name}.{name}"
+            if styles.get(full) in COLUMN:
+                block.parameters[full] = styles[full]
+    return [block for block in blocks.values() if not any(_is_inside(block.name, other) for other in blocks)]
+
+
+def _has_both(name: str, linear: Mapping[str, str], rows: list[str]) -> bool:
+    return any(_is_inside(row, name) for row in rows) and any(
+        _is_inside(each, name) and style in COLUMN for each, style in linear.items()
+    )
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name.startswith(f"{other}.")
+
+
+def _stack_of(root: nn.Module, name: str) -> str | None:
+    """Return the list of layers that a module lies in; None if it lies in none."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        outer = ".".join(parts[:count])
+        if parts[count].isdigit() and isinstance(root.get_submodule(outer), nn.ModuleList):
+            return outer
+    return None
+
+
+def _base_of(root: nn.Module, stack: str) -> str:
+    """Return the model that runs a list of layers: the nearest module around it that has a plan of its own."""
+    for name in _ancestors(stack):
+        if has_plan(root.get_submodule(name)):
+            return name
+    return ""
+
+
+def _is_plain_linear(root: nn.Module, name: str) -> bool:
+    try:
+        module = root.get_submodule(name)
+    except AttributeError:  # a parameter
+        return False
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _is_excepted(root: nn.Module, name: str) -> bool:
+    try:
+        marking = marking_of(root.get_submodule(name))
+    except AttributeError:  # a parameter
+        return False
+    return marking is not None and not marking.enabled
+
+
+def _is_divisible(root: nn.Module, block: Block) -> bool:
+    layers = {name: root.get_submodule(name) for name in block.layers}
+    why = plan_layers.refusal(block.module, layers, block.layers)
+    if why is not None and state.rank == 0:
+        _log.info(
+            "`%s` (%s) is not divided over tensor-parallel ranks: %s", block.name, type(block.module).__name__, why
+        )
+    return why is None
+
+
+# --- dividing -------------------------------------------------------------------------------------------------------
+
+
+def _row_of(block: Block) -> str:
+    return next(name for name, style in block.layers.items() if style in ROW)
+
+
+def _divide(root: nn.Module, block: Block, boundary: Boundary) -> None:
+    plan_layers.install_block(block.module, root.get_submodule(_row_of(block)), block.name, boundary)
+    for name, style in block.layers.items():
+        plan_layers.split_linear(root.get_submodule(name), style, name, block.module, boundary)
+    for name in block.parameters:
+        plan_layers.split_bare(root.get_parameter(name), boundary)
+
+
+register_rewrite(Rewrite(has_plan, distribute))
