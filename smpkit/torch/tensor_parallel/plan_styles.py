@@ -29,9 +29,8 @@ from smpkit.torch.tensor_parallel.boundary import Boundary, mark_whole, outer_bo
 from smpkit.torch.tensor_parallel.marking import marking_of
 from smpkit.torch.tensor_parallel.plan_head import split_head
 from smpkit.torch.tensor_parallel.plan_stacks import install_base, install_stack
-from smpkit.torch.tensor_parallel.registry import Rewrite, register_rewrite
 
-__all__ = ["Block", "blocks_of", "distribute", "has_plan", "styles_of"]
+__all__ = ["Block", "blocks_of", "distribute_by_plan", "has_plan", "styles_of"]
 
 _log = logging.getLogger("smpkit")
 
@@ -81,7 +80,7 @@ def styles_of(root: nn.Module) -> dict[str, str]:
     return {name: plan[generic[name]] for name in names if generic[name] in plan}
 
 
-def distribute(root: nn.Module, _config: Mapping[str, Any] | None = None) -> None:
+def distribute_by_plan(root: nn.Module, _config: Mapping[str, Any] | None = None) -> None:
     """Divide the layers of a model over the tensor-parallel ranks as its plan says.
 
     What cannot be divided stays whole, and a line of the log says why: styles that smpkit does not know (experts),
@@ -248,6 +247,3 @@ def _divide(root: nn.Module, block: Block, boundary: Boundary) -> None:
         plan_layers.split_linear(root.get_submodule(name), style, name, block.module, boundary)
     for name in block.parameters:
         plan_layers.split_bare(root.get_parameter(name), boundary)
-
-
-register_rewrite(Rewrite(has_plan, distribute))

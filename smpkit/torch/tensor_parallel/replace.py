@@ -17,17 +17,19 @@ from torch import nn
 
 from smpkit.errors import ConfigError, UnsupportedError, UsageError
 from smpkit.torch.announce import announce
-from smpkit.torch.partitioning.delayed import delay_param_initialization
+from smpkit.torch.partitioning.delayed import delay_param_initialization, is_delayed
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import Agreement, agree
 from smpkit.torch.tensor_parallel.calls import convert_calls
 from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, marking_of
+from smpkit.torch.tensor_parallel.plan_styles import distribute_by_plan, has_plan
 from smpkit.torch.tensor_parallel.registry import (
     Entry,
     Rewrite,
     argument_names,
     arguments_of,
     entry_for,
+    register_rewrite,
     rewrite_for,
     with_overrides,
 )
@@ -54,6 +56,9 @@ def distribute(root: nn.Module) -> nn.Module:
     agreement = agree(root, [*finder.skipped, *(target.name for target in finder.targets)])
     for target in finder.targets:
         if target.rewrite is not None:
+            for parameter in target.module.parameters():
+                if not is_delayed(parameter):
+                    parameter.data = agreement.first(parameter.data)
             target.rewrite.distribute(target.module, target.marking.config)
         else:
             _replace(root, target, agreement)
@@ -114,7 +119,7 @@ class _Finder:
         entry, rewrite = entry_for(module), rewrite_for(module)
         if entry is None and rewrite is None:
             return False
-        reason = self._outside(module)
+        reason = self._excepted(module) or self._shared(module)
         if reason is None and entry is not None:
             try:
                 reason = entry.refusal(module) if entry.refusal is not None else None
@@ -124,7 +129,7 @@ class _Finder:
             if reason is None:
                 self.targets.append(_Target(name, module, marking, entry=entry, replacement=made))
                 return True
-        if rewrite is not None and self._outside(module) is None:
+        if rewrite is not None and self._shared(module) is None:  # which leaves out the parts that are excepted
             reason = rewrite.refusal(module) if rewrite.refusal is not None else None
             if reason is None:
                 self.targets.append(_Target(name, module, marking, rewrite=rewrite))
@@ -132,12 +137,14 @@ class _Finder:
         self.skipped[name] = f"{type(module).__name__} `{name or 'model'}`: {reason}"
         return False
 
-    def _outside(self, module: nn.Module) -> str | None:
-        """Return what ties a module to the rest of the model, so that it cannot be distributed by itself."""
-        inside = list(module.modules())
-        if any((marking := marking_of(each)) is not None and not marking.enabled for each in inside):
+    def _excepted(self, module: nn.Module) -> str | None:
+        if any((marking := marking_of(each)) is not None and not marking.enabled for each in module.modules()):
             return "a part of it is excepted from tensor parallelism"
-        ids = {id(each) for each in inside}
+        return None
+
+    def _shared(self, module: nn.Module) -> str | None:
+        """Return what ties a module to the rest of the model, so that it cannot be distributed by itself."""
+        ids = {id(each) for each in module.modules()}
         for parameter in module.parameters():
             if self._users[id(parameter)] - ids:
                 return f"it shares the weight `{self._names[id(parameter)]}` with another module"
@@ -243,3 +250,6 @@ def _unknown(targets: list[_Target]) -> set[str]:
         return set()
     entries = [target.entry for target in targets if target.entry is not None]
     return given - {name for entry in entries for name in argument_names(entry.distributed_class)}
+
+
+register_rewrite(Rewrite(has_plan, distribute_by_plan))

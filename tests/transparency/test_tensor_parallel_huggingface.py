@@ -1,0 +1,189 @@
+"""Hugging Face models train under tensor parallelism as they do in one process: losses, gradients, weights, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import smpkit.torch as smp
+from tests.ranks import run_ranks
+from tests.transparency.models import Trace, assert_same, optimizer_of
+from tests.transparency.tensor_parallel_models import whole_gradients
+
+STEPS, SAMPLES, LENGTH, VOCABULARY = 3, 8, 6, 23  # a vocabulary that no number of ranks divides
+TOLERANCE = 1e-10  # float64; sums in another order, magnified by AdamW
+
+Configured = tuple[int, int, bool, str]  # pipeline degree, tensor degree, prescaled_batch, optimize
+Run = tuple[str, Configured]
+
+MODES: list[Configured] = [(1, 2, True, "speed"), (1, 2, False, "speed"), (1, 2, False, "memory")]
+
+
+def loss_in_full(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """Hugging Face's loss of causal models, without its rounding to float32."""
+    targets = functional.pad(labels[:, 1:], (0, 1), value=-100)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def causal(name: str, **more: Any) -> nn.Module:
+    """Make a small model with random weights, biases and norms too, so that every gradient counts."""
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **more})
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    model.loss_function = loss_in_full  # type: ignore[assignment]
+    return model
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "Llama": lambda: causal("Llama"),
+    "tied Llama": lambda: causal("Llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "Mistral": lambda: causal("Mistral", sliding_window=4),
+    "Qwen2": lambda: causal("Qwen2"),
+    "Qwen3": lambda: causal("Qwen3", head_dim=8),
+    "Phi": lambda: causal("Phi", resid_pdrop=0.0, embd_pdrop=0.0),
+    "Phi3": lambda: causal("Phi3"),
+}
+
+
+def samples(step: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and a mask: some samples begin with padding, so ranks with own samples have other masks."""
+    numbers = torch.Generator().manual_seed(step)
+    tokens = torch.randint(3, VOCABULARY, (SAMPLES, LENGTH), generator=numbers)
+    mask = torch.ones_like(tokens)
+    mask[-2:, :2] = 0
+    return tokens, mask
+
+
+def labels_of(tokens: Tensor, mask: Tensor) -> Tensor:
+    return tokens.masked_fill(mask == 0, -100)
+
+
+@smp.step
+def train_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, attention_mask=mask, labels=labels_of(tokens, mask))["loss"]
+    model.backward(loss)
+    return loss
+
+
+def groups_of_samples(ranks: int, microbatches: int) -> list[slice]:
+    """Return the samples over each of which a loss is averaged, when so many ranks bring batches of their own."""
+    size = SAMPLES // ranks // microbatches
+    return [slice(start, start + size) for start in range(0, SAMPLES, size)]
+
+
+def train_plainly(module: nn.Module, groups: list[slice]) -> tuple[Trace, Tensor]:
+    """Train in one process; return what came of it, and the logits of the samples of a step."""
+    module.train()
+    optimizer = optimizer_of(module)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens, mask = samples(step)
+        parts = [
+            module(input_ids=tokens[each], attention_mask=mask[each], labels=labels_of(tokens, mask)[each])["loss"]
+            for each in groups
+        ]
+        loss = torch.stack(parts).mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    tokens, mask = samples(STEPS)
+    with torch.no_grad():
+        logits = module.eval()(input_ids=tokens, attention_mask=mask)["logits"]
+    gradients = {name: None if each.grad is None else each.grad.clone() for name, each in module.named_parameters()}
+    return Trace(losses, gradients, {name: each.clone() for name, each in module.state_dict().items()}), logits
+
+
+def train(run: Run) -> tuple[Trace, Tensor | None]:
+    name, (pp, tp, prescaled, optimize) = run
+    degrees = {"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "microbatches": 2 if pp > 1 else 1}
+    smp.init({"ddp": True, "prescaled_batch": prescaled, "optimize": optimize, **degrees})
+    module = BUILDERS[name]().train()
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(optimizer_of(model))
+    ranks, rank = (smp.rdp_size(), smp.rdp_rank()) if prescaled else (smp.dp_size(), smp.dp_rank())
+    mine = groups_of_samples(ranks, 1)[rank]
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens, mask = samples(step)
+        loss = train_step(model, tokens[mine], mask[mine]).reduce_mean()
+        losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
+        optimizer.step()
+    trace = Trace(losses, whole_gradients(model), dict(model.original_state_dict()))
+    logits = None
+    if pp == 1:
+        tokens, mask = samples(STEPS)
+        with torch.no_grad():
+            part = model.eval()(input_ids=tokens[mine], attention_mask=mask[mine])["logits"]
+        logits = torch.cat(smp.allgather(part, smp.RDP_GROUP if prescaled else smp.DP_GROUP))
+    smp.shutdown()
+    return trace, logits
+
+
+def train_all(runs: list[Run]) -> list[tuple[Trace, Tensor | None]]:
+    return [train(run) for run in runs]
+
+
+def check(size: int, runs: list[Run]) -> None:
+    results = run_ranks(train_all, size, runs, timeout=180)
+    for (name, (pp, tp, prescaled, optimize)), *of_ranks in zip(runs, *results, strict=True):
+        groups = groups_of_samples(size // pp // (tp if prescaled else 1), 2 if pp > 1 else 1)
+        plain, logits = train_plainly(BUILDERS[name](), groups)
+        what = f"{name} at pipeline {pp}, tensor {tp}, prescaled {prescaled}, {optimize}"
+        for trace, made in of_ranks:
+            gradients = {key: plain.gradients[key] for key in trace.gradients}
+            try:
+                assert trace.weights.keys() == plain.weights.keys()
+                assert_same(trace, Trace(plain.losses, gradients, plain.weights), TOLERANCE)
+            except AssertionError as error:
+                raise AssertionError(what) from error
+            if made is not None:
+                torch.testing.assert_close(made, logits, rtol=TOLERANCE, atol=TOLERANCE, msg=what)
+
+
+def test_plans_on_two_ranks() -> None:
+    """Each family once in each mode over the list, Llama in all."""
+    others = [(name, MODES[index % 3]) for index, name in enumerate(BUILDERS) if name != "Llama"]
+    check(2, [*(("Llama", mode) for mode in MODES), *others])
+
+
+def test_plans_on_four_ranks() -> None:
+    """More ranks than key and value heads, replicas, and two pipeline ranks."""
+    check(
+        4,
+        [
+            ("Qwen3", (1, 4, False, "memory")),
+            ("Llama", (1, 4, True, "speed")),
+            ("tied Llama", (1, 2, False, "speed")),
+            ("Llama", (2, 2, True, "speed")),
+            ("tied Llama", (2, 2, False, "memory")),
+        ],
+    )
+
+
+@pytest.mark.full
+def test_every_plan_in_every_mode() -> None:
+    check(2, [(name, mode) for name in BUILDERS for mode in MODES])
