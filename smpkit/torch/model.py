@@ -27,7 +27,9 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.agreement import common_seed
 from smpkit.torch.tensor_parallel.replace import distribute
+from smpkit.torch.tensor_parallel.same_call import SameCall
 from smpkit.torch.unread import read_now
 
 if TYPE_CHECKING:
@@ -110,6 +112,7 @@ class DistributedModel(ModelState):
         if self.pipeline is None:
             self._replicate()
         self._in_backward = False
+        self._same_call = SameCall()
         self._post_partition_hooks: OrderedDict[int, ModelHook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, ModelHook] = OrderedDict()
         _answer_to_module(module)
@@ -127,6 +130,7 @@ class DistributedModel(ModelState):
                     "the model was called outside a step, but it lies on several pipeline ranks",
                     hint="call it inside a function decorated with @smp.step",
                 )
+            self._same_call.check("the model", self._mode, (args, kwargs))
             self._run_hooks(self._post_partition_hooks)
             if self.data_parallel is not None:
                 self.data_parallel.begin_plain_pass(self.training)
@@ -171,8 +175,11 @@ class DistributedModel(ModelState):
 
     # --- the life of a step ------------------------------------------------------------------------------------
 
-    def step_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def step_inputs(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a step as every rank of a pipeline must have them (called by `@smp.step`)."""
+        self._same_call.check(f"the step `{name}`", self._mode, (args, kwargs))
         if self.pipeline is None:
             return args, kwargs
         same: tuple[tuple[Any, ...], dict[str, Any]] = self.pipeline.same_inputs((args, kwargs))
@@ -202,7 +209,7 @@ class DistributedModel(ModelState):
             if hasattr(self.module, "_orig_mod"):
                 yield
                 return
-            self.random = RandomStreams(torch.initial_seed() + state.dp_rank, state.device)
+            self.random = RandomStreams(common_seed() + state.batch_rank, state.device)
             install_streams(self.module, [unit.name for unit in units_of(self.module).units], self.random)
             self._resume_random()
         with self.random.training_step(training=self.module.training), self.random.between_units():
@@ -218,7 +225,7 @@ class DistributedModel(ModelState):
     def random_state(self) -> Mapping[str, int]:
         """Return how far the streams of random numbers are, the same on all ranks: what a checkpoint keeps of them."""
         random = self._streams
-        return self._resumed_random if random is None else {"seed": random.seed - state.dp_rank, "step": random.step}
+        return self._resumed_random if random is None else {"seed": random.seed - state.batch_rank, "step": random.step}
 
     def load_random_state(self, kept: Mapping[str, int]) -> None:
         """Go on with the random numbers of the job that saved `random_state()`; nothing if it is empty."""
@@ -228,8 +235,14 @@ class DistributedModel(ModelState):
     def _resume_random(self) -> None:
         random = self._streams
         if random is not None and self._resumed_random:
-            random.seed, random.step = self._resumed_random["seed"] + state.dp_rank, self._resumed_random["step"]
+            random.seed, random.step = self._resumed_random["seed"] + state.batch_rank, self._resumed_random["step"]
             self._resumed_random = {}
+
+    @property
+    def _mode(self) -> str:
+        return (
+            f"{'training' if self.training else 'evaluation'}, gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        )
 
     @property
     def _streams(self) -> RandomStreams | None:

@@ -91,7 +91,7 @@ class StepFunction:
                 hint="a step function calls plain functions",
             )
         if model is not None:
-            args, kwargs = model.step_inputs(args, kwargs)
+            args, kwargs = model.step_inputs(getattr(self, "__name__", "step"), args, kwargs)
         calls = self._splitter.split(args, kwargs, count, state.device)
         run = StepRun(count, expected_backwards=self._backwards_per_microbatch)
         state.step = run

@@ -33,6 +33,7 @@ from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install
 from smpkit.torch.recorder import current as current_recorder
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
     from smpkit.torch.splitting import Call
@@ -89,8 +90,8 @@ class Pipeline:
         self._check_weights()
         if state.pp_rank == 0:
             self.assignment = self._agreed(Step(body, call.args, call.kwargs))
-            self._transport.broadcast_object((self.assignment.to_json(), torch.initial_seed()))
-            seed = torch.initial_seed()
+            seed = common_seed()
+            self._transport.broadcast_object((self.assignment.to_json(), seed))
         else:
             text, seed = self._transport.receive_object(0, "the partition assignment")
             self.assignment = Assignment.from_json(text)
@@ -103,8 +104,9 @@ class Pipeline:
             state.pp_size,
             state.device,
             self._transport,
-            RandomStreams(seed + state.dp_rank, state.device),
+            RandomStreams(seed + state.batch_rank, state.device),
             self.holders,
+            _of_first_pipeline if state.tp_size > 1 else None,
         )
         install(self._root, placement, stage)
         follow_values()
@@ -208,3 +210,15 @@ class Pipeline:
         """Forget a step that an exception ended."""
         if self._executor is not None:
             self._executor.abandon()
+
+
+def _of_first_pipeline(text: str) -> str:
+    """Return the text of the first of the pipelines that tensor parallelism joins.
+
+    Each measures times of its own, and their collectives meet only if all follow one schedule.
+    """
+    group = state.process_group(CommGroup.TP_GROUP)
+    texts = [text]
+    with waiting("the schedule of the first pipeline", group):
+        dist.broadcast_object_list(texts, group=group, group_src=0)
+    return texts[0]

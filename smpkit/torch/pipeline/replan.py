@@ -3,7 +3,8 @@
 The first schedule follows from the graph alone. After the second step, every rank tells pp_rank 0 the median time that
 its segments computed and how fast the link to the next rank is. pp_rank 0 plans with these costs and tells everyone
 the schedule, so it is the same everywhere: a slow link is hidden by holding more microbatches, as far as
-`active_microbatches` allows. The order in which a rank accumulates gradients, ascending microbatches, stays.
+`active_microbatches` allows. The order in which a rank accumulates gradients, ascending microbatches, stays. Pipelines
+that tensor parallelism joins follow the first of them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def replan(stage: Stage, schedule: Schedule, planner: Planner, meter: Meter) -> 
     for rank in range(1, stage.size):
         num_bytes = torch.float64.itemsize * (len(_KINDS) * counts[rank] + 2)
         measured.append(stage.transport.receive_bytes(num_bytes, rank, Tag.COSTS, _WHAT).view(torch.float64).tolist())
-    text = _better(schedule, planner, _costs(counts, measured))
+    text = stage.agreed(_better(schedule, planner, _costs(counts, measured)))
     stage.transport.broadcast_object(text)
     return _agreed(schedule, text)
 

@@ -26,6 +26,8 @@ class Stage:
         transport: the way to the other ranks.
         random: streams of random numbers.
         owners: by parameter (its id), the ranks that hold it.
+        agreed: returns the first pipeline's text on all pipelines that must do the same in the same order; called on
+            pp_rank 0. None: there are no others.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Stage:
         transport: Transport,
         random: RandomStreams,
         owners: Mapping[int, frozenset[int]],
+        agreed: Callable[[str], str] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -51,6 +54,7 @@ class Stage:
         self.num_steps = 0
         self.microbatches: Sequence[Microbatch] = ()
         """Of the step that runs, or ran last."""
+        self.agreed: Callable[[str], str] = agreed or (lambda text: text)
         self._owners = owners
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:

@@ -16,9 +16,22 @@ from smpkit.torch.deadline import waiting
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.state import state
 
-__all__ = ["Agreement", "agree"]
+__all__ = ["Agreement", "agree", "common_seed"]
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def common_seed() -> int:
+    """Return the seed that a script set, that of the first rank for all that must draw the same random numbers.
+
+    With `prescaled_batch` these are the ranks of a tensor-parallel group, which call this together.
+    """
+    seeds = [torch.initial_seed()]
+    if state.tp_size > 1 and state.cfg.prescaled_batch:
+        group = state.process_group(CommGroup.TP_GROUP)
+        with waiting("the seed of tp_rank 0", group):
+            dist.broadcast_object_list(seeds, group=group, group_src=0)
+    return seeds[0]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""Compare what tensor-parallel ranks are about to do, before their collectives wait for each other.
+
+Ranks that call different steps, or bring batches of different shapes, would meet in exchanges that do not fit. So a
+step (and a forward outside any step) begins with one small message: a checksum of what is called and with what.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.deadline import waiting
+from smpkit.torch.pipeline.specs import map_tensors, spec_of
+from smpkit.torch.state import state
+
+__all__ = ["SameCall"]
+
+_COMPARED: Final = 3
+"""Calls whose values are compared, with `prescaled_batch`: data that is dealt out wrongly differs from the first on."""
+
+
+class SameCall:
+    """Compares calls for one model."""
+
+    def __init__(self) -> None:
+        self._num_compared = 0
+
+    def check(self, name: str, mode: str, arguments: Any) -> None:
+        """Raise on all ranks of the group unless they call the same with tensors of the same shapes.
+
+        With `prescaled_batch` the first calls compare values too.
+
+        Args:
+            name: of what is called.
+            mode: what else decides what will happen: training or not.
+
+        Raises:
+            UsageError: says what differs, and between which ranks.
+        """
+        if state.tp_size == 1:
+            return
+        tensors = _tensors_in(arguments)
+        told = f"{name} ({mode}) with {', '.join(str(spec_of(tensor)) for tensor in tensors) or 'no tensors'}"
+        values = 0
+        # Of a pipeline's ranks only the first one's values count.
+        if state.cfg.prescaled_batch and state.pp_rank == 0 and self._num_compared < _COMPARED:
+            self._num_compared += 1
+            values = _checksum(tensors)
+        group = state.process_group(CommGroup.TP_GROUP)
+        mine = torch.tensor([zlib.crc32(told.encode()), values])
+        if "cpu" not in str(dist.get_backend_config(group)):
+            mine = mine.to(state.device)
+        everybody = torch.empty((state.tp_size, 2), dtype=torch.int64, device=mine.device)
+        with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
+            dist.all_gather_into_tensor(everybody, mine, group=group)
+        calls, numbers = everybody.t().tolist()
+        if any(call != calls[0] for call in calls):
+            _refuse_calls(told)
+        if any(number != numbers[0] for number in numbers):
+            other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+            raise UsageError(
+                f"prescaled_batch is on, but tensor-parallel ranks 0 and {other} brought different values to {name}",
+                hint="feed all ranks of a tensor-parallel group the same batch: shard data by smp.rdp_rank() of"
+                " smp.rdp_size(), with one seed for shuffling",
+            )
+
+
+def _refuse_calls(told: str) -> None:
+    group = state.process_group(CommGroup.TP_GROUP)
+    everybody: list[Any] = [None] * state.tp_size
+    with waiting("what tensor-parallel ranks call", group):
+        dist.all_gather_object(everybody, told, group=group)
+    other = next(rank for rank, each in enumerate(everybody) if each != everybody[0])
+    raise UsageError(
+        f"tensor-parallel ranks 0 and {other} are about to do different things: {everybody[0]}, and {everybody[other]}",
+        hint="all ranks of a tensor-parallel group make the same calls, with as many samples of the same length:"
+        " `drop_last=True`, padding to a fixed length",
+    )
+
+
+def _tensors_in(arguments: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            tensors.append(tensor)
+        return tensor
+
+    map_tensors(note, arguments)
+    return tensors
+
+
+def _checksum(tensors: list[torch.Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        checksum = zlib.crc32(memoryview(raw.numpy()), checksum)
+    return checksum
