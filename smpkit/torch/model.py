@@ -240,9 +240,8 @@ class DistributedModel(ModelState):
 
     @property
     def _mode(self) -> str:
-        return (
-            f"{'training' if self.training else 'evaluation'}, gradients {'on' if torch.is_grad_enabled() else 'off'}"
-        )
+        gradients = "with" if torch.is_grad_enabled() else "without"
+        return f"{'training' if self.training else 'evaluation'}, {gradients} gradients"
 
     @property
     def _streams(self) -> RandomStreams | None:

@@ -56,10 +56,10 @@ class SameCall:
         mine = torch.tensor([zlib.crc32(told.encode()), values])
         if "cpu" not in str(dist.get_backend_config(group)):
             mine = mine.to(state.device)
-        everybody = torch.empty((state.tp_size, 2), dtype=torch.int64, device=mine.device)
+        everybody = [torch.empty_like(mine) for _ in range(state.tp_size)]
         with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
-            dist.all_gather_into_tensor(everybody, mine, group=group)
-        calls, numbers = everybody.t().tolist()
+            dist.all_gather(everybody, mine, group=group)
+        calls, numbers = zip(*(each.tolist() for each in everybody), strict=True)
         if any(call != calls[0] for call in calls):
             _refuse_calls(told)
         if any(number != numbers[0] for number in numbers):
@@ -100,5 +100,5 @@ def _checksum(tensors: list[torch.Tensor]) -> int:
     checksum = 0
     for tensor in tensors:
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        checksum = zlib.crc32(memoryview(raw.numpy()), checksum)
+        checksum = zlib.crc32(raw.numpy().tobytes(), checksum)
     return checksum
