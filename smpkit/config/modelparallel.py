@@ -149,13 +149,13 @@ class ModelParallelConfig(Section):
     """Internal to v1: shard offloaded activations over the tensor-parallel ranks."""
 
     fp16: bool = False
-    """Train in float16 with float32 master weights and loss scaling. Not with `bf16`."""
+    """Train in float16 with float32 master weights and a loss scale. Not with `bf16`."""
 
     fp16_params: bool = False
     """Create the parameters of distributed modules in float16; replaced by `fp16` in release 1.10."""
 
     bf16: bool = False
-    """Train in bfloat16; v1 has it with sharded data parallelism only. Not with `fp16`."""
+    """Train in bfloat16 with float32 master weights; v1 has it with sharded data parallelism only. Not with `fp16`."""
 
     fp32_grad_accumulation: bool = Field(default=False, alias="_fp32_grad_accumulation")
     """Internal to v1: accumulate gradients of float16 parameters in float32. Requires `fp16` or `fp16_params`."""

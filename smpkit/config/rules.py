@@ -112,12 +112,6 @@ _RULES = (
         "choose one of them",
     ),
     Rule(
-        "bf16",
-        lambda v, _: v["bf16"] and v["sharded_data_parallel_degree"] == 1,
-        "requires sharded data parallelism",
-        "set `sharded_data_parallel_degree` above 1, or use `fp16: true`",
-    ),
-    Rule(
         "_fp32_grad_accumulation",
         lambda v, _: v["_fp32_grad_accumulation"] and not (v["fp16_params"] or v["fp16"]),
         "requires fp16",
@@ -278,6 +272,7 @@ _NOTICES = (
     _no_tensor_parallelism("tensor_parallel_seed", 0),
     _no_tensor_parallelism("_match_weights", False),
     Rule("fp16_params", lambda v, _: v["fp16_params"], "was replaced by fp16 in release 1.10", "use `fp16: true`"),
+    _internal("_fp32_grad_accumulation", False),
     _internal("load_partition", False),
     _internal("partition_file", None),
     _internal("static_mode", False),

@@ -32,8 +32,6 @@ __all__ = ["init", "shutdown"]
 _log = logging.getLogger("smpkit")
 
 _UNSUPPORTED: Final[Mapping[str, str]] = {
-    "fp16": "smpkit does not train in fp16 yet; torch.autocast inside the step works",
-    "bf16": "smpkit does not train in bf16 yet; torch.autocast inside the step works",
     "sharded_data_parallel_degree": "smpkit does not do sharded data parallelism yet",
 }
 """What a configuration may ask for and this version cannot do: parameter -> sentence."""

@@ -91,3 +91,5 @@ class _Shadow(JoinHook):
         candidate = torch.tensor([dist.get_rank(group) if is_last_joiner else -1], device=state.device)
         dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=group)
         self._replica.broadcast_state(source=int(candidate.item()))
+        if state.optimizer is not None:
+            state.optimizer.reload_model_params()

@@ -24,6 +24,7 @@ from smpkit.torch.partitioning.trace import units_of
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.units import install_streams
+from smpkit.torch.precision import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import state
@@ -90,6 +91,9 @@ class DistributedModel(ModelState):
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         module = distribute(module)
         name_original_forwards(module)
+        self._half = half_dtype(state.cfg)
+        if self._half is not None:
+            cast_model(module, self._half)
         if state.pp_size == 1:
             initialize(module, list(module.parameters()), state.device, torch.initial_seed())
         self.module = module if state.pp_size > 1 else module.to(state.device)
@@ -123,7 +127,10 @@ class DistributedModel(ModelState):
     # --- the model ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's model; outside a step this works at pipeline degree 1 only."""
+        """Call the user's model; outside a step this works at pipeline degree 1 only.
+
+        With `fp16` or `bf16` it gets arguments of floating point in that precision, and what it returns is float32.
+        """
         if state.step is None:
             if self.pipeline is not None:
                 raise UsageError(
@@ -134,7 +141,10 @@ class DistributedModel(ModelState):
             self._run_hooks(self._post_partition_hooks)
             if self.data_parallel is not None:
                 self.data_parallel.begin_plain_pass(self.training)
-        return self.module(*args, **kwargs)
+        if self._half is None:
+            return self.module(*args, **kwargs)
+        args, kwargs = cast_inputs((args, kwargs), self._half)
+        return cast_outputs(self.module(*args, **kwargs), self._half)
 
     def backward(
         self,
@@ -144,21 +154,23 @@ class DistributedModel(ModelState):
         """Run backward from `tensors`, as `torch.autograd.backward` does, for the current microbatch.
 
         Inside a step, gradients are scaled so that the step's result is the average over microbatches (or the sum, with
-        `average_grads_across_microbatches=False`).
+        `average_grads_across_microbatches=False`). With `fp16` they are multiplied with the optimizer's loss scale too,
+        which its step takes out again.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         grads = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
         run = state.step
         if state.tracing:
             return
-        if self.pipeline is not None:
-            if run is None:
-                raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
+        if self.pipeline is not None and run is None:
+            raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
+        scale = _loss_scale() * (1.0 if run is None else self._microbatch_scale(run))
+        if self.pipeline is not None and run is not None:
             run.total_backwards += 1
-            self.pipeline.backward(roots, grads, self._microbatch_scale(run))
+            self.pipeline.backward(roots, grads, scale)
             return
+        grads = _scaled(roots, grads, scale)
         if run is not None:
-            grads = _scaled(roots, grads, self._microbatch_scale(run))
             if self.data_parallel is not None:
                 self.data_parallel.before_backward(run)
             run.backwards += 1
@@ -168,6 +180,13 @@ class DistributedModel(ModelState):
                 torch.autograd.backward(roots, grads)
         finally:
             self._in_backward = False
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a full or partial state dict, as `ModelState.load_state_dict` says; master weights follow."""
+        result = super().load_state_dict(*args, **kwargs)
+        if state.optimizer is not None:
+            state.optimizer.follow_model()
+        return result
 
     def get_module(self) -> nn.Module:
         """Return the user's model, under all wrappers."""
@@ -318,16 +337,17 @@ class DistributedModel(ModelState):
         return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not hooked else 1.0
 
     def _guard_bare_backward(self) -> None:
-        """Refuse `loss.backward()` inside a step: its gradients would miss the scale of the microbatch."""
+        """Refuse `loss.backward()` where its gradients would miss a scale: of the microbatch, or of the loss."""
         first = next((param for param in self.module.parameters() if param.requires_grad), None)
         if first is not None:
             first.register_post_accumulate_grad_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]
 
     def _refuse_bare_backward(self, _: torch.Tensor) -> None:
-        if state.step is not None and state.model is self and not self._in_backward:
-            raise UsageError(
-                "backward was called on a tensor inside @smp.step", hint="call `model.backward(loss)` instead"
-            )
+        if state.model is not self or self._in_backward:
+            return
+        if state.step is not None or _loss_scale() != 1.0:
+            where = "inside @smp.step" if state.step is not None else "with fp16, where the loss has a scale"
+            raise UsageError(f"backward was called on a tensor {where}", hint="call `model.backward(loss)` instead")
 
     def _run_hooks(self, hooks: OrderedDict[int, ModelHook]) -> None:
         while hooks:
@@ -372,6 +392,10 @@ def _answer_to_module(module: nn.Module) -> None:
     """
     if not hasattr(module, "module"):
         object.__setattr__(module, "module", module)
+
+
+def _loss_scale() -> float:
+    return 1.0 if state.optimizer is None else state.optimizer.scale_for_backward()
 
 
 def _scaled(

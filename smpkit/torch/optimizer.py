@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,12 @@ import torch
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.gathering import merge_everywhere
+from smpkit.torch.gradient_norm import clip_grad_norm_
+from smpkit.torch.loss_scale import LossScaler, StaticLossScaler, loss_scaler_of
+from smpkit.torch.master_weights import MasterWeights
 from smpkit.torch.model import PARTIAL_KEY
 from smpkit.torch.optimizer_states import completed, listed, merged, united
+from smpkit.torch.precision import half_dtype
 from smpkit.torch.sharded_state import StateShards
 from smpkit.torch.state import state
 from smpkit.torch.unread import read_now
@@ -25,13 +30,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
     hooks may be given either. It may be made before or after the model is wrapped, and may wrap any object that has
     `param_groups`, `state`, `step` and `zero_grad`.
 
+    With `fp16` or `bf16` the `param_groups` hold float32 master weights from the first step on (see
+    `smpkit.torch.master_weights`). With `fp16` the loss has a scale, and `step` skips, on all ranks alike, where a
+    gradient is not finite: `overflow` is then true, and learning-rate schedulers are not to be stepped.
+
     Args:
         optimizer: the optimizer to wrap.
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: act with `fp16` only; scripts pass them always.
+        static_loss_scale: the loss scale, if it is not dynamic; None is 1. Acts with `fp16` only, like the others.
+        dynamic_loss_scale: find the scale while training.
+        dynamic_loss_args: of `smpkit.torch.loss_scale.DynamicLossScaler`, as one dict `dynamic_loss_args=` (so SMP v1's
+            scripts pass them) or each by its name.
 
     Raises:
-        UsageError: before `smp.init()`, or for something that is no optimizer.
+        UsageError: before `smp.init()`, for something that is no optimizer, or a loss scale that cannot be meant.
     """
+
+    # What the optimizer inside says of itself does not hold here: it does not see what a scaler writes on this object.
+    _step_supports_amp_scaling = False
 
     def __init__(
         self,
@@ -43,7 +58,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # torch.optim.Optimizer.__init__ is left out: it would make param_groups and state of its own, and a scheduler
         # that holds this object would change the learning rate of a copy.
         _check(optimizer)
+        scaler, half = loss_scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args), half_dtype(state.cfg)
+        if half is torch.bfloat16:
+            scaler = StaticLossScaler()
         self.optimizer = optimizer
+        self._masters = None if half is None else MasterWeights(optimizer, half, scaler)
         state.optimizer = self
 
     _is_accelerate_prepared = True
@@ -89,31 +108,116 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer}
+        return {"optimizer": self.optimizer, "_masters": self._masters}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update this rank's parameters."""
+        """Update this rank's parameters; with `fp16`, unless a gradient of any rank is not finite.
+
+        Raises:
+            UsageError: a closure with `fp16` or `bf16`.
+        """
         if state.model is not None:
             state.model.run_post_step_hooks()
+        if self._masters is not None and closure is not None:
+            raise UsageError(
+                "optimizer.step was given a closure, which does not go with master weights",
+                hint="run backward before it, and call it without arguments",
+            )
         shards = _shards()
-        if shards is None:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        if isinstance(self.optimizer, torch.optim.LBFGS):
+        if shards is not None and isinstance(self.optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 "LBFGS looks at all parameters at once, but shard_optimizer_state gives each rank some of them",
                 hint="remove shard_optimizer_state, or use another optimizer",
             )
-        with shards.only_owned():
-            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        shards.spread()
+        with contextlib.nullcontext() if shards is None else shards.only_owned():
+            if self._masters is not None:
+                result = self._masters.step(self.optimizer.step)
+            else:
+                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if shards is not None and not (self._masters is not None and self._masters.overflow):
+            shards.spread()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this rank's parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._masters is not None:
+            self._masters.zero_grad(set_to_none)
+
+    # --- half precision ----------------------------------------------------------------------------------------------
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the norm of all gradients of the whole model, before `step`; all ranks call this.
+
+        With `fp16` and `bf16` these are the unscaled float32 gradients of the master weights.
+
+        Returns:
+            The norm before clipping; -1 where a gradient is not finite (the step will be skipped).
+        """
+        if self._masters is None:
+            inside = getattr(self.optimizer, "clip_master_grads", None)  # a script's own half-precision optimizer
+            if inside is not None:
+                return float(inside(max_norm, norm_type))
+            parameters = (each for group in self.param_groups for each in group["params"])
+            return float(clip_grad_norm_(parameters, max_norm, norm_type))
+        return self._half.clip(max_norm, norm_type)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the latest step was skipped because a gradient was not finite (with `fp16` or `bf16` only)."""
+        return self._half.overflow
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        return self._half.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with (with `fp16` or `bf16` only; 1 with `bf16`)."""
+        return self._half.scaler.loss_scale
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """The master weights by parameter group; empty lists before the first step of a pipeline."""
+        return self._half.fp32_from_fp16_groups
+
+    @property
+    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """The model's parameters that have master weights, by parameter group."""
+        return self._half.fp16_groups
+
+    def init_master_params(self) -> None:
+        """Make the master weights now; they are made by themselves when they are needed."""
+        if self._masters is not None:
+            self._masters.settle()
+
+    def reload_model_params(self) -> None:
+        """Make the master weights equal to the model's, after something else than `step` has changed those.
+
+        After `model.load_state_dict` that is done already.
+        """
+        if self._masters is not None:
+            self._masters.read_weights()
+
+    def follow_model(self) -> None:
+        """Renew the master weights of what has been loaded into the model (called by `model.load_state_dict`)."""
+        if self._masters is not None:
+            self._masters.read_weights(keep_finer=True)
+
+    def scale_for_backward(self) -> float:
+        """Return what the loss of the backward that comes next is multiplied with (called by `model.backward`)."""
+        return 1.0 if self._masters is None else self._masters.scale_for_backward()
+
+    @property
+    def _half(self) -> MasterWeights:
+        if self._masters is None:  # then the attribute may be one of the optimizer inside
+            raise AttributeError("without fp16 and bf16 there are no master weights")
+        return self._masters
+
+    # --- state -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
@@ -121,9 +225,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state, in torch's layout; all ranks of a pipeline call this.
 
-        With `shard_optimizer_state` all data-parallel ranks call it as well.
+        With `shard_optimizer_state` all data-parallel ranks call it as well. With `fp16` or `bf16` each entry of
+        `["state"]` has the parameter's master weight too, as "master", and `["loss_scaler"]` is the state of the loss
+        scale.
         """
-        result = self.orig_state_dict()
+        result = self._own_state_dict()
         if _shards() is not None:
             result = {**result, "state": merged(result["state"], self._parameters())}
         if state.pp_size == 1:
@@ -131,10 +237,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**result, "state": merge_everywhere(result["state"])}
 
     def orig_state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's layout, as it is on this rank."""
+        """Return the state of the optimizer inside, in torch's layout, as it is on this rank."""
         read_now()
         result: dict[str, Any] = self.optimizer.state_dict()
         return result
+
+    def _own_state_dict(self) -> dict[str, Any]:
+        result = self.orig_state_dict()
+        return result if self._masters is None else self._masters.state_dict(result)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """Return this rank's state, plus `_smp_is_partial` = True.
@@ -143,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather_if_shard: with `shard_optimizer_state`, collect the shards of the ranks of RDP_GROUP, all of which
                 call this: on rdp_rank 0 `["state"]` is then a list by rdp_rank. Else it is this rank's own shard.
         """
-        own = {**self.orig_state_dict(), PARTIAL_KEY: True}
+        own = {**self._own_state_dict(), PARTIAL_KEY: True}
         if gather_if_shard and _shards() is not None:
             own["state"] = listed(own["state"])
         return own
@@ -153,6 +263,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With `shard_optimizer_state` all data-parallel ranks call it for a partial one; it may come from any number of
         them.
+
+        With `fp16` or `bf16` the model's weights become the master weights' that are loaded. Before a pipeline's first
+        step loading waits for it.
         """
         read_now()
         values = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
@@ -165,7 +278,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if state_dict.get(PARTIAL_KEY):
                 values["state"] = completed(values["state"], self._parameters(), shards.owns)
             values["state"] = {n: each for n, each in values["state"].items() if shards.owns(self._parameters()[n])}
-        self.optimizer.load_state_dict(values)
+        if self._masters is not None:
+            self._masters.load_state_dict(values)
+        else:
+            self.optimizer.load_state_dict(values)
         self.keep_own_states()
 
     def keep_own_states(self) -> None:
@@ -173,8 +289,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model = state.model
         if model is None or not model.partitioned or (model.pipeline is None and _shards() is None):
             return
+        self.init_master_params()
         for parameter, values in list(self.state.items()):
-            if not model.owns(parameter):
+            if not model.owns(self._of_model(parameter)):
                 del self.state[parameter]
                 continue
             for key, value in values.items():
@@ -183,8 +300,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     values[key] = value.to(parameter.device)
 
     def _parameters(self) -> list[torch.Tensor]:
-        """Return the parameters by the numbers that state dicts give them."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        """Return the model's parameters by the numbers that state dicts give them."""
+        return [self._of_model(parameter) for group in self.param_groups for parameter in group["params"]]
+
+    def _of_model(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        return parameter if self._masters is None else self._masters.weight_of(parameter)
 
 
 def _shards() -> StateShards | None:

@@ -25,7 +25,6 @@ DEFAULTS = ModelParallelConfig().values()
         ({"auto_partition": False}, "auto_partition"),
         ({"_shard_offloaded_activations": False}, "_shard_offloaded_activations"),
         ({"fp16": True, "bf16": True, "ddp": True, "sharded_data_parallel_degree": 2}, "bf16"),
-        ({"bf16": True}, "bf16"),
         ({"_fp32_grad_accumulation": True}, "_fp32_grad_accumulation"),
         (
             {"shard_optimizer_state": True, "ddp": True, "sharded_data_parallel_degree": 2},

@@ -108,7 +108,7 @@ def test_degrees_that_do_not_fit_the_world_are_a_config_error_and_leave_nothing_
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("name", ["fp16", "shard_optimizer_state"])
+@pytest.mark.parametrize("name", ["shard_optimizer_state"])
 def test_what_the_runtime_cannot_do_yet_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"`{name}`: smpkit does not"):
         smp.init({name: True, "ddp": True})

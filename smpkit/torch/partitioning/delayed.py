@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _MARK: Final = "_smpkit_delayed"
+_HALF: Final = (torch.float16, torch.bfloat16)
 _FILLER: Final = "_smpkit_filler"
 
 Filler = Callable[[Collection[int], torch.device], object]
@@ -88,7 +89,8 @@ def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.de
     """Allocate and initialise the delayed ones of `parameters` on `device`.
 
     Of a parameter that is divided over tensor-parallel ranks, the whole is made for a moment: one seed gives one model
-    at every degree.
+    at every degree. Those in half precision are initialised in float32 and rounded, because not all initialisations
+    know half precision.
 
     Raises:
         UsageError: nothing says how to initialise one of them.
@@ -134,10 +136,12 @@ def _initialize_own(
     if not own:
         return
     pieces = getattr(type(module), "initializes_pieces", False)
+    dtypes = [parameter.dtype for parameter in own]
     for parameter in own:
         shard = shard_of(parameter)
         shape = parameter.shape if shard is None or pieces else shard.shape
-        parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)
+        dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
+        parameter.data = torch.empty(shape, dtype=dtype, device=device)
         setattr(parameter, _MARK, False)
         if parameter.is_floating_point():
             parameter.data.fill_(torch.nan)  # shows what an initialiser has left out
@@ -145,6 +149,8 @@ def _initialize_own(
         with _seeded(seed, name, device):
             initializer()
         if not any(parameter.is_floating_point() and parameter.isnan().any() for parameter in own):
+            for parameter, dtype in zip(own, dtypes, strict=True):
+                parameter.data = parameter.data.to(dtype)
             return
     raise UsageError(
         f"nothing says how to initialise the parameters of `{name}` ({type(module).__name__})",
