@@ -304,3 +304,44 @@ def compare(names: list[str]) -> dict[str, float]:
 def test_modules_equal_plain_pytorch(size: int) -> None:
     for found in run_ranks(compare, size, list(CASES), timeout=120):
         assert {case: found[case] for case in found if not found[case] < TOLERANCE} == {}
+
+
+@smp.step
+def train_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss, _ = model((ids, None, None, None, ids))
+    model.backward(loss)
+    return loss
+
+
+def train_language_model(pipeline: int, tensor: int) -> dict[str, list[float]]:
+    """Return the losses of four steps: they depend on all gradients and on how each is reduced."""
+    found = {}
+    for prescaled, optimize in itertools.product([False, True] if tensor > 1 else [False], ["speed", "memory"]):
+        degrees = {"tensor_parallel_degree": tensor, "pipeline_parallel_degree": pipeline, "microbatches": 2}
+        smp.init({**degrees, "ddp": True, "prescaled_batch": prescaled, "optimize": optimize})
+        torch.manual_seed(0)
+        sizes = {**SIZES, **DROPOUTS, **PRE, "num_layers": 2, "vocab_size": 21, "num_positions": LENGTH}
+        model = smp.DistributedModel(smp.nn.DistributedTransformerLMHead(**sizes, causal_mask_size=LENGTH).double())
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        torch.manual_seed(1)
+        ids = torch.randint(21, (8, LENGTH))
+        if tensor > 1 and not prescaled:  # every microbatch has samples of all ranks
+            ids = ids.view(2, tensor, -1, LENGTH)[:, smp.tp_rank()].flatten(0, 1)
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = train_step(model, ids).reduce_mean().item()
+            losses.append(sum(smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size())
+            optimizer.step()
+        found[f"prescaled {prescaled}, {optimize}"] = losses
+        smp.shutdown()
+    return found
+
+
+def test_a_language_model_trains_over_pipeline_and_tensor_ranks_as_in_one_process() -> None:
+    (alone,) = run_ranks(train_language_model, 1, 1, 1)
+    expected = alone["prescaled False, speed"]
+    for found in run_ranks(train_language_model, 4, 2, 2, timeout=120):
+        assert set(found) == {f"prescaled {p}, {o}" for p in (False, True) for o in ("speed", "memory")}
+        for losses in found.values():
+            assert losses == pytest.approx(expected, abs=TOLERANCE)

@@ -85,7 +85,8 @@ def _unit_above(name: str, placement: Mapping[str, int]) -> str | None:
 
 
 def _is_torch_leaf(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())
+    known = type(module).__module__.startswith(("torch.nn", "smpkit.torch.tensor_parallel"))
+    return known and not any(True for _ in module.children())
 
 
 def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -> None:

@@ -15,6 +15,8 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.deadline import waiting
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.module import whole_shape
+from smpkit.torch.tensor_parallel.shards import shard_of
 
 __all__ = ["Agreement", "agree", "common_seed"]
 
@@ -70,7 +72,7 @@ def agree(root: nn.Module, names: Sequence[str]) -> Agreement:
         UsageError: parameters or those modules differ.
     """
     group = state.process_group(CommGroup.TP_GROUP)
-    parameters = [f"parameter {name} {list(each.shape)} {each.dtype}" for name, each in root.named_parameters()]
+    parameters = [f"parameter {name} {list(whole_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
     mine = [*parameters, *(f"distributed module {name}" for name in names)]
     everybody: list[Any] = [None] * state.tp_size
     with waiting("the comparison of models between tensor-parallel ranks", group):
@@ -93,8 +95,9 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
 
 
 def _checksums(root: nn.Module) -> list[int]:
-    """Return a number for the values of each parameter; 0 where there are none yet."""
-    return [0 if is_delayed(parameter) else _checksum(parameter) for parameter in root.parameters()]
+    """Return a number for the values of each parameter; 0 where there are none yet, or the ranks hold pieces."""
+    unknown = (is_delayed(each) or shard_of(each) is not None for each in root.parameters())
+    return [0 if no else _checksum(each) for no, each in zip(unknown, root.parameters(), strict=True)]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import Agreement, agree
 from smpkit.torch.tensor_parallel.calls import convert_calls
 from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, marking_of
+from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.plan_styles import distribute_by_plan, has_plan
 from smpkit.torch.tensor_parallel.registry import (
     Entry,
@@ -62,7 +63,8 @@ def distribute(root: nn.Module) -> nn.Module:
             target.rewrite.distribute(target.module, target.marking.config)
         else:
             _replace(root, target, agreement)
-    if state.rank == 0:
+    made_by_hand = any(isinstance(module, DistributedModule) for module in root.modules())
+    if state.rank == 0 and (finder.targets or finder.skipped or not made_by_hand):
         announce(_report(finder))
     return _put_in_place(root, finder.targets)
 
