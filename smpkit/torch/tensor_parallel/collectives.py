@@ -33,6 +33,8 @@ from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 
 __all__ = [
+    "begin_gather",
+    "begin_reduce_scatter",
     "copy",
     "exchange",
     "gather",
@@ -184,20 +186,44 @@ def _reduce(x: torch.Tensor, _first: int, _second: int) -> torch.Tensor:
     return summed
 
 
+def begin_gather(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
+    """Begin to gather, outside of autograd; what is returned waits and gives the result."""
+    group, mine = tp_group(), x.contiguous()
+    gathered = x.new_empty((state.tp_size, *x.shape))
+    what = f"all-gather of {list(x.shape)} between tensor-parallel ranks"
+    with waiting(what, group):
+        work = _all_gather_into(gathered.view(-1), mine.view(-1), group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        with waiting(what, group):
+            work.wait()
+        return _side_by_side(gathered, dim)
+
+    return finish
+
+
+def begin_reduce_scatter(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
+    """Begin to reduce and scatter, outside of autograd; what is returned waits and gives the result."""
+    group, parts = tp_group(), _stacked(x, dim)
+    part = x.new_empty(parts.shape[1:])
+    what = f"reduce-scatter of {list(x.shape)} between tensor-parallel ranks"
+    with waiting(what, group):
+        work = _reduce_scatter_into(part.view(-1), parts.view(-1), group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        with waiting(what, group):
+            work.wait()
+        return part
+
+    return finish
+
+
 def _gather(x: torch.Tensor, dim: int, _second: int) -> torch.Tensor:
-    group, size = tp_group(), state.tp_size
-    gathered = x.new_empty((size, *x.shape))
-    with waiting(f"all-gather of {list(x.shape)} between tensor-parallel ranks", group):
-        _all_gather_into(gathered.view(-1), x.contiguous().view(-1), group=group)
-    return _side_by_side(gathered, dim)
+    return begin_gather(x, dim)()
 
 
 def _reduce_scatter(x: torch.Tensor, dim: int, _second: int) -> torch.Tensor:
-    group, parts = tp_group(), _stacked(x, dim)
-    part = x.new_empty(parts.shape[1:])
-    with waiting(f"reduce-scatter of {list(x.shape)} between tensor-parallel ranks", group):
-        _reduce_scatter_into(part.view(-1), parts.view(-1), group=group)
-    return part
+    return begin_reduce_scatter(x, dim)()
 
 
 def _split(x: torch.Tensor, dim: int, _second: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from smpkit.torch.tensor_parallel.boundary import (
     split_parameter,
     whole_parameter,
 )
+from smpkit.torch.tensor_parallel.gathered_linear import gathered_linear
 from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_piece
 
 __all__ = ["ColumnParallelLinear", "DistributedLinear", "RowParallelLinear"]
@@ -113,8 +114,17 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features / tp_size), of all values of the group; with `gather_output` see there."""
-        output = self.project(enter(x, self.boundary))
+        if self._gathers_again(x):
+            assert self.boundary.dim is not None
+            output = gathered_linear(x, self.weight, self.bias, self.boundary.dim)
+        else:
+            output = self.project(enter(x, self.boundary))
         return leave_features(output, self.boundary) if self.gather_output else output
+
+    def _gathers_again(self, x: torch.Tensor) -> bool:
+        """Return whether the input of all ranks is gathered again in backward, instead of being kept."""
+        divided = self.boundary.dim is not None and state.tp_size > 1 and not collectives.is_rehearsal(x)
+        return divided and state.cfg.optimize == "memory" and torch.is_grad_enabled() and self.weight.requires_grad
 
     def project(self, entered: torch.Tensor) -> torch.Tensor:
         """Multiply only: for a caller that lets several layers read the same input, after one `enter`."""
