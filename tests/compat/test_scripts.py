@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.compat.commands import run_script
 
@@ -31,3 +32,62 @@ def test_mnist(tmp_path: Path) -> None:
     assert over_ranks["accuracy"] == alone["accuracy"]
     saved = sorted(path.name for path in (tmp_path / "4").iterdir())
     assert saved == ["pt_mnist.pt", "pt_mnist_checkpoint.pt_0", "pt_mnist_checkpoint.pt_1", "report.json"]
+
+
+GPT2 = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2, "prescaled_batch": True}
+
+
+def _gpt2_alone(start: Path, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train the script's model with plain PyTorch; return losses and weights, and leave the first in `start`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    without = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(vocab_size=96, n_positions=12, n_embd=16, n_layer=4, n_head=4, use_cache=False, **without)  # type: ignore[arg-type]
+    model = GPT2LMHeadModel(config).double()
+    torch.save(model.state_dict(), start)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.2},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.1 * step))
+    losses = []
+    for step in range(steps):
+        begin = torch.randint(0, 96, (8, 1), generator=torch.Generator().manual_seed(1000 + step))
+        tokens = (begin + torch.arange(12)) % 96
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)["loss"]
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    """Hugging Face's GPT-2 over pipeline 2 × tensor 2 trains as plain PyTorch does, from the same plain state dict."""
+    losses, weights = _gpt2_alone(tmp_path / "fullmodel.pt", 4)
+    given = ("--start-from", str(tmp_path / "fullmodel.pt"), "--logits_output", "1", "--max_steps", "4")
+    over_ranks = _run("gpt2.py", tmp_path / "4", *_as_arguments(GPT2), *given, ranks=4, parameters={})
+    # Hugging Face computes the loss in float32, whatever the model's type.
+    assert over_ranks["losses"] == pytest.approx(losses, rel=1e-6)
+    saved = torch.load(tmp_path / "4" / "fullmodel.pt")
+    for name, weight in weights.items():
+        torch.testing.assert_close(saved[name], weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.full
+def test_gpt2_placed_by_hand_goes_on_from_a_partial_checkpoint(tmp_path: Path) -> None:
+    more = {"manual_partition": 1, "shard_optimizer_state": 1, "offload_activations": 1, "save_at": 2}
+    folder = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
+    whole = _run("gpt2.py", tmp_path / "whole", *_as_arguments({**GPT2, **more}), *folder, ranks=4, parameters={})
+    assert (tmp_path / "checkpoints" / "newest").read_text().strip() == "total_steps2_partial"
+    again = {**GPT2, **more, "save_at": 0, "load_partial": 1}
+    resumed = _run("gpt2.py", tmp_path / "resumed", *_as_arguments(again), *folder, ranks=4, parameters={})
+    assert resumed["losses"] == pytest.approx(whole["losses"][2:], rel=1e-12)
+    assert resumed["validation"] == pytest.approx(whole["validation"], rel=1e-12)
+
+
+def _as_arguments(settings: dict[str, int]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", str(int(value)))]

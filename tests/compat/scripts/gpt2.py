@@ -1,0 +1,217 @@
+"""Causal language modelling with Hugging Face's GPT-2 in SMP v1's API: tensor and pipeline parallelism, checkpoints.
+
+The shape of SMP v1's GPT scripts: a configuration in the script that the job's overrides, `smp.model_creation`, layers
+placed and checkpointed by hand, parameter groups with and without decay, partial checkpoints to go on from, and a plain
+state dict to begin from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import smdistributed.modelparallel
+import smdistributed.modelparallel.torch as smp
+import torch
+from torch import optim
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+SMP_VERSION = int("".join(smdistributed.modelparallel.__version__.split(".")[:2]))
+
+
+@smp.step
+def train_step(model, optimizer, input_ids, attention_mask, args):
+    if args.logits_output:
+        output = model(input_ids=input_ids, attention_mask=attention_mask, labels=input_ids)
+        loss = output["loss"]
+    else:
+        loss = model(input_ids=input_ids, attention_mask=attention_mask, labels=input_ids)["loss"]
+    model.backward(loss)
+    if args.logits_output:
+        return output
+    return loss
+
+
+@smp.step
+def test_step(model, input_ids, attention_mask):
+    return model(input_ids=input_ids, attention_mask=attention_mask, labels=input_ids)["loss"]
+
+
+def parse_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max_steps", type=int, default=4)
+    parser.add_argument("--train_batch_size", type=int, default=8)
+    parser.add_argument("--max_context_width", type=int, default=12)
+    parser.add_argument("--vocab_size", type=int, default=96)
+    parser.add_argument("--hidden_width", type=int, default=16)
+    parser.add_argument("--num_layers", type=int, default=4)
+    parser.add_argument("--num_heads", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--weight_decay", type=float, default=0.2)
+    parser.add_argument("--grad_clip", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=12345)
+    parser.add_argument("--tensor_parallel_degree", type=int, default=1)
+    parser.add_argument("--pipeline_parallel_degree", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--prescaled_batch", type=int, default=0)
+    parser.add_argument("--shard_optimizer_state", type=int, default=0)
+    parser.add_argument("--activation_checkpointing", type=int, default=1)
+    parser.add_argument("--activation_strategy", default="each")
+    parser.add_argument("--offload_activations", type=int, default=0)
+    parser.add_argument("--fp16", type=int, default=0)
+    parser.add_argument("--manual_partition", type=int, default=0)
+    parser.add_argument("--logits_output", type=int, default=0)
+    parser.add_argument("--checkpoint-dir", default="")
+    parser.add_argument("--start-from", default="", help="a plain state dict of Hugging Face")
+    parser.add_argument("--save-start", default="")
+    parser.add_argument("--save_at", type=int, default=0)
+    parser.add_argument("--load_partial", type=int, default=0)
+    parser.add_argument("--model-dir", default=".")
+    parser.add_argument("--report", default="")
+    return parser.parse_known_args()[0]
+
+
+def param_groups(module, weight_decay):
+    decayed, others = [], []
+    for _, parameter in module.named_parameters():
+        (decayed if parameter.dim() > 1 else others).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def batch_of(args, step, device):
+    """Return this replica's part of the step's tokens, which count up from random beginnings."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    start = torch.randint(0, args.vocab_size, (args.train_batch_size, 1), generator=generator)
+    tokens = (start + torch.arange(args.max_context_width)) % args.vocab_size
+    prescaled = args.prescaled_batch and smp.tp_size() > 1
+    rank, size = (smp.rdp_rank(), smp.rdp_size()) if prescaled else (smp.dp_rank(), smp.dp_size())
+    share = args.train_batch_size // size
+    tokens = tokens[rank * share : (rank + 1) * share]
+    return tokens, torch.ones_like(tokens)
+
+
+def place_by_hand(layers):
+    per_partition = math.ceil(len(layers) / smp.pp_size())
+    for index, layer in enumerate(layers):
+        smp.set_partition(layer, index // per_partition)
+
+
+def main():
+    args = parse_args()
+    smp.init(
+        {
+            "ddp": True,
+            "tensor_parallel_degree": args.tensor_parallel_degree,
+            "pipeline_parallel_degree": args.pipeline_parallel_degree,
+            "microbatches": args.microbatches,
+            "prescaled_batch": args.prescaled_batch > 0,
+            "shard_optimizer_state": args.shard_optimizer_state > 0,
+            "offload_activations": args.offload_activations > 0,
+            "optimize": "speed",
+            "fp16": args.fp16 > 0,
+            "auto_partition": not args.manual_partition,
+            "default_partition": 0,
+        }
+    )
+    assert SMP_VERSION >= 110
+    torch.cuda.set_device(smp.local_rank())
+    device = torch.device("cuda")
+    set_seed(args.seed)
+    config = GPT2Config(
+        vocab_size=args.vocab_size,
+        n_positions=args.max_context_width,
+        n_embd=args.hidden_width,
+        n_layer=args.num_layers,
+        n_head=args.num_heads,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with smp.model_creation(
+        tensor_parallelism=smp.tp_size() > 1,
+        dtype=torch.float16 if args.fp16 else torch.float64,
+        fused_softmax=True,
+        fused_bias_gelu=True,
+        attention_in_fp32=False,
+        query_key_layer_scaling=False,
+    ):
+        model = GPT2LMHeadModel(config)
+    if args.save_start:
+        torch.save(model.state_dict(), args.save_start)
+    model = smp.DistributedModel(model, trace_device="gpu")
+
+    module = model.get_module()
+    layers = getattr(module.transformer, "seq_layers", None) or module.transformer.h
+    if args.manual_partition:
+        place_by_hand(layers)
+    if args.activation_checkpointing:
+        if isinstance(layers, torch.nn.Sequential):
+            smp.set_activation_checkpointing(layers, strategy=args.activation_strategy)
+        else:
+            for layer in layers.children():
+                smp.set_activation_checkpointing(layer)
+
+    optimizer = optim.AdamW(param_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95))
+    optimizer = smp.DistributedOptimizer(
+        optimizer,
+        static_loss_scale=None,
+        dynamic_loss_scale=True,
+        dynamic_loss_args={"scale_window": 1000, "min_scale": 1, "delayed_shift": 2},
+    )
+    inner = optimizer.optimizer if smp.state.cfg.fp16 else optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0 / (1.0 + 0.1 * step))
+
+    if args.start_from:
+        start = Path(args.start_from)
+        smp.resume_from_checkpoint(str(start.parent), tag=start.name, partial=False, load_optimizer=False)
+    steps, losses, norms = 0, [], []
+    if args.load_partial:
+        content = smp.resume_from_checkpoint(args.checkpoint_dir, partial=True)
+        steps = content["total_steps"]
+        scheduler.load_state_dict(content["lr_scheduler"])
+
+    model.train()
+    while steps < args.max_steps:
+        input_ids, attention_mask = batch_of(args, steps, device)
+        optimizer.zero_grad(set_to_none=True)
+        output = train_step(model, optimizer, input_ids, attention_mask, args)
+        loss_mb = output["loss"] if args.logits_output else output
+        if args.logits_output:
+            assert torch.cat(tuple(output["logits"].outputs)).shape[-1] == args.vocab_size
+        if smp.state.cfg.fp16:
+            norms.append(float(optimizer.clip_master_grads(args.grad_clip)))
+        optimizer.step()
+        if not (smp.state.cfg.fp16 and optimizer.overflow):
+            scheduler.step()
+        steps += 1
+        losses.append(torch.stack(smp.allgather(loss_mb.reduce_mean().detach(), smp.DP_GROUP)).mean().item())
+        if smp.rank() == 0:
+            print(f"step {steps}: loss {losses[-1]:.4f}")
+        if steps == args.save_at:
+            smp.save_checkpoint(
+                args.checkpoint_dir,
+                tag=f"total_steps{steps}",
+                partial=True,
+                model=model,
+                optimizer=optimizer,
+                user_content={"total_steps": steps, "lr_scheduler": scheduler.state_dict()},
+                num_kept_partial_checkpoints=2,
+            )
+
+    model.eval()
+    with torch.no_grad():
+        losses_mb = test_step(model, *batch_of(args, 99, device))
+    validation = torch.stack(smp.allgather(losses_mb.reduce_mean(), smp.DP_GROUP)).mean().item()
+    smp.save_checkpoint(args.model_dir, tag="fullmodel.pt", partial=False, model=model, optimizer=optimizer)
+    if args.report and smp.rank() == 0:
+        Path(args.report).write_text(json.dumps({"losses": losses, "validation": validation, "norms": norms}))
+    smp.barrier()
+
+
+if __name__ == "__main__":
+    main()
