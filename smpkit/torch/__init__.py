@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from smpkit.torch import amp as amp
 from smpkit.torch import model as model
 from smpkit.torch import nn as nn
 from smpkit.torch.checkpointing.api import checkpoint, checkpoint_sequential, set_activation_checkpointing

@@ -21,14 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.plan.mesh import CommGroup
-from smpkit.torch.deadline import waiting
 from smpkit.torch.gradient_norm import clip_to_norm, global_norm, local_part
 from smpkit.torch.loss_scale import LossScaler
+from smpkit.torch.overflow import found_anywhere
 from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
 from smpkit.torch.state import state
 
@@ -151,7 +149,7 @@ class MasterWeights:
         with torch.no_grad():
             self._fill_gradients()
             if self._dtype is torch.float16:  # bfloat16 has the range of float32: no scale, nothing to agree on
-                self.overflow = _agreed(self._unscale())
+                self.overflow = bool(found_anywhere(self._unscale()).item())
         self._prepared = True
 
     def step(self, update: Callable[[], Any]) -> Any:
@@ -283,18 +281,3 @@ def _copy(targets: Iterable[Any], sources: Iterable[Any]) -> None:
     into, values = list(targets), list(sources)
     if into:
         torch._foreach_copy_(into, values)
-
-
-def _agreed(found: torch.Tensor) -> bool:
-    """Return whether any rank that trains the same weights has found something.
-
-    The gradients of replicas are equal once they are reduced, so the ranks of one model have to ask only each other;
-    unless each replica has the gradients of a part, as with sharded states.
-    """
-    sharded = state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
-    kind = CommGroup.WORLD if sharded else CommGroup.MP_GROUP
-    if len(state.group(kind)) > 1:
-        group = state.process_group(kind)
-        with waiting("the agreement whether all gradients are finite", group):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return bool(found.item())

@@ -126,7 +126,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # --- what the user calls -----------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
+    takes_grad_scale: Final = True
+    """What `smp.amp.GradScaler` asks: `step` unscales, and `grad_norm` then tells whether all gradients were finite."""
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float | None = None) -> Any:
         """Update the weights from the gradients since the last step; returns before it has happened.
 
         Args:
@@ -142,7 +145,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._overlap == "backward":
-            if grad_scale != 1.0:
+            if grad_scale is not None:
                 raise UsageError('a loss scale needs overlap="forward": weights are updated before all is finite')
             self._updated_in_backward.clear()
             return loss
@@ -214,17 +217,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
             states.append(SliceState(index, piece.weights, groups, owners, len(self._names)))
         return states
 
-    def _factor(self, grad_scale: float) -> float | None:
+    def _factor(self, grad_scale: float | None) -> float | None:
         """Return what to multiply gradients with; None if they are not finite and were scaled."""
-        if self.max_grad_norm is None and grad_scale == 1.0:
+        if self.max_grad_norm is None and grad_scale is None:
             self.grad_norm = None
             return 1.0
+        scale = 1.0 if grad_scale is None else grad_scale
         norms = [pending.norm() for pending in self._pending]
-        self.grad_norm = float(torch.stack(norms).double().norm()) / grad_scale if norms else 0.0
-        if grad_scale != 1.0 and not math.isfinite(self.grad_norm):
+        self.grad_norm = float(torch.stack(norms).double().norm()) / scale if norms else 0.0
+        if grad_scale is not None and not math.isfinite(self.grad_norm):
             return None
         clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
-        return clip / grad_scale
+        return clip / scale
 
     def _update(self, index: int, factor: float) -> None:
         """Let threads update a slice when its gradients have arrived and its last update has ended."""

@@ -1,0 +1,120 @@
+"""`smp.amp`: torch's gradient scaler for autocast, with all ranks of a model of one mind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from smpkit.errors import UsageError
+from smpkit.torch.overflow import found_anywhere
+from smpkit.torch.precision import half_dtype
+from smpkit.torch.state import state
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scale losses under `torch.autocast`, and skip steps whose gradients are not finite on any rank of the model.
+
+    ::
+
+        scaler = smp.amp.GradScaler()
+
+        @smp.step
+        def train_step(model, inputs, targets):
+            with torch.autocast("cuda"):
+                loss = F.cross_entropy(model(inputs), targets)
+            model.backward(scaler.scale(loss))
+            return loss
+
+        train_step(model, inputs, targets)
+        scaler.step(optimizer)
+        scaler.update()
+
+    The methods are those of `torch.amp.GradScaler`; `unscale_` and `step` are called by all ranks. It scales for an
+    `OffloadOptimizer` too, which unscales by itself: clip with its `max_grad_norm`.
+
+    Args:
+        arguments, options: those of `torch.cuda.amp.GradScaler`, as in SMP v1: `init_scale=65536.0`,
+            `growth_factor=2.0`, `backoff_factor=0.5`, `growth_interval=2000`, `enabled=True`.
+        device: the type of the device that losses are on; this rank's if not given. It may also come first, as in
+            `torch.amp.GradScaler`.
+
+    Raises:
+        UsageError: with `fp16` or `bf16` in the configuration, where the optimizer sees to all of this.
+    """
+
+    def __init__(self, *arguments: Any, device: str | torch.device | None = None, **options: Any) -> None:
+        if arguments and isinstance(arguments[0], str | torch.device):
+            device, *rest = arguments
+            arguments = tuple(rest)
+        here = _device() if device is None else torch.device(device)
+        super().__init__(here.type, *arguments, **options)
+        if not self._enabled:
+            return
+        if state.initialized and half_dtype(state.cfg) is not None:
+            name = "fp16" if state.cfg.fp16 else "bf16"
+            raise UsageError(
+                f"a GradScaler was made, but with `{name}` in the configuration the optimizer sees to the loss scale",
+                hint=f"remove the scaler (or pass enabled=False), or remove `{name}` and use torch.autocast",
+            )
+        # Now and not when the first loss comes: that may be one without data, when a step is traced.
+        self._lazy_init_scale_growth_tracker(here)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the scale, and find out whether any of them, anywhere, is not finite.
+
+        Raises:
+            UsageError: an OffloadOptimizer.
+        """
+        if self._enabled and _takes_scale(optimizer):
+            raise UsageError(
+                "the gradients of an OffloadOptimizer cannot be unscaled before its step",
+                hint="give it max_grad_norm to clip them",
+            )
+        super().unscale_(optimizer)
+        if self._enabled:
+            self._agree(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale, unless that has been done, and call `optimizer.step` if all gradients of all ranks are finite."""
+        if not (self._enabled and _takes_scale(optimizer)):
+            return super().step(optimizer, *args, **kwargs)
+        known = self._per_optimizer_states[id(optimizer)]
+        if known["stage"] is not OptState.READY:
+            raise UsageError("scaler.step was called twice", hint="call scaler.update() after each scaler.step()")
+        offloaded: Any = optimizer
+        result: float | None = offloaded.step(*args, grad_scale=self.get_scale(), **kwargs)
+        norm: float = offloaded.grad_norm
+        known["found_inf_per_device"] = {_device(): torch.tensor(float(not math.isfinite(norm)), device=_device())}
+        known["stage"] = OptState.STEPPED
+        return result
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        # What torch's scaler asks for where an optimizer unscales in its own kernel (`fused=True`).
+        super()._check_inf_per_device(optimizer)
+        return self._agree(optimizer)
+
+    def _agree(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+        """Let every rank know what any has found; a rank may have no gradients at all, and have found nothing."""
+        known = self._per_optimizer_states[id(optimizer)]
+        found = torch.zeros((), device=_device())
+        for each in known["found_inf_per_device"].values():
+            found = torch.maximum(found, each.to(found.device))
+        agreed: dict[torch.device, torch.Tensor] = {found.device: found_anywhere(found)}
+        known["found_inf_per_device"] = agreed
+        return agreed
+
+
+def _device() -> torch.device:
+    if state.initialized:
+        return state.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _takes_scale(optimizer: Any) -> bool:
+    """Tell whether an optimizer's step takes the scale as an argument."""
+    return bool(getattr(optimizer, "takes_grad_scale", False))

@@ -1,0 +1,194 @@
+"""`smp.amp.GradScaler`: torch's, with all ranks of a model of one mind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
+from tests.ranks import run_ranks
+
+INIT = 2.0**6
+BY_HAND = {"auto_partition": False, "default_partition": 0}
+
+
+class Layer(nn.Module):
+    """A linear layer that can be told to spoil its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.spoil = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if self.spoil:
+            x.register_hook(lambda gradient: gradient * math.inf)
+        return torch.tanh(x)
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(Layer(), Layer())
+
+
+def spoil(model: nn.Sequential, spoils: bool) -> None:
+    last = model[1]
+    assert isinstance(last, Layer)
+    last.spoil = spoils
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def spoils(step: int) -> bool:
+    return step in (1, 2)
+
+
+def train_plainly(microbatches: int, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=INIT, growth_interval=2)
+    scales = []
+    for step in range(6):
+        optimizer.zero_grad()
+        spoil(model, spoils(step))
+        for part in batch(step).chunk(microbatches):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = model(part).float().square().mean()
+            (scaler.scale(loss) / microbatches).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return model.state_dict(), scales
+
+
+@smp.step
+def train_step(model: Any, inputs: torch.Tensor, scaler: Any, dtype: Any) -> torch.Tensor:
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss = model(inputs).float().square().mean()
+    model.backward(scaler.scale(loss))
+    return loss
+
+
+def train(degree: int, microbatches: int, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], list[float]]:
+    smp.init(
+        {
+            "pipeline_parallel_degree": degree,
+            "microbatches": microbatches,
+            "auto_partition": False,
+            "default_partition": 0,
+        }
+    )
+    module = build()
+    if degree == 2:
+        smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    scaler = smp.amp.GradScaler(INIT, growth_interval=2)
+    scales = []
+    for step in range(6):
+        optimizer.zero_grad()
+        spoil(module, spoils(step))  # its rank's own gradient is not finite, and what it sends back neither
+        train_step(model, batch(step), scaler, dtype)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    held = {name: value for name, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
+    smp.shutdown()
+    return held, scales
+
+
+def train_all(degree: int) -> list[Any]:
+    return [train(degree, microbatches, dtype) for microbatches in (1, 2) for dtype in (None, torch.bfloat16)]
+
+
+@pytest.mark.filterwarnings("ignore:.*auto_partition")
+@pytest.mark.parametrize("degree", [1, 2])
+def test_training_equals_torchs_scaler(degree: int) -> None:
+    ranks = run_ranks(train_all, degree, degree)
+    kinds = [(microbatches, dtype) for microbatches in (1, 2) for dtype in (None, torch.bfloat16)]
+    for (microbatches, dtype), *traces in zip(kinds, *ranks, strict=True):
+        weights, scales = train_plainly(microbatches, dtype)
+        assert scales == [INIT, INIT / 2, INIT / 4, INIT / 4, INIT / 2, INIT / 2]
+        for held, ours in traces:
+            assert ours == scales
+            for name, value in held.items():
+                torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-6)
+
+
+def overflow_on_the_last_rank(fused: bool) -> tuple[float, float, bool]:
+    """Only the loss's own layer overflows: without agreement the first rank would take its step."""
+    smp.init({"pipeline_parallel_degree": 2, **BY_HAND})
+    module = build()
+    smp.set_partition(module[1], 1)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=fused))
+    scaler = smp.amp.GradScaler(INIT)
+    train_step(model, batch(0), scaler, None)
+    own = next(model.local_parameters())
+    before = own.detach().clone()
+    if smp.pp_rank() == 1:
+        assert own.grad is not None
+        own.grad.fill_(math.nan)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    kept = bool(own.equal(before))
+    if smp.pp_rank() == 1:
+        own.grad = None
+    return scaler.get_scale(), float(len(optimizer.state)), kept
+
+
+@pytest.mark.filterwarnings("ignore:.*auto_partition")
+def test_an_overflow_of_one_pipeline_rank_skips_the_step_of_all() -> None:
+    assert run_ranks(overflow_on_the_last_rank, 2, True) == [(INIT / 2, 0.0, True)] * 2
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_it_is_refused_where_the_optimizer_scales_by_itself(name: str) -> None:
+    smp.init({name: True})
+    with pytest.raises(UsageError, match=f"a GradScaler was made, but with `{name}`"):
+        smp.amp.GradScaler()
+    assert not smp.amp.GradScaler(enabled=False).is_enabled()
+
+
+def test_it_takes_the_arguments_of_both_of_torchs() -> None:
+    assert smp.amp.GradScaler(8.0, 3.0).get_scale() == smp.amp.GradScaler("cpu", 8.0, 3.0).get_scale() == 8.0
+    assert smp.amp.GradScaler(device="cpu", growth_factor=3.0).get_growth_factor() == 3.0
+    scaler = smp.amp.GradScaler(init_scale=8.0)
+    kept = smp.amp.GradScaler(init_scale=2.0).state_dict()
+    scaler.load_state_dict(kept)
+    assert scaler.get_scale() == 2.0
+
+
+def test_it_scales_for_an_offload_optimizer() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = OffloadModel(layers, torch.device("cpu"), torch.device("cpu"), num_slices=2)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=1.0)
+    scaler = smp.amp.GradScaler(init_scale=2.0)
+    seen = []
+    for factor in (1.0, math.inf, math.inf, 1.0):
+        before = [each.detach().clone() for each in model.parameters()]
+        loss = model(torch.ones(2, 4)).mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.synchronize()
+        changed = any(not old.equal(new) for old, new in zip(before, model.parameters(), strict=True))
+        seen.append((scaler.get_scale(), changed))
+    assert seen == [(2.0, True), (1.0, False), (0.5, False), (0.5, True)]
+    with pytest.raises(UsageError, match="OffloadOptimizer cannot be unscaled before its step"):
+        scaler.unscale_(optimizer)
