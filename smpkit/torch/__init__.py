@@ -18,6 +18,7 @@ from __future__ import annotations
 from smpkit.torch import amp as amp
 from smpkit.torch import model as model
 from smpkit.torch import nn as nn
+from smpkit.torch import optimizers as optimizers
 from smpkit.torch.checkpointing.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpkit.torch.checkpoints import latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.comm import (

@@ -54,7 +54,7 @@ class MasterWeights:
         """Whether a gradient of the latest step was not finite, so that nothing was updated."""
         self._optimizer = optimizer
         self._dtype = dtype
-        self._weights: dict[nn.Parameter, nn.Parameter] = {}
+        self._weights: dict[torch.Tensor, nn.Parameter] = {}
         """The model's parameter by its master."""
         self._waiting: Mapping[str, Any] | None = None
         self._prepared = False
@@ -88,7 +88,7 @@ class MasterWeights:
             }
         return master
 
-    def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def weight_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter that a member of the optimizer's groups stands for: often itself."""
         return self._weights.get(parameter, parameter)
 
@@ -188,7 +188,7 @@ class MasterWeights:
         clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
         return float(norm)
 
-    def _gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the optimizer's parameters that have a gradient, and its values."""
         model = state.model
         assert model is not None

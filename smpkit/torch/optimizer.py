@@ -291,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         self.init_master_params()
         for parameter, values in list(self.state.items()):
-            if not model.owns(self._of_model(parameter)):
+            if not model.owns(self.model_parameter(parameter)):
                 del self.state[parameter]
                 continue
             for key, value in values.items():
@@ -301,9 +301,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> list[torch.Tensor]:
         """Return the model's parameters by the numbers that state dicts give them."""
-        return [self._of_model(parameter) for group in self.param_groups for parameter in group["params"]]
+        return [self.model_parameter(parameter) for group in self.param_groups for parameter in group["params"]]
 
-    def _of_model(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the model's parameter that a member of `param_groups` is the master weight of: often itself."""
         return parameter if self._masters is None else self._masters.weight_of(parameter)
 
 

@@ -1,0 +1,388 @@
+"""`smp.optimizers`: Adam, LAMB and NovoGrad that update many tensors at once.
+
+SMP v1 had them in place of Apex's, with Apex's names and arguments; here they are built on torch's fused kernels and
+operations on lists of tensors. Norms that they ask for are those of the whole model and of whole tensors, on however
+many ranks these lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.deadline import waiting
+from smpkit.torch.gradient_norm import global_norm
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.shards import shard_of
+
+__all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
+
+Tensors = list[torch.Tensor]
+
+
+class _Fused(torch.optim.Optimizer):
+    """What the three have in common: steps counted for each parameter, first moments, many tensors at once."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, set_grad_none: bool, amsgrad: bool) -> None:
+        if amsgrad:
+            raise UnsupportedError(
+                f"{type(self).__name__} has no amsgrad variant", hint="use torch.optim.AdamW(..., amsgrad=True)"
+            )
+        _check(type(self).__name__, defaults)
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients; `set_grad_none` of the constructor says how if the argument does not."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: called first, with gradients on; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            for _, parameters in self._alike(group):
+                self._update_alike(group, parameters)
+
+    def _update_alike(self, group: dict[str, Any], parameters: Tensors) -> None:
+        raise NotImplementedError
+
+    def _alike(self, group: dict[str, Any]) -> Iterator[tuple[float, Tensors]]:
+        """Count a step and yield the parameters with gradients, those of the same count together, with that count."""
+        by_step: dict[float, Tensors] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise UnsupportedError(
+                    f"{type(self).__name__} does not take sparse gradients", hint="make embeddings with sparse=False"
+                )
+            own = self.state[parameter]
+            if not own:
+                own["step"] = torch.zeros((), dtype=torch.float32)
+                own.update(self._first_state(parameter))
+            own["step"] += 1
+            by_step.setdefault(float(own["step"]), []).append(parameter)
+        yield from sorted(by_step.items(), key=lambda item: item[0])
+
+    def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def _states(self, parameters: Tensors, name: str) -> Tensors:
+        return [self.state[parameter][name] for parameter in parameters]
+
+    def _num_steps(self, parameters: Tensors) -> float:
+        return float(self.state[parameters[0]]["step"])
+
+
+class FusedAdam(_Fused):
+    """Adam with decoupled weight decay (AdamW), or with `adam_w_mode=False` with L2 regularisation.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        bias_correction: divide the moments by what they lack in the first steps.
+        adam_w_mode: decay weights and not gradients.
+        amsgrad: must be False.
+        set_grad_none: let `zero_grad()` set gradients to None, not to zero.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+        UnsupportedError: amsgrad.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(
+            params, {**defaults, "weight_decay": weight_decay}, set_grad_none=set_grad_none, amsgrad=amsgrad
+        )
+
+    def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+    def _update_alike(self, group: dict[str, Any], parameters: Tensors) -> None:
+        gradients, (beta1, beta2) = _gradients(parameters), group["betas"]
+        if not group["bias_correction"]:
+            updates = _adam_updates(self, group, parameters, gradients, 1.0 - beta1, self.adam_w_mode)
+            torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
+            return
+        done = self._num_steps(parameters) - 1.0  # torch's kernel counts this step itself
+        adam(
+            parameters,
+            gradients,
+            self._states(parameters, "exp_avg"),
+            self._states(parameters, "exp_avg_sq"),
+            [],
+            [torch.full((), done, device=parameter.device) for parameter in parameters],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=self.adam_w_mode,
+        )
+
+
+class FusedLAMB(_Fused):
+    """LAMB: Adam whose step is, for each tensor, in proportion to the norm of its weights.
+
+    Before, the gradients of the whole model are clipped to `max_grad_norm`.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        bias_correction: divide the moments by what they lack in the first steps.
+        amsgrad: must be False.
+        adam_w_mode: decay weights and not gradients.
+        grad_averaging: give a new gradient the weight `1 - betas[0]` in the first moment, not 1.
+        set_grad_none: let `zero_grad()` set gradients to None, not to zero.
+        max_grad_norm: clip the norm of all gradients to this; 0 does not clip.
+        use_nvlamb: also without weight decay let the step be in proportion to the weights.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+        UnsupportedError: amsgrad.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        more = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
+        super().__init__(params, {**defaults, **more}, set_grad_none=set_grad_none, amsgrad=amsgrad)
+
+    def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+    def _update(self) -> None:
+        self._norm = self._norm_of_all()
+        super()._update()
+
+    def _norm_of_all(self) -> torch.Tensor | None:
+        if not any(group["max_grad_norm"] > 0 for group in self.param_groups):
+            return None
+        every = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        if state.initialized:
+            return global_norm([(_of_model(each), each.grad) for each in every])
+        norm: torch.Tensor = torch.nn.utils.get_total_norm([each.grad for each in every])
+        return norm
+
+    def _update_alike(self, group: dict[str, Any], parameters: Tensors) -> None:
+        gradients = _gradients(parameters)
+        if self._norm is not None and group["max_grad_norm"] > 0:
+            excess = (self._norm / group["max_grad_norm"]).clamp(min=1.0)
+            gradients = list(torch._foreach_div(gradients, excess.to(gradients[0])))
+        weight = 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
+        updates = _adam_updates(self, group, parameters, gradients, weight, self.adam_w_mode)
+        if self.use_nvlamb or group["weight_decay"] != 0:
+            of_weights, of_updates = _norms(parameters, parameters, 2.0), _norms(updates, parameters, 2.0)
+            ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
+            torch._foreach_mul_(updates, list(ratios.unbind()))
+        torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
+
+
+FusedLamb = FusedLAMB
+"""The name in a part of SMP v1's documentation."""
+
+
+class FusedNovoGrad(_Fused):
+    """NovoGrad: momentum on gradients that are divided, tensor by tensor, by a running average of their norm.
+
+    The state "exp_avg_sq" of a tensor is that average: one number.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        bias_correction: divide the averages by what they lack in the first steps.
+        amsgrad: must be False.
+        reg_inside_moment: divide and decay gradients before they go into the momentum, not after.
+        grad_averaging: give a new gradient the weight `1 - betas[0]` in the momentum, not 1.
+        norm_type: 2, or 0 for the largest absolute value.
+        init_zero: let the average of norms start with 0, not with the first norm.
+        set_grad_none: let `zero_grad()` set gradients to None, not to zero.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+        UnsupportedError: amsgrad.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if norm_type not in (0, 2):
+            raise UsageError(f"norm_type of FusedNovoGrad must be 2 or 0 (the largest absolute value), got {norm_type}")
+        self.reg_inside_moment = reg_inside_moment
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        more = {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
+        super().__init__(
+            params, {**defaults, "weight_decay": weight_decay, **more}, set_grad_none=set_grad_none, amsgrad=amsgrad
+        )
+
+    def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": parameter.new_zeros(())}
+
+    def _update_alike(self, group: dict[str, Any], parameters: Tensors) -> None:
+        beta1, _ = group["betas"]
+        gradients, momenta = _gradients(parameters), self._states(parameters, "exp_avg")
+        steps, lr, decay = self._num_steps(parameters), float(group["lr"]), group["weight_decay"]
+        divisors = list(self._divisors(group, parameters, gradients).unbind())
+        weight = 1.0 - beta1 if group["grad_averaging"] else 1.0
+        if self.reg_inside_moment:
+            gradients = list(torch._foreach_div(gradients, divisors))
+            torch._foreach_add_(gradients, parameters, alpha=decay)
+        torch._foreach_mul_(momenta, beta1)
+        torch._foreach_add_(momenta, gradients, alpha=weight)
+        updates = list(torch._foreach_div(momenta, 1.0 - beta1**steps if group["bias_correction"] else 1.0))
+        if not self.reg_inside_moment:
+            torch._foreach_div_(updates, divisors)
+            torch._foreach_add_(updates, parameters, alpha=decay)
+        torch._foreach_add_(parameters, updates, alpha=-lr)
+
+    def _divisors(self, group: dict[str, Any], parameters: Tensors, gradients: Tensors) -> torch.Tensor:
+        """Bring the averages of norms up to date; return what gradients are divided by."""
+        _, beta2 = group["betas"]
+        averages, steps = self._states(parameters, "exp_avg_sq"), self._num_steps(parameters)
+        norms = _norms(gradients, parameters, 2.0 if group["norm_type"] == 2 else math.inf)
+        old = norms if steps == 1 and not group["init_zero"] else torch.stack(averages)
+        if group["norm_type"] == 2:
+            new = (beta2 * old.square() + (1.0 - beta2) * norms.square()).sqrt()
+        else:
+            new = beta2 * old + (1.0 - beta2) * norms
+        torch._foreach_copy_(averages, list(new.unbind()))
+        correction = math.sqrt(1.0 - beta2**steps) if group["bias_correction"] else 1.0
+        divisors: torch.Tensor = new / correction + group["eps"]
+        return divisors
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _adam_updates(
+    optimizer: _Fused,
+    group: dict[str, Any],
+    parameters: Tensors,
+    gradients: Tensors,
+    weight: float,
+    decoupled: bool,
+) -> Tensors:
+    """Bring Adam's moments up to date and return what the parameters change by, without the learning rate.
+
+    Args:
+        weight: of the new gradient in the first moment.
+    """
+    beta1, beta2 = group["betas"]
+    first, second = optimizer._states(parameters, "exp_avg"), optimizer._states(parameters, "exp_avg_sq")
+    steps, decay = optimizer._num_steps(parameters), group["weight_decay"]
+    if decay and not decoupled:
+        gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+    torch._foreach_mul_(first, beta1)
+    torch._foreach_add_(first, gradients, alpha=weight)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, gradients, gradients, value=1.0 - beta2)
+    divisors = list(torch._foreach_sqrt(second))
+    if group["bias_correction"]:
+        torch._foreach_div_(divisors, math.sqrt(1.0 - beta2**steps))
+    torch._foreach_add_(divisors, group["eps"])
+    updates = list(torch._foreach_div(first, divisors))
+    if group["bias_correction"]:
+        torch._foreach_div_(updates, 1.0 - beta1**steps)
+    if decay and decoupled:
+        torch._foreach_add_(updates, parameters, alpha=decay)
+    return updates
+
+
+def _norms(tensors: Tensors, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of each tensor, shaped like a parameter; of pieces, that of the whole; all ranks call this."""
+    norms = torch.stack(list(torch._foreach_norm(tensors, norm_type)))
+    pieces = [(shard := shard_of(each)) is not None and shard.is_distributed for each in parameters]
+    if not state.initialized or state.tp_size == 1 or not any(pieces):
+        return norms
+    among = torch.tensor(pieces, device=norms.device)
+    group = state.process_group(CommGroup.TP_GROUP)
+    whole = norms.square() if norm_type == 2.0 else norms.clone()
+    with waiting("the norms of divided tensors", group):
+        dist.all_reduce(whole, op=dist.ReduceOp.SUM if norm_type == 2.0 else dist.ReduceOp.MAX, group=group)
+    if norm_type == 2.0:
+        whole = whole.sqrt()
+    return torch.where(among, whole, norms)
+
+
+def _gradients(parameters: Tensors) -> Tensors:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _of_model(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the model's parameter whose master weight this may be: it knows on which ranks it lies."""
+    return parameter if state.optimizer is None else state.optimizer.model_parameter(parameter)
+
+
+_POSITIVE: Final = ("eps",)
+_NOT_NEGATIVE: Final = ("lr", "weight_decay", "max_grad_norm")
+
+
+def _check(name: str, defaults: dict[str, Any]) -> None:
+    for key in (*_POSITIVE, *_NOT_NEGATIVE):
+        value = defaults.get(key, 1.0)
+        if value < 0 or (value == 0 and key in _POSITIVE):
+            bound = "more than 0" if key in _POSITIVE else "at least 0"
+            raise UsageError(f"`{key}` of {name} must be {bound}, got {value}")
+    for beta in defaults["betas"]:
+        if not 0 <= beta < 1:
+            raise UsageError(f"`betas` of {name} must be at least 0 and less than 1, got {defaults['betas']}")
