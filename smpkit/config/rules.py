@@ -165,6 +165,15 @@ def _no_sharding(key: str) -> Rule:
     )
 
 
+def _gathers_blocks(key: str, default: object, reason: str) -> Rule:
+    return Rule(
+        key,
+        lambda v, _: v["sharded_data_parallel_degree"] > 1 and v[key] != default,
+        f"has no effect: {reason}",
+        "remove it",
+    )
+
+
 def _no_tensor_parallelism(key: str, default: object) -> Rule:
     return Rule(
         key,
@@ -268,6 +277,8 @@ _NOTICES = (
             "sdp_gradient_clipping",
         ),
     ),
+    _gathers_blocks("sdp_reduce_bucket_size", 500_000_000, "gradients are reduced block by block"),
+    _gathers_blocks("sdp_hierarchical_allgather", True, "the communication library chooses how a block is gathered"),
     _no_tensor_parallelism("prescaled_batch", False),
     _no_tensor_parallelism("tensor_parallel_seed", 0),
     _no_tensor_parallelism("_match_weights", False),
@@ -293,10 +304,11 @@ def world_problems(values: Values, world_size: int) -> list[Problem]:
         degrees = f"pipeline_parallel_degree × tensor_parallel_degree = {pp} × {tp} = {pp * tp}"
         key = "pipeline_parallel_degree" if pp > 1 else "tensor_parallel_degree"
         return [Problem((key,), f"{degrees} must divide the number of ranks ({world_size})", _ranks_hint(pp * tp))]
-    sharding, dp = values["sharded_data_parallel_degree"], world_size // pp
-    if dp % sharding:
-        message = f"must divide the data-parallel size ({dp}), got {sharding}"
-        return [Problem(("sharded_data_parallel_degree",), message, _ranks_hint(sharding))]
+    sharding, replicas = values["sharded_data_parallel_degree"], world_size // (pp * tp)
+    if replicas % sharding:
+        size = "data-parallel size" if tp == 1 else f"number of replicas of {tp} tensor-parallel ranks"
+        message = f"must divide the {size} ({replicas}), got {sharding}"
+        return [Problem(("sharded_data_parallel_degree",), message, _ranks_hint(sharding * tp))]
     return []
 
 

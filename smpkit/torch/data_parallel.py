@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from smpkit.torch.join import JoinContext
     from smpkit.torch.step import StepRun
 
-__all__ = ["DataParallel", "Reduction", "replicate"]
+__all__ = ["DataParallel", "Reduction", "broadcast_held", "replicate"]
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,7 @@ class DataParallel:
 
     def broadcast_state(self, source: int = 0) -> None:
         """Copy the parameters and buffers of the replica with dp_rank `source` to the others."""
-        by_group: dict[tuple[dist.ProcessGroup, int], list[torch.Tensor]] = {}
-        for each in self._held:
-            if each.copies is not None:
-                root = dist.get_group_rank(each.copies, _holder_near(each, self._rank_of(source)))
-                by_group.setdefault((each.copies, root), []).append(each.parameter)
-        for (group, root), parameters in by_group.items():
-            broadcast_tensors(parameters, group, root)
+        broadcast_held(self._held, self._rank_of(source))
         if state.cfg.ddp and state.dp_size > 1:
             self._broadcast_all_buffers(source)
 
@@ -232,6 +226,17 @@ class DataParallel:
 
     def _reduces_now(self) -> bool:
         return (self._passes + 1) % self._passes_per_reduction == 0
+
+
+def broadcast_held(held: Sequence[Held], source: int) -> None:
+    """Copy parameters from the replica that the global rank `source` belongs to, to all ranks that hold the same."""
+    by_group: dict[tuple[dist.ProcessGroup, int], list[torch.Tensor]] = {}
+    for each in held:
+        if each.copies is not None:
+            root = dist.get_group_rank(each.copies, _holder_near(each, source))
+            by_group.setdefault((each.copies, root), []).append(each.parameter)
+    for (group, root), parameters in by_group.items():
+        broadcast_tensors(parameters, group, root)
 
 
 def _holder_near(held: Held, rank: int) -> int:

@@ -65,7 +65,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
         norm_type: the p of the p-norm, or infinity.
 
     Returns:
-        The norm in float32, or float64 where the gradients are; a tensor without dimensions.
+        A tensor without dimensions; in float64, or on a single rank in the type of the gradients, float32 at least.
     """
     pairs = list(gradients)
     locals_ = [local_part(gradient) for parameter, gradient in pairs if _counts_here(parameter)]
@@ -73,15 +73,15 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
     group = state.process_group(CommGroup.WORLD if _replicas_hold_parts() else CommGroup.MP_GROUP)
     if dist.get_world_size(group) == 1:
         return norm
-    # In float64 the powers neither overflow nor lose what float32 norms know.
-    if norm_type == float("inf"):
-        total = _largest(norm.double(), group)
-    else:
-        total = norm.double() ** norm_type
-        with waiting("the norm of the gradients", group):
-            dist.all_reduce(total, group=group)
-        total **= 1.0 / norm_type
-    return total.to(norm.dtype)
+    # In float64 the powers neither overflow nor lose what float32 norms know; and a rank without gradients does not
+    # know of what type the others' are.
+    largest = norm_type == float("inf")
+    value = norm.double() if largest else norm.double() ** norm_type
+    sent = torch.stack([value.nan_to_num(nan=0.0, posinf=float("inf")), value.isnan().double()])  # a maximum loses NaN
+    with waiting("the norm of the gradients", group):
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    total = sent[0] if largest else sent[0] ** (1.0 / norm_type)
+    return total.where(sent[1] == 0, float("nan"))
 
 
 @torch.no_grad()
@@ -116,19 +116,14 @@ def _counts_here(parameter: torch.Tensor) -> bool:
     if shards is not None and shards.divides(parameter):
         over_tp = is_piece or shard is None or shard.group is CommGroup.DP_GROUP  # then one rank owns each value
         return shards.owns(parameter) and (over_tp or state.tp_rank == 0)
+    degree = state.cfg.sharded_data_parallel_degree
+    if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole
+        return False
     if not is_piece and state.tp_rank > 0:
         return False
     if model is None or model.pipeline is None:
         return True
     return state.pp_rank == min(model.pipeline.holders.get(id(parameter), {state.pp_rank}))
-
-
-def _largest(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the largest value of the group, or NaN if one is: a maximum may lose that."""
-    both = torch.stack([value.nan_to_num(nan=0.0, posinf=float("inf")), value.isnan().to(value.dtype)])
-    with waiting("the norm of the gradients", group):
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[0].where(both[1] == 0, float("nan"))
 
 
 def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -12,14 +12,14 @@ import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's, which its types hide
 
 from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
-from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
+from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.plan.mesh import Mesh
 from smpkit.torch import deadline, recorder
 from smpkit.torch.context import Launch, launch_from
@@ -30,11 +30,6 @@ from smpkit.torch.state import Runtime, state
 __all__ = ["init", "shutdown"]
 
 _log = logging.getLogger("smpkit")
-
-_UNSUPPORTED: Final[Mapping[str, str]] = {
-    "sharded_data_parallel_degree": "smpkit does not do sharded data parallelism yet",
-}
-"""What a configuration may ask for and this version cannot do: parameter -> sentence."""
 
 
 class _World:
@@ -65,7 +60,6 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
     Raises:
         ConfigError: the configuration cannot be meant, or does not fit the number of ranks, or differs between ranks.
-        UnsupportedError: it asks for what this version cannot do.
         UsageError: the launcher's variables contradict each other, or a model depends on another configuration.
         DeadlineError: not all ranks came.
     """
@@ -79,7 +73,6 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     launch = _world.launch if _world is not None else _find_launch()
     if problems := cfg.world_problems(launch.world_size):
         raise ConfigError(problems)
-    _refuse_unsupported(cfg)
     mesh = Mesh.from_world(
         launch.world_size, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
     )
@@ -126,13 +119,6 @@ def _refuse_if_in_use(cfg: ModelParallelConfig) -> None:
         f"smp.init() was called again with another configuration after a model was wrapped ({changes})",
         hint="call smp.init(config) before smp.DistributedModel(...)",
     )
-
-
-def _refuse_unsupported(cfg: ModelParallelConfig) -> None:
-    asked = [name for name in _UNSUPPORTED if int(getattr(cfg, name)) > (name == "sharded_data_parallel_degree")]
-    if asked:
-        sentences = "; ".join(f"`{name}`: {_UNSUPPORTED[name]}" for name in asked)
-        raise UnsupportedError(sentences, hint=f"remove {' and '.join(f'`{name}`' for name in asked)}")
 
 
 def _announce(cfg: ModelParallelConfig, notices: Sequence[Problem], mesh: Mesh) -> None:

@@ -29,11 +29,12 @@ class JoinContext:
     """What `with model.join():` enters."""
 
     def __init__(self, replica: DataParallel) -> None:
-        if replica.shards is not None:
+        sharded = state.cfg.sharded_data_parallel_degree > 1
+        if replica.shards is not None or sharded:
+            key = "sharded_data_parallel_degree" if sharded else "shard_optimizer_state"
             raise UnsupportedError(
-                "join lets a rank stop before the others, but with shard_optimizer_state these need it to update the "
-                "parameters that it owns",
-                hint="give every rank as many batches, or remove shard_optimizer_state",
+                f"join lets a rank stop before the others, but with {key} these need it for its part of the parameters",
+                hint=f"give every rank as many batches, or remove {key}",
             )
         self._replica = replica
         self._joinable = _Replica(replica)

@@ -27,6 +27,7 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.precision import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
+from smpkit.torch.sharded_data_parallel import shard_model
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 from smpkit.torch.tensor_parallel.replace import distribute
@@ -91,12 +92,13 @@ class DistributedModel(ModelState):
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         module = distribute(module)
         name_original_forwards(module)
+        sharded = state.cfg.sharded_data_parallel_degree > 1  # then it is placed a block at a time, as its own masters
         self._half = half_dtype(state.cfg)
         if self._half is not None:
-            cast_model(module, self._half)
-        if state.pp_size == 1:
+            cast_model(module, self._half, weights=not sharded)
+        if state.pp_size == 1 and not sharded:
             initialize(module, list(module.parameters()), state.device, torch.initial_seed())
-        self.module = module if state.pp_size > 1 else module.to(state.device)
+        self.module = module if state.pp_size > 1 or sharded else module.to(state.device)
         measured = Measured(trace_execution_times, trace_memory_usage)
         self.pipeline = Pipeline(module, measured) if state.pp_size > 1 else None
         self.partitioned = self.pipeline is None
@@ -328,6 +330,11 @@ class DistributedModel(ModelState):
 
     def _replicate(self) -> None:
         """Make this rank's part equal to its replicas', and keep it so."""
+        if state.cfg.sharded_data_parallel_degree > 1:
+            self.data_parallel = shard_model(self.module, self._reduction)
+            if state.optimizer is not None:
+                self.data_parallel.adopt(state.optimizer.param_groups)
+            return
         holders = {} if self.pipeline is None else self.pipeline.holders
         self.data_parallel = replicate(self.module, holders, self._reduction)
 

@@ -11,6 +11,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.gathering import merge_everywhere, merge_on_first
 from smpkit.torch.partitioning.delayed import fill, is_delayed
+from smpkit.torch.sharded_tensors import as_local, as_shards, as_whole
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.shards import shard_of
@@ -87,6 +88,11 @@ class ModelState(nn.Module):
         """
         read_now()
         whole: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        if state.cfg.sharded_data_parallel_degree > 1:
+            keeps = not gather_to_rank0 or state.rdp_rank == 0
+            whole = {name: value for name, each in whole.items() if (value := as_whole(each)) is not None and keeps}
+            if not keeps:  # nor do the others of this replica
+                return {}
         prefix: str = kwargs.get("prefix", "")
         spread = self.pipeline is not None and self.partitioned
         if spread:
@@ -118,7 +124,7 @@ class ModelState(nn.Module):
         """Return this rank's part of the state, plus `_smp_is_partial` = True."""
         read_now()
         held = self._held_names()
-        own: dict[str, Any] = {name: value for name, value in self.module.state_dict().items() if name in held}
+        own = {name: as_local(value) for name, value in self.module.state_dict().items() if name in held}
         return {**own, PARTIAL_KEY: True}
 
     def load_state_dict(  # type: ignore[override]
@@ -150,6 +156,7 @@ class ModelState(nn.Module):
         for name, parameter in self.module.named_parameters():
             if is_delayed(parameter) and name in values:
                 fill(parameter, values[name])
+        values = as_shards(values, self.module)
         parts = self.pipeline is not None and partial and same_partition_load
         return self.module.load_state_dict(values, strict=strict and not (spread or parts), **kwargs)
 

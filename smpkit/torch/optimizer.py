@@ -14,8 +14,9 @@ from smpkit.torch.gradient_norm import clip_grad_norm_
 from smpkit.torch.loss_scale import LossScaler, StaticLossScaler, loss_scaler_of
 from smpkit.torch.master_weights import MasterWeights
 from smpkit.torch.model import PARTIAL_KEY
-from smpkit.torch.optimizer_states import completed, listed, merged, united
+from smpkit.torch.optimizer_states import completed, divided, listed, local, merged, united, whole
 from smpkit.torch.precision import half_dtype
+from smpkit.torch.sharded_data_parallel import ShardedDataParallel
 from smpkit.torch.sharded_state import StateShards
 from smpkit.torch.state import state
 from smpkit.torch.unread import read_now
@@ -62,6 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if half is torch.bfloat16:
             scaler = StaticLossScaler()
         self.optimizer = optimizer
+        if state.model is not None and isinstance(state.model.data_parallel, ShardedDataParallel):
+            state.model.data_parallel.adopt(optimizer.param_groups)
         self._masters = None if half is None else MasterWeights(optimizer, half, scaler)
         state.optimizer = self
 
@@ -116,6 +119,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update this rank's parameters; with `fp16`, unless a gradient of any rank is not finite.
 
+        All ranks call this. Sharded data parallelism clips their gradients to `sdp_gradient_clipping` first.
+
         Raises:
             UsageError: a closure with `fp16` or `bf16`.
         """
@@ -126,6 +131,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.step was given a closure, which does not go with master weights",
                 hint="run backward before it, and call it without arguments",
             )
+        if state.cfg.sharded_data_parallel_degree > 1 and state.cfg.sdp_gradient_clipping > 0:
+            if closure is None:
+                self._clip(state.cfg.sdp_gradient_clipping)
+            else:
+                closure = self._clipping(closure, state.cfg.sdp_gradient_clipping)
         shards = _shards()
         if shards is not None and isinstance(self.optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -161,8 +171,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             inside = getattr(self.optimizer, "clip_master_grads", None)  # a script's own half-precision optimizer
             if inside is not None:
                 return float(inside(max_norm, norm_type))
-            parameters = (each for group in self.param_groups for each in group["params"])
-            return float(clip_grad_norm_(parameters, max_norm, norm_type))
+        return self._clip(max_norm, norm_type)
+
+    def _clipping(self, closure: Callable[[], float], max_norm: float) -> Callable[[], float]:
+        def clipped() -> float:
+            loss = closure()
+            self._clip(max_norm)
+            return loss
+
+        return clipped
+
+    def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
+        if self._masters is None:
+            return float(clip_grad_norm_(self._parameters(), max_norm, norm_type))
         return self._half.clip(max_norm, norm_type)
 
     @property
@@ -225,13 +246,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state, in torch's layout; all ranks of a pipeline call this.
 
-        With `shard_optimizer_state` all data-parallel ranks call it as well. With `fp16` or `bf16` each entry of
-        `["state"]` has the parameter's master weight too, as "master", and `["loss_scaler"]` is the state of the loss
-        scale.
+        With `shard_optimizer_state` or sharded data parallelism all data-parallel ranks call it as well. With `fp16` or
+        `bf16` each entry of `["state"]` has the parameter's master weight too, as "master" (with sharded data
+        parallelism the weight is its own), and `["loss_scaler"]` is the state of the loss scale.
         """
         result = self._own_state_dict()
         if _shards() is not None:
             result = {**result, "state": merged(result["state"], self._parameters())}
+        if state.cfg.sharded_data_parallel_degree > 1:
+            result = {**result, "state": whole(result["state"])}
         if state.pp_size == 1:
             return result
         return {**result, "state": merge_everywhere(result["state"])}
@@ -256,6 +279,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         own = {**self._own_state_dict(), PARTIAL_KEY: True}
         if gather_if_shard and _shards() is not None:
             own["state"] = listed(own["state"])
+        if state.cfg.sharded_data_parallel_degree > 1:
+            own["state"] = local(own["state"])
         return own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -278,6 +303,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if state_dict.get(PARTIAL_KEY):
                 values["state"] = completed(values["state"], self._parameters(), shards.owns)
             values["state"] = {n: each for n, each in values["state"].items() if shards.owns(self._parameters()[n])}
+        if state.cfg.sharded_data_parallel_degree > 1:
+            values["state"] = divided(values["state"], self._parameters())
         if self._masters is not None:
             self._masters.load_state_dict(values)
         else:

@@ -1,4 +1,6 @@
-"""Put optimizer states that ranks keep in shards together, and take them apart again (`shard_optimizer_state`).
+"""Put optimizer states that ranks keep in shards together, and take them apart again.
+
+With `shard_optimizer_state` a rank has the states of some parameters, with sharded data parallelism a part of each.
 
 States are those of a torch state dict: by the number of the parameter in the parameter groups.
 """
@@ -11,10 +13,11 @@ from typing import Any
 import torch
 
 from smpkit.torch.comm import CommGroup, RankType, allgather, recv_from, send
+from smpkit.torch.sharded_tensors import as_local, as_whole, shard_like
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
-__all__ = ["completed", "listed", "merged", "united"]
+__all__ = ["completed", "divided", "listed", "local", "merged", "united", "whole"]
 
 States = Mapping[int, Any]
 
@@ -37,14 +40,36 @@ def united(states: States | Sequence[States]) -> dict[int, Any]:
     return {number: entry for each in states for number, entry in each.items()}
 
 
+def local(states: States) -> dict[int, Any]:
+    """Return states with this rank's parts of tensors that sharded data parallelism divides."""
+    return _mapped(states, as_local)
+
+
+def whole(states: States) -> dict[int, Any]:
+    """Return states with the wholes of such tensors; all ranks of RDP_GROUP call this."""
+    return _mapped(states, as_whole)
+
+
+def divided(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
+    """Return states of wholes or of this rank's parts as sharded data parallelism divides the parameters."""
+    return {
+        number: {key: shard_like(value, parameters[number]) for key, value in entry.items()}
+        for number, entry in states.items()
+    }
+
+
+def _mapped(states: States, function: Callable[[Any], Any]) -> dict[int, Any]:
+    return {number: {key: function(value) for key, value in entry.items()} for number, entry in states.items()}
+
+
 def merged(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
     """Return the states that all data-parallel ranks keep, on each of them; all of them call this.
 
     Of tensor-parallel parameters these are the states of this rank's pieces.
     """
     pieces = {number for number, each in enumerate(parameters) if _is_piece(each)}
-    whole = {number: entry for number, entry in own.items() if number not in pieces}
-    found = united(allgather(whole, CommGroup.DP_GROUP))
+    ordinary = {number: entry for number, entry in own.items() if number not in pieces}
+    found = united(allgather(ordinary, CommGroup.DP_GROUP))
     if pieces:
         split = {number: entry for number, entry in own.items() if number in pieces}
         found.update(united(allgather(split, CommGroup.RDP_GROUP)))

@@ -36,16 +36,19 @@ def half_dtype(cfg: ModelParallelConfig) -> torch.dtype | None:
     return torch.bfloat16 if cfg.bf16 else None
 
 
-def cast_model(root: nn.Module, dtype: torch.dtype) -> None:
+def cast_model(root: nn.Module, dtype: torch.dtype, *, weights: bool = True) -> None:
     """Cast weights and buffers of floating point in place; parameters stay the same objects.
 
     What is kept in float32: modules of batch normalisation, rotary frequencies, and modules that a Hugging Face model
     names in `_keep_in_fp32_modules` (float16) or `_keep_in_fp32_modules_strict` (both).
+
+    Args:
+        weights: cast them too; else buffers only.
     """
     kept = frozenset(_kept_in_float32(root, dtype))
     for name, module in root.named_modules():
         own = torch.float32 if name in kept else dtype
-        for parameter in module.parameters(recurse=False):
+        for parameter in module.parameters(recurse=False) if weights else ():
             if parameter.is_floating_point() and parameter.dtype != own:
                 parameter.data = _cast(parameter, own)
         for key, buffer in module.named_buffers(recurse=False):

@@ -1,0 +1,208 @@
+"""`sharded_data_parallel_degree`: parameters, gradients and optimizer states divided over groups of replicas.
+
+Built on torch's `fully_shard`. The ranks of RDP_GROUP form a mesh; a *sharding group* is one of its rows::
+
+    degree 4 of 8 replicas          shard ──►
+                      replicate │   0  1  2  3      each row holds the model once, in four parts
+                                ▼   4  5  6  7      each column holds equal parts
+
+Each repeated block of the model (the layers of a transformer) is gathered as a whole just before its forward and
+backward, and so is the rest of the model. Gradients are reduced to the parts in a row after every backward, and
+averaged over the columns once, in the last microbatch of the last pass of an accumulation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.data_parallel import DataParallel, Reduction, broadcast_held
+from smpkit.torch.holders import Held, find_held
+from smpkit.torch.initialize import extra_group
+from smpkit.torch.partitioning.delayed import initialize
+from smpkit.torch.replicas import check_same_model
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.shards import mark, shard_of
+
+if TYPE_CHECKING:
+    from smpkit.torch.reducer import CommHook
+    from smpkit.torch.step import StepRun
+
+__all__ = ["ShardedDataParallel", "blocks_of", "shard_model"]
+
+
+def shard_model(module: nn.Module, reduction: Reduction) -> ShardedDataParallel:
+    """Divide a model over this rank's sharding group, and return what keeps the replicas of the parts equal.
+
+    Weights that have no memory yet (`delay_param_initialization`) get it block by block, so that no rank ever holds
+    more than one block whole.
+
+    Raises:
+        UsageError: the ranks' models differ.
+        UnsupportedError: a gradient that is not simply averaged over the replicas.
+    """
+    check_same_model(module)
+    held = find_held(module, {})
+    for each in held:
+        if each.factor != 1:
+            raise UnsupportedError(
+                f"`{each.name}` has a gradient that is multiplied by {each.factor:g}, which sharded data parallelism "
+                "does not do",
+                hint="set `prescaled_batch: true`, or sharded_data_parallel_degree to 1",
+            )
+    blocks = blocks_of(module)
+    _warn_of_large_blocks(module, blocks)
+    replaced: dict[int, tuple[nn.Parameter, str]] = {id(each.parameter): (each.parameter, each.name) for each in held}
+    by_id = {id(each.parameter): each for each in held}
+    mesh = _mesh()
+    for block in [*blocks, module]:
+        parts = [by_id.pop(id(each)) for each in block.parameters() if id(each) in by_id]
+        _make_whole(module, parts)
+        fully_shard(block, mesh=mesh, reshard_after_forward=_reshards(block, module, parts), mp_policy=_precision())
+        for part in parts:
+            part.parameter.data = part.parameter.new_empty(0)  # an optimizer that refers to it keeps no memory
+    return ShardedDataParallel(module, replaced, reduction)
+
+
+def blocks_of(root: nn.Module) -> list[nn.Module]:
+    """Return the modules that are gathered one at a time: those that a list or sequence of the model repeats.
+
+    The outermost are taken, without those that share a parameter with the rest of the model.
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        children = [child for child in module.children() if next(child.parameters(), None) is not None]
+        most = max(Counter(type(child) for child in children).values(), default=0)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and most > 1:
+            found.extend(children)
+            return
+        for child in children:
+            visit(child)
+
+    visit(root)
+    inside = Counter(id(parameter) for block in found for parameter in block.parameters())
+    all_uses = Counter(
+        id(parameter) for module in root.modules() for parameter in module._parameters.values() if parameter is not None
+    )
+    own_uses = [
+        Counter(id(p) for module in block.modules() for p in module._parameters.values() if p is not None)
+        for block in found
+    ]
+    return [
+        block
+        for block, own in zip(found, own_uses, strict=True)
+        if all(inside[key] == 1 and all_uses[key] == count for key, count in own.items())
+    ]
+
+
+class ShardedDataParallel(DataParallel):
+    """One rank's part of a model that is divided over a sharding group."""
+
+    def __init__(self, module: nn.Module, replaced: dict[int, tuple[nn.Parameter, str]], reduction: Reduction) -> None:
+        super().__init__(module, [], reduction)
+        assert isinstance(module, FSDPModule)
+        self._root = module
+        now = dict(module.named_parameters())
+        self._replaced = {key: (before, now[name]) for key, (before, name) in replaced.items()}
+        for before, after in self._replaced.values():
+            shard = shard_of(before)
+            if shard is not None:
+                mark(after, shard)
+        self._failed = False
+
+    def adopt(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Let the parameter groups of an optimizer that was made before the model was divided hold the parts."""
+        for group in groups:
+            group["params"] = [self._replaced.get(id(each), (each, each))[1] for each in group["params"]]
+
+    def begin_step(self, training: bool) -> None:
+        if self._failed:
+            raise UsageError(
+                "a step failed, and what it left in sharded data parallelism cannot be told from the next one's",
+                hint="resume from a checkpoint in a new process",
+            )
+        super().begin_step(training)
+
+    def before_backward(self, run: StepRun) -> None:
+        last = run.microbatch == run.num_microbatches - 1
+        self._root.set_requires_all_reduce(last and self._reduces_now())
+
+    def before_last_backward(self) -> None:
+        """Nothing: `fully_shard` reduces while backward runs, every time."""
+
+    def begin_plain_pass(self, training: bool) -> None:
+        """Get ready for a backward outside any step, which averages over all replicas: averages add up."""
+        if torch.is_grad_enabled():
+            self._root.set_requires_all_reduce(True)
+            self._begin_pass(training)
+
+    def abandon(self) -> None:
+        self._failed = torch.is_grad_enabled()
+
+    def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:  # noqa: ARG002 - the base's arguments
+        raise UnsupportedError(
+            "a communication hook replaces the all-reduce of gradients, but sharded data parallelism reduces parts",
+            hint="remove register_comm_hook or sharded_data_parallel_degree",
+        )
+
+
+def _mesh() -> DeviceMesh:
+    """Return RDP_GROUP as rows of sharding groups."""
+    degree = state.cfg.sharded_data_parallel_degree
+    rows = torch.tensor(state.group(CommGroup.RDP_GROUP)).view(-1, degree)
+    row, column = divmod(state.rdp_rank, degree)
+    shard = extra_group(tuple(rows[row].tolist()))
+    if len(rows) == 1:
+        return DeviceMesh.from_group(shard, state.device.type, mesh_dim_names=("shard",))
+    replicate = extra_group(tuple(rows[:, column].tolist()))
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([replicate, shard], state.device.type, mesh=rows, mesh_dim_names=names)
+
+
+@torch.no_grad()
+def _make_whole(root: nn.Module, parts: Sequence[Held]) -> None:
+    """Give the parameters of one block, on this rank's device, the values of the first replica."""
+    initialize(root, [each.parameter for each in parts], state.device, torch.initial_seed())
+    for each in parts:
+        value = each.parameter.data.to(state.device)
+        # Parts in float32 are their own master weights; the block computes in what _precision says.
+        half = value.dtype in (torch.float16, torch.bfloat16) and _precision().param_dtype is not None
+        each.parameter.data = value.float() if half else value
+    broadcast_held(parts, dist.get_global_rank(state.process_group(CommGroup.DP_GROUP), 0))
+
+
+def _precision() -> MixedPrecisionPolicy:
+    if not (state.cfg.bf16 or state.cfg.fp16):
+        return MixedPrecisionPolicy()
+    half = torch.bfloat16 if state.cfg.bf16 else torch.float16
+    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
+def _reshards(block: nn.Module, root: nn.Module, parts: Sequence[Held]) -> bool:
+    """Tell whether a block is divided again between its forward and its backward."""
+    size = sum(each.parameter.numel() for each in parts)
+    return block is not root and size >= state.cfg.sdp_param_persistence_threshold
+
+
+def _warn_of_large_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    sizes = sorted((sum(each.numel() for each in block.parameters()) for block in blocks), reverse=True)
+    rest = sum(each.numel() for each in root.parameters()) - sum(sizes)
+    live, most = rest + sum(sizes[:2]), state.cfg.sdp_max_live_parameters
+    if live > most and state.rank == 0:
+        warnings.warn(
+            f"{live} parameters are gathered at once (what belongs to no repeated block, and two blocks), more than "
+            f"sdp_max_live_parameters ({most}): a block is gathered as a whole",
+            UserWarning,
+            stacklevel=5,
+        )

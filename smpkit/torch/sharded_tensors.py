@@ -1,0 +1,48 @@
+"""Values of parameters that sharded data parallelism divides: as parts, and as wholes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+__all__ = ["as_local", "as_shards", "as_whole", "shard_like"]
+
+
+def as_local(value: Any) -> Any:
+    """Return this rank's part of a divided tensor, as a plain one; anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def as_whole(value: Any) -> Any:
+    """Return the whole of a divided tensor; all ranks of its mesh call this. Anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def shard_like(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a plain tensor (the whole, or this rank's part) divided as a parameter is; anything else as it is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape == parameter.shape:
+        return distribute_tensor(
+            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    if value.shape == parameter.to_local().shape and value.ndim:
+        return DTensor.from_local(
+            value.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return value
+
+
+def as_shards(values: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return a state dict of a module, with wholes or this rank's parts, as the module holds it."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {name: shard_like(each, parameters[name]) if name in parameters else each for name, each in values.items()}

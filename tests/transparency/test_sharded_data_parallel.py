@@ -1,0 +1,287 @@
+"""`sharded_data_parallel_degree` changes where parameters are, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch import sharded_data_parallel
+from smpkit.torch.sharded_data_parallel import blocks_of
+from tests.ranks import run_ranks
+
+STEPS, BATCH, WIDTH, TOKENS = 5, 16, 6, 11
+TOLERANCE = 1e-11  # float64; gradients are added up in another order, and AdamW magnifies that
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.grow = nn.Linear(WIDTH, 3 * WIDTH)
+        self.shrink = nn.Linear(3 * WIDTH, WIDTH)
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.frozen * self.shrink(torch.tanh(self.grow(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.linear(self.blocks(self.scale * self.embedding(tokens)), self.embedding.weight)
+
+
+def build(dtype: torch.dtype = torch.float64) -> Model:
+    torch.manual_seed(7)
+    return Model().to(dtype)
+
+
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + index)
+    tokens = torch.randint(TOKENS, (BATCH, 5), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def train_plainly(accumulation: int, clip: float, model: nn.Module | None = None) -> dict[str, Tensor]:
+    model = model or build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for turn in range(accumulation):
+            (loss_of(model, *batch(step * accumulation + turn)) / accumulation).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model.state_dict()
+
+
+@smp.step
+def train_step(model: Any, tokens: Tensor, targets: Tensor, divisor: int) -> Tensor:
+    loss = loss_of(model, tokens, targets)
+    model.backward(loss / divisor)
+    return loss
+
+
+def start(degree: int, **config: Any) -> None:
+    smp.init({"ddp": True, "sharded_data_parallel_degree": degree, **config})
+
+
+def run_steps(model: Any, optimizer: Any, steps: range, accumulation: int = 1, *, plain: bool = False) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        for turn in range(accumulation):
+            tokens, targets = batch(step * accumulation + turn)
+            mine = slice(smp.dp_rank(), None, smp.dp_size())
+            if plain:
+                (loss_of(model, tokens[mine], targets[mine]) / accumulation).backward()
+            else:
+                train_step(model, tokens[mine], targets[mine], accumulation)
+        optimizer.step()
+
+
+def train(
+    degree: int,
+    accumulation: int,
+    *,
+    plain: bool = False,
+    first: bool = False,
+    checkpointed: bool = False,
+    **config: Any,
+) -> dict[str, Tensor]:
+    start(degree, **config)
+    module = build()
+    if smp.rank() > 0:
+        for parameter in module.parameters():
+            parameter.data.add_(1.0)  # replicas start different, so a missing broadcast shows
+    made_first = torch.optim.AdamW(module.parameters(), lr=0.05) if first else None
+    model = smp.DistributedModel(module, backward_passes_per_step=accumulation)
+    if checkpointed:
+        smp.set_activation_checkpointing(module.blocks, strategy="each")
+    optimizer = smp.DistributedOptimizer(made_first or torch.optim.AdamW(model.parameters(), lr=0.05))
+    run_steps(model, optimizer, range(STEPS), accumulation, plain=plain)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    smp.shutdown()
+    return weights
+
+
+CASES: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 1, {"microbatches": 2, "sdp_param_persistence_threshold": 0}),
+    (4, 2, {"microbatches": 1}),
+    (2, 2, {"microbatches": 2, "sdp_gradient_clipping": 0.05, "first": True}),
+    (2, 2, {"plain": True, "sdp_gradient_clipping": 0.0}),
+    (2, 1, {"microbatches": 2, "checkpointed": True, "sdp_param_persistence_threshold": 0}),
+    (4, 1, {"microbatches": 2, "checkpointed": True, "offload_activations": True, "activation_loading_horizon": 1}),
+]
+
+
+def train_cases() -> list[dict[str, Tensor]]:
+    return [train(degree, accumulation, **options) for degree, accumulation, options in CASES]
+
+
+def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert ours.keys() == plain.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+def test_weights_equal_plain_pytorch() -> None:
+    ranks = run_ranks(train_cases, 4, timeout=120)
+    for index, (_, accumulation, options) in enumerate(CASES):
+        plain = train_plainly(accumulation, options.get("sdp_gradient_clipping", 1.0))
+        for results in ranks:
+            assert_close(results[index], plain)
+
+
+def measure() -> dict[str, Any]:
+    """What one rank holds, and the norms it sees."""
+    start(2, microbatches=2, sdp_gradient_clipping=0.0)
+    module = build()
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+    run_steps(model, optimizer, range(1))
+    local = [p.to_local() for p in model.parameters()]  # type: ignore[attr-defined]
+    gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+    states = [v.to_local() for entry in optimizer.state.values() for v in entry.values() if v.ndim]
+    norms = [smp.clip_grad_norm_(model, 1e9, kind).item() for kind in (2.0, float("inf"))]
+    smp.clip_grad_norm_(model.parameters(), 0.01)
+    norms.append(smp.clip_grad_norm_(model, 1e9).item())
+    with pytest.raises(UnsupportedError, match="join"):
+        model.join()
+    with pytest.raises(UnsupportedError, match="communication hook"):
+        model.register_comm_hook(None, lambda _, bucket: bucket)
+    return {
+        "parameters": sum(each.numel() for each in local),
+        "gradients": sum(each.numel() for each in gradients),
+        "states": sum(each.numel() for each in states),
+        "norms": norms,
+        "saved": {name: tuple(each.shape) for name, each in model.local_state_dict().items() if torch.is_tensor(each)},
+        "gathered": len(model.state_dict(gather_to_rank0=True)),
+    }
+
+
+def test_each_rank_of_a_sharding_group_holds_its_part_and_sees_the_norm_of_all() -> None:
+    plain = build()
+    loss_of(plain, *batch(0)).backward()
+    size = sum(each.numel() for each in plain.parameters())
+    live = sum(each.numel() for each in plain.parameters() if each.requires_grad)
+    wanted = [torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, kind).item() for kind in (2.0, float("inf"))]
+    found = run_ranks(measure, 4)
+    for each in found:
+        assert 0.45 * size <= each["parameters"] <= 0.55 * size
+        assert 0.45 * live <= each["gradients"] <= 0.55 * live
+        assert each["states"] == 2 * each["gradients"]
+        assert each["norms"] == found[0]["norms"]
+        assert each["norms"][:2] == pytest.approx(wanted, rel=1e-13)
+        assert each["norms"][2] == pytest.approx(0.01, rel=1e-3)
+        assert each["saved"]["blocks.0.grow.weight"] == (9, 6)
+    assert found[0]["parameters"] + found[1]["parameters"] == size
+    assert [each["gathered"] for each in found] == [len(plain.state_dict()), 0, 0, 0]
+
+
+def save_and_load() -> list[dict[str, Tensor]]:
+    start(2)
+    model = smp.DistributedModel(build())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+    run_steps(model, optimizer, range(2))
+    parts = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
+    wholes = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    run_steps(model, optimizer, range(2, 4))
+    results = [{name: value.clone() for name, value in model.state_dict().items()}]
+    smp.shutdown()
+    for degree, (weights, states) in [(2, parts), (4, wholes)]:
+        start(degree)
+        model = smp.DistributedModel(build())
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        run_steps(model, optimizer, range(2, 4))
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+        smp.shutdown()
+    return results
+
+
+def test_parts_load_on_the_same_degree_and_wholes_on_any() -> None:
+    for first, *others in run_ranks(save_and_load, 4):
+        for other in others:
+            assert_close(other, first)
+
+
+def train_delayed() -> tuple[dict[str, Tensor], int]:
+    """Make the model without memory, and note the most elements that were whole at a time."""
+    start(4)
+    largest = 0
+    torch.manual_seed(3)
+    with smp.delay_param_initialization():
+        module = Model()
+    original = sharded_data_parallel._make_whole
+
+    def watched(root: nn.Module, parts: Any) -> None:
+        nonlocal largest
+        original(root, parts)
+        plain = [each for each in root.parameters() if not isinstance(each, DTensor)]
+        largest = max(largest, sum(p.numel() for p in plain if p.untyped_storage().size() > p.element_size()))
+
+    with mock.patch.object(sharded_data_parallel, "_make_whole", watched):
+        model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    begun = {name: value.clone() for name, value in model.state_dict().items()}
+    run_steps(model, optimizer, range(1))
+    smp.shutdown()
+    return begun, largest
+
+
+def test_a_model_without_memory_is_created_in_parts() -> None:
+    block = sum(p.numel() for p in Block().parameters())
+    first, *others = run_ranks(train_delayed, 4)
+    assert block <= first[1] < 2 * block
+    assert all(bool(value.isfinite().all()) for value in first[0].values())
+    for begun, _ in others:
+        assert all(torch.equal(begun[name], value) for name, value in first[0].items())
+
+
+def fail_in_a_step() -> str:
+    start(2)
+    model = smp.DistributedModel(build())
+    tokens, targets = batch(0)
+    with pytest.raises(ValueError, match="batch"):
+        train_step(model, tokens, targets[:3], 1)
+    with pytest.raises(UsageError, match="a step failed") as caught:
+        train_step(model, tokens, targets, 1)
+    return str(caught.value)
+
+
+def test_after_a_failed_step_the_next_is_refused_rather_than_wrong() -> None:
+    assert "resume from a checkpoint" in run_ranks(fail_in_a_step, 2)[0]
+
+
+def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() -> None:
+    model = build()
+    assert blocks_of(model) == list(model.blocks)
+    shared = model.blocks[1]
+    assert isinstance(shared, Block)
+    model.register_parameter("outside", shared.norm.weight)
+    assert blocks_of(model) == [model.blocks[0], model.blocks[2]]
+    assert blocks_of(nn.Linear(2, 2)) == []
