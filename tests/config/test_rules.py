@@ -113,7 +113,17 @@ def test_a_rule_that_reads_a_wrong_value_is_silent() -> None:
                 "sdp_reduce_bucket_size",
             ],
         ),
-        ({"sdp_reduce_bucket_size": 1, "sharded_data_parallel_degree": 2, "ddp": True}, []),
+        ({"sdp_gradient_clipping": 0.5, "sharded_data_parallel_degree": 2, "ddp": True}, []),
+        (
+            {
+                "sdp_reduce_bucket_size": 1,
+                "sdp_hierarchical_allgather": False,
+                "sharded_data_parallel_degree": 2,
+                "ddp": True,
+            },
+            ["sdp_hierarchical_allgather", "sdp_reduce_bucket_size"],
+        ),
+        ({"shard_optimizer_state": True}, ["shard_optimizer_state"]),
         (
             {"prescaled_batch": True, "tensor_parallel_seed": 3, "_match_weights": True},
             ["_match_weights", "prescaled_batch", "tensor_parallel_seed"],
