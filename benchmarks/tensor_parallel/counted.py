@@ -1,0 +1,55 @@
+"""Count what ranks send each other: messages and bytes, of torch.distributed's own calls and of DTensor's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Traffic", "counted"]
+
+_KINDS = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """While active, counts collectives by kind, and the bytes of the largest tensor in each: what the group shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(str(func.name()).partition("::")[2], tree_leaves((args, kwargs, result)))
+        return result
+
+    def _count(self, name: str, values: list[Any]) -> None:
+        kind = next((_KINDS[prefix] for prefix in _KINDS if name.lstrip("_").startswith(prefix)), None)
+        if kind is not None:
+            sizes = [each.numel() * each.element_size() for each in values if isinstance(each, torch.Tensor)]
+            self.messages[kind] += 1
+            self.bytes[kind] += max(sizes)
+
+
+def counted(work: Callable[[], object]) -> Traffic:
+    """Return what `work` sends."""
+    with Traffic() as traffic:
+        work()
+    return traffic
