@@ -20,7 +20,14 @@ from smpkit.torch import model as model
 from smpkit.torch import nn as nn
 from smpkit.torch import optimizers as optimizers
 from smpkit.torch.checkpointing.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
-from smpkit.torch.checkpoints import latest_checkpoint, resume_from_checkpoint, save_checkpoint
+from smpkit.torch.checkpoints import (
+    CheckpointReader,
+    latest_checkpoint,
+    load_pretrained,
+    resume_from_checkpoint,
+    save_checkpoint,
+    save_pretrained,
+)
 from smpkit.torch.comm import (
     CommGroup,
     RankType,
@@ -102,6 +109,7 @@ __all__ = [
     "TP_RANK",
     "WORLD",
     "WORLD_RANK",
+    "CheckpointReader",
     "CommGroup",
     "DistributedModel",
     "DistributedOptimizer",
@@ -133,6 +141,7 @@ __all__ = [
     "is_tracing",
     "latest_checkpoint",
     "load",
+    "load_pretrained",
     "local_rank",
     "local_size",
     "model_creation",
@@ -151,6 +160,7 @@ __all__ = [
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",
+    "save_pretrained",
     "send",
     "set_activation_checkpointing",
     "set_partition",

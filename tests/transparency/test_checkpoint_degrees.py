@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +20,9 @@ from tests.ranks import run_ranks
 Layout = tuple[int, int, int]
 LAYOUTS: list[Layout] = [(2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]
 TOLERANCE = 1e-15  # a tied weight's gradient is the sum over its units, which ranks add in another order
-PIECES: dict[str, tuple[int, tuple[int, ...]]] = {"packed": (0, (8, 8, 4)), "across": (1, ()), "vector": (0, ())}
+PIECES: dict[str, tuple[int, tuple[int, ...]]] = {"fused": (0, (8, 8, 4)), "across": (1, ()), "vector": (0, ())}
 """Which parameters of a unit are divided over tensor-parallel ranks: along which dimension, in which parts."""
+PACKED: dict[str, tuple[int, tuple[int, ...]]] = {"packed": (0, (8, 8, 8))}
 
 
 class Unit(nn.Module):
@@ -29,7 +30,7 @@ class Unit(nn.Module):
 
     def __init__(self, tied: nn.Parameter) -> None:
         super().__init__()
-        shapes = {"packed": (20, 3), "across": (2, 8), "vector": (8,), "whole": (3,)}
+        shapes = {"fused": (20, 3), "across": (2, 8), "vector": (8,), "whole": (3,)}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
             self.register_buffer(f"{name}_factor", torch.randn(shape, dtype=torch.float64))
@@ -43,15 +44,59 @@ class Unit(nn.Module):
         return x + sum((param * self.get_buffer(f"{name}_factor")).sum() for name, param in self.named_parameters())
 
 
+class Trio(nn.Module):
+    """Adds three weights' sums; tensor parallelism replaces it."""
+
+    FACTORS = (1.5, -0.5, 2.0)
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        for name in "abc":
+            self.register_parameter(name, nn.Parameter(torch.randn(width, 3, dtype=torch.float64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(factor * each.sum() for factor, each in zip(self.FACTORS, self.parameters(), strict=True))
+
+
+class DistributedTrio(smp.nn.DistributedModule):
+    """The same with the three in one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        shard = Shard((3 * width, 3), 0, (width,) * 3, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
+        self.packed = nn.Parameter(torch.empty(shard.local_shape, dtype=torch.float64))
+        mark(self.packed, shard)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(factor * each.sum() for factor, each in zip(Trio.FACTORS, self.packed.chunk(3), strict=True))
+
+
+def to_distributed(values: Mapping[str, torch.Tensor], module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if "a" in values:
+        yield "packed", lambda: torch.cat([values[name] for name in "abc"])
+
+
+def from_distributed(values: Mapping[str, torch.Tensor], module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if "packed" in values:
+        for index, name in enumerate("abc"):
+            yield name, lambda index=index: values["packed"].chunk(3)[index]
+
+
+smp.tp_register_with_module(Trio, DistributedTrio, to_distributed=to_distributed, from_distributed=from_distributed)
+
+
 def build(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     tied = nn.Parameter(torch.randn(5, dtype=torch.float64))
-    return nn.Sequential(*(Unit(tied) for _ in range(4)))
+    model = nn.Sequential(*(Unit(tied) for _ in range(4)), Trio(8))
+    smp.set_tensor_parallelism(model[-1])
+    return model
 
 
 def divide(model: nn.Module) -> None:
     """Leave of each divided parameter, and of its factor, what this tensor-parallel rank holds."""
-    for unit, (name, (dim, parts)) in itertools.product(model, PIECES.items()):  # type: ignore[call-overload]
+    units = [module for module in model.modules() if isinstance(module, Unit)]
+    for unit, (name, (dim, parts)) in itertools.product(units, PIECES.items()):
         whole = unit.get_parameter(name)
         shard = Shard(tuple(whole.shape), dim, parts, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
         piece, factor = nn.Parameter(take(whole.data, shard)), take(unit.get_buffer(f"{name}_factor"), shard)
@@ -85,8 +130,7 @@ def begin(layout: Layout, seed: int) -> tuple[Any, Any]:
     smp.init({"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": True, "microbatches": 2})
     module = build(seed)
     divide(module)
-    with mock.patch("smpkit.torch.model._check_degrees", create=True):
-        model = smp.DistributedModel(module)
+    model = smp.DistributedModel(module)
     return model, smp.DistributedOptimizer(optimizer_of(model))
 
 
@@ -102,15 +146,22 @@ def largest_difference(model: Any, optimizer: Any, whole: dict[str, torch.Tensor
     worst = 0.0
     for name, value in state_of(model, optimizer).items():
         last = name.split("/")[0].rpartition(".")[2].removesuffix("_factor")
-        expected = whole[name]
-        if last in PIECES and expected.dim():
-            dim, parts = PIECES[last]
+        expected = _expected(name, whole)
+        if last in PIECES | PACKED and expected.dim():
+            dim, parts = (PIECES | PACKED)[last]
             shape = tuple(expected.shape)
             shard = Shard(shape, dim, parts, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
             expected = take(expected, shard)
         assert value.shape == expected.shape, name
         worst = max(worst, (value.double() - expected.double()).abs().max().item())
     return worst
+
+
+def _expected(name: str, whole: dict[str, torch.Tensor]) -> torch.Tensor:
+    if name in whole:
+        return whole[name]
+    states = [whole[name.replace("packed", part)] for part in "abc"]
+    return torch.cat(states) if states[0].dim() else states[0]
 
 
 def save_all(path: str, layouts: list[Layout]) -> None:

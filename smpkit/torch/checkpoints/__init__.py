@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from smpkit.torch.checkpoints.huggingface import load_pretrained, save_pretrained
 from smpkit.torch.checkpoints.reader import CheckpointReader
 from smpkit.torch.checkpoints.resume import latest_checkpoint, resume_from_checkpoint
 from smpkit.torch.checkpoints.save import save_checkpoint
 
-__all__ = ["CheckpointReader", "latest_checkpoint", "resume_from_checkpoint", "save_checkpoint"]
+__all__ = [
+    "CheckpointReader",
+    "latest_checkpoint",
+    "load_pretrained",
+    "resume_from_checkpoint",
+    "save_checkpoint",
+    "save_pretrained",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,10 +23,12 @@ from smpkit.torch.checkpoints.contents import (
 from smpkit.torch.checkpoints.places import Box, boxes_of
 from smpkit.torch.checkpoints.planner import Target, read_into
 from smpkit.torch.checkpoints.reader import PieceReader
+from smpkit.torch.checkpoints.renamed import Make, Renamed, read_whole, renamed_modules
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.partitioning.delayed import allocate, is_delayed
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.shards import shard_of
+from smpkit.torch.tensor_parallel.module import load_piece, whole_shape
+from smpkit.torch.tensor_parallel.shards import shard_of, take
 from smpkit.torch.unread import read_later
 
 __all__ = ["load_model", "load_optimizer"]
@@ -47,7 +50,7 @@ def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MO
         CheckpointError: names or shapes are those of another model.
     """
     own = model.module.state_dict(keep_vars=True)
-    sources = _sources(own, reader, prefix, strict)
+    sources = _sources(model.module, own, reader, prefix, strict)
     _check_shapes(own, sources, reader)
     later = [name for name in sources if model_waits(model) and is_delayed(own[name])]
     _fill(model, reader, {name: source for name, source in sources.items() if name not in later})
@@ -60,22 +63,32 @@ def model_waits(model: Model) -> bool:
     return model.pipeline is not None and not model.partitioned
 
 
-def _sources(own: Mapping[str, Any], reader: PieceReader, prefix: str, strict: bool) -> dict[str, str]:
-    """Return where in the checkpoint each entry of the model's state is, by name.
+_Source = str | Make
+"""The name in the checkpoint, or what makes the whole tensor."""
 
-    A tied weight may be there under any of its names (files of Hugging Face hold it under one).
+
+def _sources(
+    root: nn.Module, own: Mapping[str, Any], reader: PieceReader, prefix: str, strict: bool
+) -> dict[str, _Source]:
+    """Return where each entry of the model's state comes from, by name.
+
+    A tied weight may be in the checkpoint under any of its names (files of Hugging Face hold it under one).
     """
     there = {name.removeprefix(prefix) for name in reader.metadata.state_dict_metadata if name.startswith(prefix)}
-    found = {name: name for name in own if name in there}
+    found: dict[str, _Source] = {name: prefix + name for name in own if name in there}
+    for renamed in renamed_modules(root, there):
+        there -= {renamed.prefix + name for name in renamed.theirs}
+        made = renamed.made(reader, lambda name: prefix + name)
+        found |= {name: make for name, make in made.items() if name in own}
     first = {id(own[name]): name for name in reversed(list(found)) if isinstance(own[name], nn.Parameter)}
-    found |= {name: first[id(value)] for name, value in own.items() if name not in found and id(value) in first}
+    found |= {name: found[first[id(value)]] for name, value in own.items() if name not in found and id(value) in first}
     missing, surplus = sorted(own.keys() - found.keys()), sorted(there - own.keys())
     if strict and (missing or surplus):
         raise CheckpointError(
             f"the checkpoint belongs to another model: missing {_some(missing)}, unexpected {_some(surplus)}",
             hint="strict=False loads what fits",
         )
-    return {name: f"{prefix}{source}" for name, source in found.items()}
+    return found
 
 
 def _some(names: list[str]) -> str:
@@ -85,24 +98,25 @@ def _some(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:5]) + more
 
 
-def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, str], reader: PieceReader) -> None:
+def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, _Source], reader: PieceReader) -> None:
     wrong = []
     for name, source in sources.items():
+        if not isinstance(source, str):
+            continue
         value, there = own[name], reader.metadata.state_dict_metadata[source]
-        shape = _whole_shape(value) if isinstance(value, torch.Tensor) else None
+        shape = tuple(whole_shape(value)) if isinstance(value, torch.Tensor) else None
         found = tuple(there.size) if isinstance(there, TensorStorageMetadata) else None
         if shape != found:
-            wrong.append(f"`{name}` is {shape or 'no tensor'} here and {found or 'no tensor'} there")
+            wrong.append(f"`{name}` is {_text(shape)} here and {_text(found)} there")
     if wrong:
         raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(wrong[:5])}")
 
 
-def _whole_shape(value: torch.Tensor) -> tuple[int, ...]:
-    shard = shard_of(value)
-    return tuple(value.shape) if shard is None else shard.shape
+def _text(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else str(list(shape))
 
 
-def _fill(model: Model, reader: PieceReader, sources: Mapping[str, str]) -> None:
+def _fill(model: Model, reader: PieceReader, sources: Mapping[str, _Source]) -> None:
     own = model.module.state_dict(keep_vars=True)
     held = {
         name: own[name]
@@ -110,21 +124,39 @@ def _fill(model: Model, reader: PieceReader, sources: Mapping[str, str]) -> None
         if not (isinstance(own[name], nn.Parameter) and not model.holds(own[name])) and not _is_meta(own[name])
     }
     live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
-    targets, others = {}, {}
+    targets, objects, others = {}, {}, {}
+    filled: set[int] = set()
     for name, value in held.items():
-        if id(value) in live:
-            if is_delayed(value):
-                allocate(value, state.device)
-            targets[sources[name]] = Target(value, boxes_of(value.shape, shard_of(value)))
-        elif isinstance(value, torch.Tensor):
-            others[name] = torch.empty_like(value)
-            targets[sources[name]] = Target(others[name], boxes_of(value.shape, shard_of(value)))
-    objects = [name for name in held if not isinstance(held[name], torch.Tensor)]
-    found = read_into(reader, targets, [sources[name] for name in objects])
+        source = sources[name]
+        if not isinstance(value, torch.Tensor):
+            objects[name] = source
+            continue
+        tensor = value
+        if id(value) not in live:
+            tensor = others[name] = torch.empty_like(value)
+        elif id(value) in filled:
+            continue
+        filled.add(id(value))
+        if isinstance(source, str):
+            if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
+                allocate(tensor, state.device)
+            targets[source] = Target(tensor, boxes_of(tensor.shape, shard_of(value)))
+        else:
+            _fill_made(tensor, name, source())
+    found = read_into(reader, targets, [source for source in objects.values() if isinstance(source, str)])
     # What a module computes for its state dict, and its extra state, goes back through the module.
-    others |= {name: found[sources[name]] for name in objects}
+    others |= {name: found[source] for name, source in objects.items() if isinstance(source, str)}
     if others:
         model.module.load_state_dict(others, strict=False)
+
+
+def _fill_made(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
+    if whole.shape != whole_shape(tensor):
+        raise CheckpointError(
+            f"the checkpoint belongs to another model: `{name}` is {list(whole_shape(tensor))} here and "
+            f"{list(whole.shape)} there"
+        )
+    load_piece(tensor, whole)
 
 
 def _is_meta(value: object) -> bool:
@@ -168,24 +200,58 @@ def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
 
 def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups: list[dict[str, Any]]) -> None:
     by_parameter = _states_by_parameter(reader)
+    made = _made_states(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     states: dict[int, dict[str, Any]] = {}
     targets: dict[str, Target] = {}
-    objects: dict[str, tuple[int, str]] = {}
+    objects: dict[str, list[tuple[int, str]]] = {}
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if not model.holds(parameter):
             continue
-        for key, full in _usable(name, by_parameter.get(name, ()), parameter):
+        for key, make in made.get(name, {}).items():
+            states.setdefault(index, {})[key] = _piece(make(), parameter)
+        for key, full in _usable(name, () if name in made else by_parameter.get(name, ()), parameter):
             item = reader.metadata.state_dict_metadata[full]
             if isinstance(item, TensorStorageMetadata):
                 targets[full] = _target(item, parameter)
                 states.setdefault(index, {})[key] = targets[full].tensor
             else:
-                objects[full] = index, key
+                objects.setdefault(full, []).append((index, key))
     found = read_into(reader, targets, objects)
-    for full, (index, key) in objects.items():
-        states.setdefault(index, {})[key] = found[full]
+    for full, places in objects.items():
+        for index, key in places:
+            states.setdefault(index, {})[key] = found[full]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _made_states(
+    root: nn.Module, reader: PieceReader, by_parameter: Mapping[str, list[str]]
+) -> dict[str, dict[str, Make]]:
+    """Return what makes the states of parameters that the checkpoint has under other names: by name and key."""
+    result: dict[str, dict[str, Make]] = {}
+    for renamed in renamed_modules(root, by_parameter):
+        fulls = [full for name in renamed.theirs for full in by_parameter[renamed.prefix + name]]
+        keys = {full.rpartition(".")[2]: full for full in fulls}
+        for key, example in keys.items():
+            made = renamed.made(reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
+            item = reader.metadata.state_dict_metadata[example]
+            if isinstance(item, TensorStorageMetadata) and not item.size:
+                # A count of steps, say: the same for all parameters of the module.
+                made = dict.fromkeys(_own_names(root, renamed), functools.partial(read_whole, reader, example))
+            for name, make in made.items():
+                result.setdefault(name, {})[key] = make
+    return result
+
+
+def _own_names(root: nn.Module, renamed: Renamed) -> list[str]:
+    return [name for name, _ in root.named_parameters() if name.startswith(renamed.prefix)]
+
+
+def _piece(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's piece of the state of a parameter."""
+    shard = shard_of(parameter)
+    divided = shard is not None and whole.dim() > 0 and tuple(whole.shape) == shard.shape
+    return take(whole, shard) if divided and shard is not None else whole.clone()
 
 
 def _states_by_parameter(reader: PieceReader) -> dict[str, list[str]]:
@@ -224,7 +290,7 @@ def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterab
 def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
     """Return the memory for a state: divided as the parameter is if the whole ones have the same shape."""
     shape, shard = tuple(item.size), shard_of(parameter)
-    if shape and shape == _whole_shape(parameter):
+    if shape and shape == tuple(whole_shape(parameter)):
         tensor = torch.empty(parameter.shape, dtype=item.properties.dtype, device=parameter.device)
         return Target(tensor, boxes_of(parameter.shape, shard))
     zeros = (0,) * len(shape)

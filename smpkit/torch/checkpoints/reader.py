@@ -38,7 +38,7 @@ from smpkit.torch.checkpoints.contents import Entry
 from smpkit.torch.checkpoints.places import view_of
 from smpkit.torch.saving import read_file
 
-__all__ = ["PIECES", "CheckpointReader", "Piece", "PieceReader", "StateReader", "describe", "merged"]
+__all__ = ["PIECES", "CheckpointReader", "Piece", "PieceReader", "StateReader", "describe", "merged", "metadata_of"]
 
 PIECES: Final = "pieces.json"
 
@@ -158,7 +158,7 @@ class CheckpointReader(PieceReader):
         files = frozenset(read_index(self.folder).files)
         try:
             said = json.loads((self.folder / PIECES).read_text())
-            return _metadata(said, files)
+            return metadata_of(said, files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / PIECES} cannot be read: {error!r}") from error
 
@@ -187,7 +187,7 @@ class StateReader(PieceReader):
                 said[name] = {"dtype": dtype, "shape": value.shape, "pieces": [piece]}
             else:
                 said[name] = {"pieces": [["", [name]]]}
-        return _metadata(said, frozenset({""}))
+        return metadata_of(said, frozenset({""}))
 
     def _open(self, path: Path) -> Any:
         return self._values
@@ -223,7 +223,12 @@ def _box(piece: Sequence[Any]) -> object:
     return tuple(piece[2]) if len(piece) > 2 else None
 
 
-def _metadata(said: Mapping[str, Any], files: frozenset[str]) -> Metadata:
+def metadata_of(said: Mapping[str, Any], files: frozenset[str]) -> Metadata:
+    """Return what `pieces.json` says as torch's distributed checkpoints have it.
+
+    Raises:
+        ValueError: a file is none of `files`, or a dtype none of torch's. KeyError, TypeError: other nonsense.
+    """
     items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     pieces: dict[MetadataIndex, Piece] = {}
     for name, each in said.items():

@@ -65,14 +65,13 @@ def save_checkpoint(
         model: the wrapped model; the last one that was wrapped if not given.
         optimizer: the wrapped optimizer; the last one that was wrapped if not given; none is saved if there is none.
         user_content: what the script adds: numbers, strings, lists, dicts, tensors, argparse's Namespace, numpy arrays.
-        translate_if_full: accepted for SMP v1 scripts; at tensor degree 1 the names are the script's own already.
+        translate_if_full: a full one has the names of the script's own model, whatever tensor parallelism replaced.
         num_kept_partial_checkpoints: after this save, keep so many of the newest complete partial checkpoints.
 
     Raises:
         CheckpointError: on all ranks, if one (named) could not write its part or read `user_content` back.
         UsageError: there is no model, or the tag cannot be a file name, or ranks gave different tags.
     """
-    del translate_if_full
     files.check_tag(tag)
     _check_kept(num_kept_partial_checkpoints)
     job = _Job(the_model(model), optimizer or state.optimizer, user_content)
@@ -81,7 +80,7 @@ def save_checkpoint(
     try:
         all_succeed(failure, read_now)
         if not partial:
-            write_whole_file(save.staged / tag, job.model, save.shared, failure)
+            write_whole_file(save.staged / tag, job.model, save.shared, failure, translate=translate_if_full)
         own = all_succeed(failure, lambda: _write_parts(save, job))
         parts = [part for rank, part in enumerate(allgather(own)) if rank in save.shared.here]
         all_succeed(failure, lambda: _publish(save, parts, job))

@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoint_files import as_checkpoint_error
 from smpkit.torch.checkpoints.contents import MODEL, Entry, model_entries
+from smpkit.torch.checkpoints.originals import Translated, Whole, whole_of
 from smpkit.torch.checkpoints.places import Box, runs_of, view_of
 from smpkit.torch.checkpoints.sharing import Sharing
 from smpkit.torch.checkpoints.together import Model, all_succeed
 from smpkit.torch.comm import allgather, recv_from, send
 from smpkit.torch.saving import read_file
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.shards import shard_of
 
 __all__ = ["Slot", "write_slots", "write_whole_file"]
 
@@ -45,17 +45,21 @@ class Slot:
     dtype: torch.dtype
 
 
-def write_whole_file(path: Path, model: Model, sharing: Sharing, failure: str) -> None:
+def write_whole_file(path: Path, model: Model, sharing: Sharing, failure: str, *, translate: bool) -> None:
     """Write a model's whole state dict as `torch.save` would, to one file on each file system; all ranks call this.
+
+    Args:
+        translate: under the names that parts had before tensor parallelism replaced them, where that is known.
 
     Raises:
         CheckpointError: on all ranks, if one cannot write; it begins with `failure`.
     """
+    whole = all_succeed(failure, lambda: whole_of(model, translate=translate))
     entries = all_succeed(failure, lambda: model_entries(model))
     others = _other_things(entries)
-    made = all_succeed(failure, lambda: _make_file(path, model, others) if sharing.leads else {})
+    made = all_succeed(failure, lambda: _make_file(path, model, whole, others) if sharing.leads else {})
     slots = allgather(made)[sharing.leaders[state.rank]]
-    write_slots(slots, [entry for entry in entries if entry.shape is not None], sharing, failure)
+    write_slots(slots, whole, entries, sharing, failure)
 
 
 def _other_things(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -64,55 +68,64 @@ def _other_things(entries: Iterable[Entry]) -> dict[str, Any]:
     return {name: value for part in allgather(own) for name, value in part.items()}
 
 
-def _make_file(path: Path, model: Model, others: Mapping[str, Any]) -> dict[str, Slot]:
+def _make_file(path: Path, model: Model, whole: Whole, others: Mapping[str, Any]) -> dict[str, Slot]:
     """Make the file with room for all tensors; return where each is."""
     with FakeTensorMode():
-        whole = _imagined(model, others)
+        content = {**_imagined(model, whole), **others}
     reserve = torch.serialization.skip_data(materialize_fake_tensors=True)
     with as_checkpoint_error(f"{path.name} cannot be written"), reserve:
-        torch.save(whole, path)
+        torch.save(content, path)
     with FakeTensorMode():
-        made = read_file(path)
+        found = read_file(path)
     slots = {}
-    for name, value in made.items():
+    for name, value in found.items():
         if isinstance(value, torch.Tensor):
             offset = value.untyped_storage()._checkpoint_offset  # where torch says it has left room
             assert offset is not None
-            slots[f"{MODEL}{name}"] = Slot(path, offset, tuple(value.shape), value.dtype)
+            slots[name] = Slot(path, offset, tuple(value.shape), value.dtype)
     return slots
 
 
-def _imagined(model: Model, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a whole state dict of tensors without memory; names of one parameter share one."""
-    known: dict[int, torch.Tensor] = {}
-    whole: dict[str, Any] = {}
-    for name, value in model.module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            whole[name] = others[name]
-            continue
-        if id(value) not in known:
-            shard = shard_of(value)
-            known[id(value)] = torch.empty(value.shape if shard is None else shard.shape, dtype=value.dtype)
-        whole[name] = known[id(value)]
-    return whole
+def _imagined(model: Model, whole: Whole) -> dict[str, torch.Tensor]:
+    """Return whole tensors without memory; the names of one parameter share one."""
+    own = model.module.state_dict(keep_vars=True)
+    known: dict[object, torch.Tensor] = {}
+    result = {}
+    for name, (shape, dtype) in whole.tensors.items():
+        key = id(own[name]) if name in own and name not in whole.translated else name
+        if key not in known:
+            known[key] = torch.empty(shape, dtype=dtype)
+        result[name] = known[key]
+    return result
 
 
 # --- writing into the space -------------------------------------------------------------------------------------------
 
 
-def write_slots(slots: Mapping[str, Slot], entries: Iterable[Entry], sharing: Sharing, failure: str) -> None:
-    """Write this rank's entries into their slots, and what its file system lacks; all ranks call this.
+def write_slots(
+    slots: Mapping[str, Slot], whole: Whole, entries: Iterable[Entry], sharing: Sharing, failure: str
+) -> None:
+    """Write this rank's part of what there are slots for, and what its file system lacks; all ranks call this.
+
+    Args:
+        slots: by the name of the whole tensor.
+        entries: what this rank holds of the model.
 
     Raises:
         CheckpointError: on all ranks, if one cannot write; it begins with `failure`.
     """
-    wanted = [entry for entry in entries if entry.name in slots]
+    named = {entry.name.removeprefix(MODEL): entry for entry in entries if entry.shape is not None}
+    wanted = {name: entry for name, entry in named.items() if name in slots and name not in whole.translated}
     with contextlib.closing(_Writer()) as writer:
         all_succeed(failure, lambda: _write_own(slots, wanted, sharing, writer))
         if len(set(sharing.leaders)) > 1:
-            things = [(entry.name, entry.boxes, entry.holders) for entry in wanted if min(entry.holders) == state.rank]
+            things = [
+                (name, entry.boxes, entry.holders) for name, entry in wanted.items() if min(entry.holders) == state.rank
+            ]
             listed = [(source, *thing) for source, found in enumerate(allgather(things)) for thing in found]
             all_succeed(failure, lambda: _send_what_lacks(slots, wanted, listed, sharing, writer))
+        for translated in whole.modules:
+            all_succeed(failure, lambda each=translated: _write_translated(slots, each, sharing, writer))  # type: ignore[misc]
         all_succeed(failure, writer.finish)
 
 
@@ -141,10 +154,10 @@ class _Writer:
             os.close(file)
 
 
-def _write_own(slots: Mapping[str, Slot], entries: Iterable[Entry], sharing: Sharing, writer: _Writer) -> None:
-    for entry in entries:
+def _write_own(slots: Mapping[str, Slot], wanted: Mapping[str, Entry], sharing: Sharing, writer: _Writer) -> None:
+    for name, entry in wanted.items():
         if sharing.writer(entry.holders) == state.rank:
-            writer.write(slots[entry.name], entry.boxes, entry.value)
+            writer.write(slots[name], entry.boxes, entry.value)
 
 
 def _write_boxes(file: int, slot: Slot, boxes: Iterable[Box], value: torch.Tensor) -> None:
@@ -169,10 +182,13 @@ _Thing = tuple[int, str, tuple[Box, ...], frozenset[int]]
 
 
 def _send_what_lacks(
-    slots: Mapping[str, Slot], entries: Iterable[Entry], things: Iterable[_Thing], sharing: Sharing, writer: _Writer
+    slots: Mapping[str, Slot],
+    wanted: Mapping[str, Entry],
+    things: Iterable[_Thing],
+    sharing: Sharing,
+    writer: _Writer,
 ) -> None:
     """Bring to each file system what none of its own ranks holds: from the lowest that does to its leader."""
-    values = {(entry.name, entry.boxes): entry.value for entry in entries}
     leaders = sorted(set(sharing.leaders))
     failed: CheckpointError | None = None
     # Every rank goes through the same list in the same order, so each send meets its receive, even after a failure.
@@ -181,12 +197,42 @@ def _send_what_lacks(
             if holders & sharing.on(leader):
                 continue
             if source == state.rank:
-                send(values[name, boxes].detach(), leader)
+                send(wanted[name].value.detach(), leader)
             elif leader == state.rank:
                 value = recv_from(source)
                 try:
                     writer.write(slots[name], boxes, value)
                 except CheckpointError as error:
                     failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def _write_translated(slots: Mapping[str, Slot], translated: Translated, sharing: Sharing, writer: _Writer) -> None:
+    """Write what a translation makes of a module, one tensor at a time, on every file system.
+
+    The tensor-parallel ranks that hold the module make each tensor together; the first of them has it.
+    """
+    source = translated.source
+    failed: CheckpointError | None = None
+    others = sorted(set(sharing.leaders) - {sharing.leaders[source]})
+    made = translated.gathered() if translated.takes_part else dict.fromkeys(translated.names, None).items()
+    for name, make in made:
+        value = None if make is None else make()
+        if name not in slots:
+            continue
+        try:
+            if state.rank == source:
+                assert value is not None
+                for leader in others:
+                    send(value, leader)
+            elif state.rank in others:
+                value = recv_from(source)
+            if state.rank == source or state.rank in others:
+                assert value is not None
+                zeros = (0,) * value.dim()
+                writer.write(slots[name], [Box(zeros, tuple(value.shape), zeros)], value)
+        except CheckpointError as error:  # the others go on, and so must this one
+            failed = failed or error
     if failed is not None:
         raise failed

@@ -36,7 +36,7 @@ from smpkit.torch.tensor_parallel.registry import (
 )
 from smpkit.torch.tensor_parallel.weights import take_weights
 
-__all__ = ["distribute", "entry_of"]
+__all__ = ["distribute", "entry_of", "twins_of"]
 
 _ENTRY: Final = "_smp_entry"
 
@@ -73,6 +73,18 @@ def entry_of(module: nn.Module) -> Entry | None:
     """Return by which entry a distributed module took the place of another; None if it did not."""
     entry: Entry | None = vars(module).get(_ENTRY)
     return entry
+
+
+def twins_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, Entry]]:
+    """Yield the modules of a model that other degrees would replace, each with its name and what would take its place.
+
+    The latter have no memory: they say names and sizes, so that states of theirs can be translated.
+    """
+    finder = _Finder(root)
+    finder.look_at(root, "")
+    for target in finder.targets:
+        if target.entry is not None and target.replacement is not None:
+            yield target.name, target.module, target.replacement, target.entry
 
 
 @dataclass

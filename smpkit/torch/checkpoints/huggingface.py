@@ -1,0 +1,240 @@
+"""Folders as Hugging Face's `save_pretrained` writes them: `config.json`, safetensors files and their index.
+
+A safetensors file is eight bytes of length, a JSON header that says where each tensor is, and the tensors. So the ranks
+write one together as they write any file of whole tensors, and each reads of it what it needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch import checkpoint_files as files
+from smpkit.torch.checkpoints.contents import model_entries
+from smpkit.torch.checkpoints.loading import load_model
+from smpkit.torch.checkpoints.originals import Whole, whole_of
+from smpkit.torch.checkpoints.safetensors import INDEX, SafetensorsReader, header_of
+from smpkit.torch.checkpoints.sharing import Sharing, find_sharing
+from smpkit.torch.checkpoints.together import Model, all_succeed, the_model
+from smpkit.torch.checkpoints.whole import Slot, write_slots
+from smpkit.torch.comm import allgather
+from smpkit.torch.tensor_parallel.replace import entry_of
+from smpkit.torch.unread import read_now
+
+__all__ = ["load_pretrained", "save_pretrained"]
+
+_OURS: Final = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin.*"
+)
+_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def save_pretrained(
+    folder: str | os.PathLike[str], model: Model | None = None, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write the whole model to a folder that `AutoModel.from_pretrained` loads; called by all ranks.
+
+    Every rank writes what it holds straight to its place, so none needs memory for more than one whole tensor. Parts
+    that tensor parallelism replaced are translated back. The folder appears whole; one that is there is replaced, and
+    other files in it (a tokenizer's) are kept. A model without a `config` gives the safetensors files alone.
+
+    Args:
+        model: the wrapped model; the last one that was wrapped if not given.
+        max_shard_size: bytes of tensors in one file, as a number or as "5GB".
+
+    Raises:
+        CheckpointError: on all ranks, if one (named) cannot write its part.
+        UsageError: there is no model, or `max_shard_size` is no size.
+    """
+    model, target, limit = the_model(model), Path(folder).absolute(), _bytes_of(max_shard_size)
+    failure = f"the model was not saved to {target}"
+    save_id: str = allgather(files.new_save_id())[0]
+    sharing = find_sharing(target.parent, save_id, failure)
+    staged = files.staging_folder(target.parent, target.name, save_id)
+    try:
+        all_succeed(failure, read_now)
+        whole = all_succeed(failure, lambda: _once(model, whole_of(model, translate=True)))
+        slots = all_succeed(failure, lambda: _lay_out(staged, target, model, whole, limit, sharing))
+        entries = all_succeed(failure, lambda: model_entries(model))
+        write_slots(slots, whole, entries, sharing, failure)
+        all_succeed(failure, lambda: _publish(staged, target, sharing))
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def load_pretrained(folder: str | os.PathLike[str], model: Model | None = None, strict: bool = True) -> None:
+    """Load the weights of a Hugging Face folder (safetensors) into the wrapped model; called by all ranks.
+
+    Every rank reads the slices that it holds. With a pipeline, parameters without memory
+    (`smp.delay_param_initialization`) are read at the first step, so no rank ever holds the whole model.
+
+    Args:
+        model: the wrapped model; the last one that was wrapped if not given.
+        strict: raise if names differ, other than by what the model's class says to ignore.
+
+    Raises:
+        CheckpointError: on all ranks, if there are no safetensors, or they belong to another model.
+        UsageError: there is no model.
+    """
+    wrapped, path = the_model(model), Path(folder)
+    all_succeed(
+        f"{path} was not loaded",
+        lambda: load_model(wrapped, SafetensorsReader(path, _Names(wrapped.module)), strict, prefix=""),
+    )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _bytes_of(size: object) -> int:
+    """Return how many bytes "5GB" is."""
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", size.strip(), re.IGNORECASE) if isinstance(size, str) else None
+    )
+    if match is not None:
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    raise UsageError(f"max_shard_size is {size!r}", hint='use a number of bytes, or a size such as "5GB" or "200MB"')
+
+
+def _once(model: Model, whole: Whole) -> Whole:
+    """Leave out the further names of tied weights, which `from_pretrained` ties again."""
+    own = model.module.state_dict(keep_vars=True)
+    dropped, seen = set(_tied_names(model.module)) & whole.tensors.keys(), set()
+    for name in whole.tensors:
+        if name in own and name not in whole.translated and name not in dropped:
+            if id(own[name]) in seen:
+                dropped.add(name)
+            seen.add(id(own[name]))
+    return Whole({name: each for name, each in whole.tensors.items() if name not in dropped}, whole.modules)
+
+
+def _tied_names(root: nn.Module) -> Mapping[str, str]:
+    """Return which names a Hugging Face model ties to which others, if its configuration says that it does."""
+    config = getattr(root, "config", None)
+    tied = getattr(root, "_tied_weights_keys", None)
+    if not getattr(config, "tie_word_embeddings", False) or not isinstance(tied, Mapping):
+        return {}
+    return tied
+
+
+def _lay_out(staged: Path, target: Path, model: Model, whole: Whole, limit: int, sharing: Sharing) -> dict[str, Slot]:
+    """Decide which tensor is where, on all ranks alike; make the files with room for them on each file system."""
+    parts = list(_parts(whole, limit))
+    count = len(parts)
+    numbered = [f"model-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
+    names = numbered if count > 1 else ["model.safetensors"]
+    slots: dict[str, Slot] = {}
+    headers = {}
+    for name, part in zip(names, parts, strict=True):
+        headers[name], places = header_of(part)
+        slots |= {key: Slot(staged / name, offset, *part[key]) for key, offset in places.items()}
+    if sharing.leads:
+        with files.as_checkpoint_error(f"{target} cannot be written"):
+            files.sweep(target.parent, staged.name.rsplit(".", 2)[1])
+            staged.mkdir()
+            for name, header in headers.items():
+                files.synced_write(staged / name, lambda file, header=header: file.write(header))  # type: ignore[misc]
+            if count > 1:
+                _write_index(staged, whole, slots)
+            _write_config(staged, model.module, whole)
+    return slots
+
+
+def _parts(whole: Whole, limit: int) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Yield the tensors of one file after the other, none larger than `limit` unless one tensor is."""
+    part: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    used = 0
+    for name, (shape, dtype) in whole.tensors.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if part and used + size > limit:
+            yield part
+            part, used = {}, 0
+        part[name] = shape, dtype
+        used += size
+    yield part
+
+
+def _write_index(staged: Path, whole: Whole, slots: Mapping[str, Slot]) -> None:
+    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in whole.tensors.values())
+    weight_map = {name: slot.path.name for name, slot in slots.items()}
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+    files.synced_write(staged / INDEX, lambda file: file.write(text.encode()))
+
+
+def _write_config(staged: Path, root: nn.Module, whole: Whole) -> None:
+    """Write the configuration of a Hugging Face model, as `save_pretrained` would."""
+    config: Any = getattr(root, "config", None)
+    if config is None or not hasattr(config, "save_pretrained"):
+        return
+    config = copy.deepcopy(config)
+    config.architectures = [_architecture(root)]
+    dtypes = {dtype for _, dtype in whole.tensors.values() if dtype.is_floating_point}
+    if len(dtypes) == 1:
+        config.dtype = str(dtypes.pop()).removeprefix("torch.")
+    config.save_pretrained(staged)
+    generation = getattr(root, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(staged)
+
+
+def _architecture(root: nn.Module) -> str:
+    """Return the name of the script's own class."""
+    entry = entry_of(root)
+    if entry is None:
+        return type(root).__name__
+    original = entry.original
+    return original.rpartition(".")[2] if isinstance(original, str) else original.__name__
+
+
+def _publish(staged: Path, target: Path, sharing: Sharing) -> None:
+    if not sharing.leads or not staged.exists():
+        return
+    with files.as_checkpoint_error(f"{target} cannot be written"):
+        for other in target.iterdir() if target.is_dir() else ():
+            if _OURS.fullmatch(other.name) or (staged / other.name).exists():
+                continue
+            copy_it = shutil.copytree if other.is_dir() else shutil.copy2
+            copy_it(other, staged / other.name)
+        files.sync_folder(staged)
+        files.publish_folder(staged, target)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Names:
+    """How the names in a folder become those of a model, by the rules of `from_pretrained`.
+
+    A file of the bare model fits one with a head, and the other way round: the name of the bare model (`transformer.`)
+    is put before, or taken away. What the class says to ignore is ignored.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        prefix = getattr(root, "base_model_prefix", "")
+        self._prefix = f"{prefix}." if prefix else ""
+        self._has_head = bool(prefix) and prefix in dict(root.named_children())
+        self._ignored = [re.compile(each) for each in getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()]
+
+    def __call__(self, names: list[str]) -> dict[str, str]:
+        """Return the model's names by those in the folder."""
+        kept = [name for name in names if not any(each.search(name) for each in self._ignored)]
+        bare = self._prefix and not any(name.startswith(self._prefix) for name in kept)
+        if self._has_head and bare:
+            return {name: self._prefix + name for name in kept}
+        if self._prefix and not self._has_head and not bare:
+            # The head that this model does not have is left out.
+            return {name: name.removeprefix(self._prefix) for name in kept if name.startswith(self._prefix)}
+        return {name: name for name in kept}

@@ -1,0 +1,168 @@
+"""The whole model's tensors under the names of the script's own model, though tensor parallelism replaced parts of it.
+
+What a module became has a translation back, which makes one whole tensor after the other from whole tensors. Here these
+are brought together from the ranks when the translation asks for them, so that at no time there is more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from smpkit.plan.mesh import Coordinates
+from smpkit.torch.checkpoints.together import Model
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.module import whole_shape
+from smpkit.torch.tensor_parallel.registry import Made, Translation
+from smpkit.torch.tensor_parallel.shards import shard_of
+from smpkit.torch.tensor_parallel.whole_state import joined, replaced_modules
+
+__all__ = ["Translated", "Whole", "whole_of"]
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A module that took the place of another one.
+
+    Args:
+        prefix: what the names of its state begin with.
+        source: the rank that writes what is made of it.
+    """
+
+    prefix: str
+    module: nn.Module
+    translation: Translation
+    source: int
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank holds a piece that the source needs."""
+        mine, theirs = (state.mesh.coordinates(rank) for rank in (state.rank, self.source))
+        return (mine.pp, mine.rdp) == (theirs.pp, theirs.rdp)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what the translation makes, by name; computed without data."""
+        made = {name: make() for name, make in self._translated(_Shapes(self.module))}
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of what the translation makes, in its order."""
+        return tuple(self.tensors)
+
+    def gathered(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Yield names with what makes each tensor; all ranks that take part make all of them, in this order.
+
+        Only the source gets values; the others, tensors without data.
+        """
+        return self._translated(_Gathered(self.module))
+
+    def _translated(self, values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        for name, made in self.translation(values, self.module):
+            yield self.prefix + name, _maker(made)
+
+
+def _maker(made: Made) -> Callable[[], torch.Tensor]:
+    return made if callable(made) else lambda: made
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What the whole model's state dict has.
+
+    Args:
+        tensors: shape and dtype by name.
+        modules: where some of them come from.
+    """
+
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    modules: tuple[Translated, ...] = field(default=())
+
+    @cached_property
+    def translated(self) -> frozenset[str]:
+        """The names of what translations make."""
+        return frozenset(name for module in self.modules for name in module.names)
+
+
+def whole_of(model: Model, *, translate: bool) -> Whole:
+    """Return what the whole model's state dict has, the same on all ranks.
+
+    Args:
+        translate: under the script's own names, where a translation is known.
+    """
+    modules = tuple(_translated_modules(model)) if translate else ()
+    inside = tuple(module.prefix for module in modules)
+    tensors = {
+        name: (tuple(whole_shape(value)), value.dtype)
+        for name, value in model.module.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and not (inside and name.startswith(inside))
+    }
+    for module in modules:
+        tensors |= module.tensors
+    return Whole(tensors, modules)
+
+
+def _translated_modules(model: Model) -> Iterator[Translated]:
+    for name, module, entry in replaced_modules(model.module):
+        if entry.from_distributed is not None:
+            yield Translated(f"{name}." if name else "", module, entry.from_distributed, _source_of(model, module))
+
+
+def _source_of(model: Model, module: nn.Module) -> int:
+    """Return the lowest rank that holds the whole of a module together with the ranks of its tensor-parallel group."""
+    pp_rank = 0
+    if model.pipeline is not None and model.partitioned:
+        common = frozenset.intersection(*(model.pipeline.holders[id(each)] for each in module.parameters()))
+        pp_rank = min(common)
+    return state.mesh.rank(Coordinates(pp=pp_rank, tp=0, rdp=0))
+
+
+class _Shapes(Mapping[str, torch.Tensor]):
+    """The whole state of a module, without data."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = {
+            name: torch.empty(whole_shape(value), dtype=value.dtype, device="meta")
+            for name, value in module.state_dict(keep_vars=True).items()
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class _Gathered(_Shapes):
+    """The whole state of a module on the first of the tensor-parallel ranks that ask together, without data elsewhere.
+
+    The last tensor is kept, because the parts of a packed one are asked for one after the other.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._module = module
+        self._own = module.state_dict(keep_vars=True)
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, self._whole(name)
+        return self._last[1]
+
+    def _whole(self, name: str) -> torch.Tensor:
+        value = self._own[name]
+        shard = shard_of(value)
+        if shard is not None and shard.is_distributed:
+            found = joined(self._module, {name: value.detach()}, on_first=True)
+            return found[name] if state.tp_rank == 0 else self._values[name]
+        return value.detach() if state.tp_rank == 0 else self._values[name]
