@@ -176,17 +176,17 @@ def _write_index(staged: Path, whole: Whole, slots: Mapping[str, Slot]) -> None:
 
 def _write_config(staged: Path, root: nn.Module, whole: Whole) -> None:
     """Write the configuration of a Hugging Face model, as `save_pretrained` would."""
-    config: Any = getattr(root, "config", None)
-    if config is None or not hasattr(config, "save_pretrained"):
+    known: Any = getattr(root, "config", None)
+    if known is None or not hasattr(known, "save_pretrained"):
         return
-    config = copy.deepcopy(config)
+    config: Any = copy.deepcopy(known)
     config.architectures = [_architecture(root)]
     dtypes = {dtype for _, dtype in whole.tensors.values() if dtype.is_floating_point}
     if len(dtypes) == 1:
         config.dtype = str(dtypes.pop()).removeprefix("torch.")
     config.save_pretrained(staged)
-    generation = getattr(root, "generation_config", None)
-    if hasattr(generation, "save_pretrained"):
+    generation: Any = getattr(root, "generation_config", None)
+    if generation is not None and hasattr(generation, "save_pretrained"):
         generation.save_pretrained(staged)
 
 
@@ -226,15 +226,22 @@ class _Names:
         prefix = getattr(root, "base_model_prefix", "")
         self._prefix = f"{prefix}." if prefix else ""
         self._has_head = bool(prefix) and prefix in dict(root.named_children())
+        self._own = root.state_dict(keep_vars=True).keys()
         self._ignored = [re.compile(each) for each in getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
     def __call__(self, names: list[str]) -> dict[str, str]:
         """Return the model's names by those in the folder."""
-        kept = [name for name in names if not any(each.search(name) for each in self._ignored)]
-        bare = self._prefix and not any(name.startswith(self._prefix) for name in kept)
+        renamed = self._renamed(names)
+        return {name: ours for name, ours in renamed.items() if ours in self._own or not self._is_ignored(name)}
+
+    def _renamed(self, names: list[str]) -> dict[str, str]:
+        bare = self._prefix and not any(name.startswith(self._prefix) for name in names)
         if self._has_head and bare:
-            return {name: self._prefix + name for name in kept}
+            return {name: self._prefix + name for name in names}
         if self._prefix and not self._has_head and not bare:
             # The head that this model does not have is left out.
-            return {name: name.removeprefix(self._prefix) for name in kept if name.startswith(self._prefix)}
-        return {name: name for name in kept}
+            return {name: name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
+        return {name: name for name in names}
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(each.search(name) for each in self._ignored)

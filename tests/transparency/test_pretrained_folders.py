@@ -1,0 +1,186 @@
+"""Hugging Face folders: written by ranks that hold parts, loadable by transformers, read back by other ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import CheckpointError, UsageError
+from tests.ranks import run_ranks
+from tests.transparency.huggingface_models import gpt2, llama
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    yield
+    smp.shutdown()
+
+
+Values = dict[str, torch.Tensor]
+
+
+def make(kind: str, layout: tuple[int, int], seed: int, *, delayed: bool = False) -> Any:
+    pp, tp = layout
+    smp.init({"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": True, "microbatches": 2})
+    torch.manual_seed(seed)
+    with smp.delay_param_initialization(delayed):
+        module = {"llama": llama, "gpt2": gpt2}[kind]()
+    smp.set_tensor_parallelism(module)
+    return smp.DistributedModel(module)
+
+
+@smp.step
+def train_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    model.backward(loss)
+    return loss
+
+
+def run_step(model: Any) -> None:
+    train_step(model, torch.arange(20).view(4, 5) % 11)
+
+
+def save_and_load(path: str, layouts: list[tuple[int, int]]) -> list[Values]:
+    """Save on the first layout what it makes after a step; then load on the others, and return what they have."""
+    for kind in ("llama", "gpt2"):
+        model = make(kind, layouts[0], seed=0)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        run_step(model)
+        optimizer.step()
+        smp.save_pretrained(f"{path}/{kind}", max_shard_size=1500)
+        smp.save_checkpoint(f"{path}/{kind}_checkpoints", "whole", partial=False)
+        smp.shutdown()
+    found = []
+    for layout in layouts[1:]:
+        for kind in ("llama", "gpt2"):
+            model = make(kind, layout, seed=1, delayed=True)
+            smp.load_pretrained(f"{path}/{kind}")
+            if layout[0] > 1:
+                run_step(model)
+            found.append(model.original_state_dict())
+            smp.shutdown()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_folder_written_by_four_ranks_loads_in_transformers_and_on_other_ranks(tmp_path: Path) -> None:
+    layouts = [(2, 2), (1, 4), (4, 1), (2, 2)]
+    ranks = run_ranks(save_and_load, 4, str(tmp_path), layouts, timeout=150)
+    for index, kind in enumerate(("llama", "gpt2")):
+        folder = tmp_path / kind
+        plain = loaded_by_transformers(folder)
+        whole = torch.load(tmp_path / f"{kind}_checkpoints" / "whole", weights_only=True)
+        assert whole.keys() == plain.keys()
+        for values in (whole, *(found for each in ranks for found in each[index::2])):
+            for name, value in plain.items():
+                assert torch.equal(values[name], value), name
+        weights = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        assert len(set(weights.values())) > 2
+        assert len({name for name in weights if "lm_head" in name}) == (0 if kind == "gpt2" else 1)
+
+
+def loaded_by_transformers(folder: Path) -> Values:
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, report = loaded
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    state: Values = model.state_dict()
+    return state
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def plain_model(width: int = 4) -> Any:
+    smp.init()
+    torch.manual_seed(0)
+    return smp.DistributedModel(nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2).bfloat16()))
+
+
+def test_a_model_without_a_configuration_is_read_by_the_safetensors_library(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = plain_model()
+    smp.save_pretrained(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = plain_model()
+    values = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    smp.load_pretrained(tmp_path)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+def test_a_folder_of_the_bare_model_fits_one_with_a_head_and_the_other_way_round(tmp_path: Path) -> None:
+    smp.init()
+    model = smp.DistributedModel(gpt2())
+    smp.save_pretrained(tmp_path / "head")
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    smp.shutdown()
+    smp.init()
+    bare = smp.DistributedModel(gpt2().transformer)  # type: ignore[arg-type]
+    smp.load_pretrained(tmp_path / "head")
+    assert all(torch.equal(value, whole[f"transformer.{name}"]) for name, value in bare.state_dict().items())
+    smp.save_pretrained(tmp_path / "bare")
+    smp.shutdown()
+    smp.init()
+    model = smp.DistributedModel(gpt2())
+    smp.load_pretrained(tmp_path / "bare")
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+
+
+def test_a_folder_is_replaced_whole_and_other_files_in_it_stay(tmp_path: Path) -> None:
+    plain_model()
+    smp.save_pretrained(tmp_path / "out", max_shard_size=20)
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    smp.save_pretrained(tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "tokenizer.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing", "holds no model.safetensors"),
+        ("cut", "is no whole safetensors file"),
+        ("other", r"`0.weight` is \[4, 3\] here and \[5, 3\] there"),
+        ("surplus", "unexpected `more`"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_said(damage: str, message: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = plain_model(5 if damage == "other" else 4)
+    values = dict(model.state_dict()) | ({"more": torch.zeros(1)} if damage == "surplus" else {})
+    if damage != "missing":
+        save_file(values, tmp_path / "model.safetensors")
+    if damage == "cut":
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+    smp.shutdown()
+    plain_model()
+    with pytest.raises(CheckpointError, match=message):
+        smp.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, True, "5 apples", 1.5], ids=repr)
+def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
+    plain_model()
+    with pytest.raises(UsageError, match="max_shard_size is"):
+        smp.save_pretrained(tmp_path / "out", max_shard_size=size)
