@@ -55,6 +55,8 @@ class ModuleCall:
         return call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.checkpointing is None and self.placed is not None:  # nearly every call over a pipeline
+            return self.placed(self.own, args, kwargs)
         return self.run(self.checkpointing, args, kwargs)
 
     def run(self, around: Around | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

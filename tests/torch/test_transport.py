@@ -9,7 +9,7 @@ import torch
 
 import smpkit.torch as smp
 from smpkit.torch.comm import CommGroup
-from smpkit.torch.pipeline.microbatch import Move
+from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
 from smpkit.torch.pipeline.transport import Tag, Transport, pack, packed_bytes, unpack
 from smpkit.torch.state import state
@@ -95,7 +95,7 @@ def lets_go() -> list[int]:
     """Send values of three microbatches; return how many messages are held after each gradient came back."""
     transport = open_transport()
     # The list of both ranks: F0 F1 F2 B0 B1 B2.
-    transport.place = lambda rank, backward, segment, microbatch: 3 * backward + microbatch
+    transport.places = {(r, b, 0, m): 3 * b + m for r in (0, 1) for b in (False, True) for m in range(10)}
     held = []
     if smp.pp_rank() == 0:
         transport.send(VALUE, 9, Move(7, 0, 1, 0, 0, move_of(7).spec))

@@ -12,7 +12,8 @@ from smpkit.torch.calls import ModuleCall, OwnCall
 from smpkit.torch.checkpointing.names import name_of
 from smpkit.torch.checkpointing.region import run_checkpointed
 from smpkit.torch.checkpointing.whole import Whole, must_stay
-from smpkit.torch.pipeline.units import is_between_units, run_together
+from smpkit.torch.pipeline.located import between_units
+from smpkit.torch.pipeline.units import run_together
 
 __all__ = ["Chain", "cut_groups", "is_plain"]
 
@@ -42,7 +43,7 @@ class Chain:
             attributes.pop("forward", None)  # a parked microbatch may have been faster
 
     def _forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's own name, which callers may use
-        spans = is_between_units() and len(ModuleCall.of(self._module).homes) > 1
+        spans = between_units() is not None and len(ModuleCall.of(self._module).homes) > 1
         layers = list(self._module)
         for group in cut_groups([_place(layer) if spans else frozenset() for layer in layers], self._size):
             members = [layers[index] for index in group]

@@ -17,7 +17,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.pipeline.divergence import disagreement, ways_of
 from smpkit.torch.pipeline.located import Located
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.specs import TensorSpec, map_tensors, spec_of
+from smpkit.torch.pipeline.specs import map_tensors
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.transport import Tag, pack, packed_bytes, unpack
 
@@ -62,7 +62,7 @@ class Ending:
             self._hand_on(home, packed, values)
             return
         source = rank + 1 if rank < home else rank - 1
-        num_bytes = packed_bytes([spec_of(value) for value in values])
+        num_bytes = packed_bytes([value.spec for value in values])
         self._waits[home] = self._stage.transport.expect_bytes(num_bytes, source, _tag(home, values), _WHAT)
 
     def _hand_on(self, home: int, packed: torch.Tensor, values: list[Located]) -> None:
@@ -93,7 +93,7 @@ class Ending:
         packed = self._waits[home]()
         self._hand_on(home, packed, values)
         # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
-        return [tensor.to(self._stage.device, copy=True) for tensor in unpack(packed, [spec_of(v) for v in values])]
+        return [tensor.to(self._stage.device, copy=True) for tensor in unpack(packed, [value.spec for value in values])]
 
     def _explain(self, rank: int) -> None:
         """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""
@@ -135,5 +135,4 @@ def _tag(home: int, values: Sequence[Located]) -> int:
 
 
 def _checksum(values: Sequence[Located]) -> int:
-    specs: list[TensorSpec] = [spec_of(value) for value in values]
-    return zlib.crc32(" ".join(map(str, specs)).encode()) & _CHECKSUM_BITS
+    return zlib.crc32(" ".join(str(value.spec) for value in values).encode()) & _CHECKSUM_BITS

@@ -12,29 +12,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Final
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from smpkit.plan.schedule import (
-    Action,
-    Costs,
-    Kind,
-    Schedule,
-    Segment,
-    SegmentGraph,
-    Transfer,
-    check,
-    interleaved,
-    simple,
-)
+from smpkit.plan.schedule import Action, Costs, Kind, Schedule, SegmentGraph, check, interleaved, simple
 from smpkit.torch.deadline import note_place
 from smpkit.torch.offload import active
 from smpkit.torch.pipeline.ending import Ending
 from smpkit.torch.pipeline.located import set_current
-from smpkit.torch.pipeline.microbatch import Microbatch, Move, Record
+from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.parking import Parked
+from smpkit.torch.pipeline.plan import Plan, graph_of
 from smpkit.torch.pipeline.replan import Meter, replan
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.watch import watching
@@ -44,6 +33,8 @@ __all__ = ["ActionRecorder", "Executor", "Policy"]
 _LOOKAHEAD: Final = 2  # actions whose receives are posted before their turn
 _STRAYS: Final = 3  # steps in which microbatches left the record, until there is none any more
 _REPLAN_AFTER: Final = 2  # steps; the first one is slow for other reasons, the last of them is measured
+
+_T = TypeVar("_T")
 
 ActionRecorder = Callable[[str, int, int, int, int], object]
 """Called with `(kind, segment, microbatch, start_ns, end_ns)`; times are `time.perf_counter_ns()`, waits included."""
@@ -76,44 +67,6 @@ class Policy:
         return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and has_choice
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What one kind of step does on this rank."""
-
-    schedule: Schedule
-    actions: tuple[Action, ...]
-    revisited: bool
-    """Whether some rank is visited more than once: then microbatches must be able to wait for one another."""
-    forward_receives: dict[int, tuple[Move, ...]]
-    backward_receives: dict[int, tuple[Move, ...]]
-    record: Record
-    whole: frozenset[int]
-    """Segments of this rank whose backward runs in one, whatever the schedule says."""
-    places: Mapping[tuple[int, bool, int, int], int]
-    """Index in its rank's list, by pp_rank, whether backward, segment and microbatch."""
-
-    def follow(self, schedule: Schedule, rank: int) -> _Plan:
-        """Return the plan of the same step in another order."""
-        return replace(self, schedule=schedule, actions=schedule.actions[rank], places=_places(schedule))
-
-    @property
-    def num_split(self) -> int:
-        """How many segments of this rank run their backward in two halves."""
-        return sum(map(self.is_split, self._weighted))
-
-    def is_split(self, segment: int) -> bool:
-        """Whether a segment's backward runs in two halves."""
-        return segment in self._weighted and segment not in self.whole
-
-    @cached_property
-    def _weighted(self) -> frozenset[int]:
-        return frozenset(action.segment for action in self.actions if action.kind is Kind.WEIGHT)
-
-    def place(self, rank: int, backward: bool, segment: int, microbatch: int) -> int | None:
-        """Return where an action stands in the list of its rank; None if the schedule does not have it."""
-        return self.places.get((rank, backward, segment, microbatch))
-
-
 class Executor:
     """Runs steps on one rank of a pipeline; all its ranks run the same steps in the same order."""
 
@@ -125,7 +78,7 @@ class Executor:
         self.recorder: ActionRecorder | None = None
         """Told of every action that has run, in the order in which they ran; None costs nothing."""
         self._policy = policy
-        self._plans: dict[Hashable, _Plan | None] = {}
+        self._plans: dict[Hashable, Plan | None] = {}
         self._steps: Counter[Hashable] = Counter()
         self._strays: Counter[Hashable] = Counter()
         self._parked: dict[int, Parked] = {}
@@ -149,7 +102,7 @@ class Executor:
             microbatch = step.microbatches[0]
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.forward_straight(0)
-            self._plans[kind] = self._plan(microbatch, count)
+            self._plans[kind] = self._planned(microbatch, count)
         plan = self._plans[kind]
         self.last_schedule = None if plan is None else plan.schedule
         if plan is None:
@@ -182,25 +135,13 @@ class Executor:
         self.stage.inside = False
         self.stage.transport.abandon()
 
-    def _plan(self, microbatch: Microbatch, count: int) -> _Plan | None:
+    def _planned(self, microbatch: Microbatch, count: int) -> Plan | None:
         """Make the schedule of a kind of step from its first microbatch; None if the path may change."""
         if microbatch.dynamic:
             return None
-        rank = self.stage.rank
-        schedule = self._policy.schedule(_graph(microbatch, self.stage.size), count)
+        schedule = self._policy.schedule(graph_of(microbatch), count)
         check(schedule)
-        segments = range(microbatch.num_segments[rank])
-        returning = [move for move in microbatch.moves if move.spec.requires_grad and microbatch.has_backward]
-        return _Plan(
-            schedule,
-            schedule.actions[rank],
-            max(microbatch.num_segments) > 1,
-            {s: tuple(m for m in microbatch.moves if (m.target, m.target_segment) == (rank, s)) for s in segments},
-            {s: tuple(m for m in returning if (m.source, m.source_segment) == (rank, s)) for s in segments},
-            microbatch.recorded(),
-            frozenset(microbatch.unsplittable),
-            _places(schedule),
-        )
+        return Plan.of(microbatch, schedule)
 
 
 class _Step:
@@ -226,13 +167,14 @@ class _Step:
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
         """How many backwards and weight halves have begun."""
+        self._num_expected = -1
+        """How many there will be; known when all forwards have run."""
         self._num_split = 0
         """How many segments of a microbatch have both."""
 
     def forward_straight(self, index: int) -> None:
         """Run a microbatch's forward from end to end."""
-        with self._action(Kind.FORWARD, 0, self.microbatches[index]):
-            output = self._run_body(index)
+        output = self._act(Kind.FORWARD, 0, self.microbatches[index], lambda: self._run_body(index))
         self._returned(index, output)
 
     def run_straight(self) -> None:
@@ -243,37 +185,37 @@ class _Step:
         for microbatch in self.microbatches:
             self._finish(microbatch)
 
-    def run_plan(self, plan: _Plan) -> None:
+    def run_plan(self, plan: Plan) -> None:
         """Run this rank's actions."""
-        self.stage.transport.place = plan.place
+        self.stage.transport.places = plan.places
         active.follow(plan.actions)
         for microbatch in self.microbatches:
             if microbatch.index not in self.outputs:
                 microbatch.record = plan.record
-        self._num_split = plan.num_split
+        self._num_split = len(plan.split)
         for coming in plan.actions[:_LOOKAHEAD]:
             self._post(plan, coming)
-        for number, action in enumerate(plan.actions):
-            for coming in plan.actions[number + _LOOKAHEAD : number + _LOOKAHEAD + 1]:
-                self._post(plan, coming)
+        for number, action in enumerate(plan.actions, _LOOKAHEAD):
+            if number < len(plan.actions):
+                self._post(plan, plan.actions[number])
             microbatch = self.microbatches[action.microbatch]
             if microbatch.strayed:  # the schedule knows nothing of its way: it must wait until nobody waits for others
                 continue
             if action.kind is Kind.FORWARD:
                 self._forward(microbatch, action.segment, plan.revisited)
             elif action.kind is Kind.WEIGHT:
-                self._weights(microbatch, action.segment, plan.is_split(action.segment))
-            elif action.segment < microbatch.num_segments[self.stage.rank]:
-                self._backward(microbatch, action.segment, split=plan.is_split(action.segment))
+                self._weights(microbatch, action.segment, action.segment in plan.split)
+            elif action.segment < microbatch.num_own_segments:
+                self._backward(microbatch, action.segment, split=action.segment in plan.split)
         # What has strayed goes on in the program's own order, which is the same on all ranks.
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
-                self._forward(microbatch, microbatch.num_segments[self.stage.rank], plan.revisited)
+                self._forward(microbatch, microbatch.num_own_segments, plan.revisited)
         for microbatch in self.microbatches:
             self._finish(microbatch)
-        self.stage.transport.place = None
+        self.stage.transport.places = {}
 
-    def _post(self, plan: _Plan, action: Action) -> None:
+    def _post(self, plan: Plan, action: Action) -> None:
         if action.kind is Kind.WEIGHT:
             return
         microbatch = self.microbatches[action.microbatch]
@@ -296,8 +238,7 @@ class _Step:
             parked = Parked(lambda: self._run_body(index), self.stage.random, self.stage.device)
             self.parked[index] = parked
             microbatch.before_wait = parked.park
-        with self._action(Kind.FORWARD, segment, microbatch):
-            parked.resume()
+        self._act(Kind.FORWARD, segment, microbatch, parked.resume)
         if parked.done:
             self._returned(index, parked.output)
 
@@ -307,6 +248,8 @@ class _Step:
         self.microbatches[index].end_forward()
         if len(self.outputs) == len(self.microbatches):
             self.ending = Ending(self.stage, self.microbatches, [self.outputs[i] for i in range(len(self.outputs))])
+            num_halves = self._num_split * sum(not each.strayed for each in self.microbatches)
+            self._num_expected = num_halves + sum(each.num_own_segments for each in self.microbatches)
 
     def _run_body(self, index: int) -> Any:
         self.stage.random.begin_microbatch(index)
@@ -315,15 +258,15 @@ class _Step:
     def _finish(self, microbatch: Microbatch) -> None:
         """Run what is left of a microbatch's backward, last segment first, and let go of it."""
         if microbatch.has_backward:
-            for segment in reversed(range(microbatch.num_segments[self.stage.rank])):
-                if segment not in microbatch.backward_done:
+            for segment in reversed(range(microbatch.num_own_segments)):
+                if segment not in microbatch.backward_work.done:
                     self._backward(microbatch, segment)
         microbatch.release()
 
     def _backward(self, microbatch: Microbatch, segment: int, *, split: bool = False) -> None:
         self._begin_backward()
-        with self._action(Kind.BACKWARD, segment, microbatch):
-            microbatch.backward_segment(segment, split=split)
+        work = microbatch.backward_work
+        self._act(Kind.BACKWARD, segment, microbatch, lambda: work.run(segment, split=split))
         if microbatch.is_done:
             microbatch.release()
 
@@ -331,28 +274,24 @@ class _Step:
         """Run the other half of a backward, or, where it has run in one, say that there is none."""
         if split:
             self._begin_backward()
-        with self._action(Kind.WEIGHT, segment, microbatch):
-            microbatch.backward_weights(segment)
+        work = microbatch.backward_work
+        self._act(Kind.WEIGHT, segment, microbatch, lambda: work.run_weights(segment))
         if microbatch.is_done:
             microbatch.release()
 
     def _begin_backward(self) -> None:
         self._num_backwards += 1
-        num_halves = self._num_split * sum(not microbatch.strayed for microbatch in self.microbatches)
-        if self.ending is not None and self._num_backwards == self._num_segments() + num_halves:
+        if self._num_backwards == self._num_expected:
             self._before_last_backward()
 
-    def _num_segments(self) -> int:
-        return sum(each.num_segments[self.stage.rank] for each in self.microbatches)
-
-    @contextlib.contextmanager
-    def _action(self, kind: Kind, segment: int, microbatch: Microbatch) -> Iterator[None]:
+    def _act(self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[[], _T]) -> _T:
         """Do something for a microbatch, and tell those who listen what it took."""
-        start_ns, waited_ns = time.perf_counter_ns(), self.stage.transport.waited_ns
+        transport = self.stage.transport
+        start_ns, waited_ns = time.perf_counter_ns(), transport.waited_ns
         active.begin_action(kind, segment, microbatch.index)
         set_current(microbatch if kind is Kind.FORWARD else None)
         try:
-            yield
+            result = do()
         except Exception as error:
             note_place(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"})
             raise
@@ -360,31 +299,7 @@ class _Step:
             set_current(None)
         end_ns = time.perf_counter_ns()
         if self._meter is not None:
-            self._meter.note(kind, segment, end_ns - start_ns - (self.stage.transport.waited_ns - waited_ns))
+            self._meter.note(kind, segment, end_ns - start_ns - (transport.waited_ns - waited_ns))
         if self._recorder is not None:
             self._recorder(kind.value, segment, microbatch.index, start_ns, end_ns)
-
-
-def _places(schedule: Schedule) -> dict[tuple[int, bool, int, int], int]:
-    return {
-        (rank, action.kind is not Kind.FORWARD, action.segment, action.microbatch): place
-        for rank, actions in enumerate(schedule.actions)
-        for place, action in enumerate(actions)
-        if action.kind is not Kind.WEIGHT  # nothing travels by it
-    }
-
-
-def _graph(microbatch: Microbatch, size: int) -> SegmentGraph:
-    """Return the segments of a recorded microbatch and what travels between them."""
-    segments = [Segment(rank, index) for rank in range(size) for index in range(microbatch.num_segments[rank])]
-    transfers = [
-        Transfer(
-            Segment(move.source, move.source_segment),
-            Segment(move.target, move.target_segment),
-            move.spec.num_bytes,
-            move.spec.requires_grad and microbatch.has_backward,
-        )
-        for move in microbatch.moves
-    ]
-    kept = [Transfer(Segment(s.rank, s.index - 1), s) for s in segments if s.index > 0]
-    return SegmentGraph(size, tuple(segments), tuple(transfers + kept), microbatch.has_backward)
+        return result

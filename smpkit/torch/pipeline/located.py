@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["Located", "current", "data_on", "is_running", "set_current"]
+__all__ = ["Located", "between_units", "current", "data_on", "set_current"]
 
 T = torch.Tensor
 
@@ -50,9 +50,13 @@ def set_current(microbatch: Microbatch | None) -> None:
     _Current.microbatch = microbatch
 
 
-def is_running() -> bool:
-    """Return whether a microbatch's code runs now; if not, a module that is called is being recomputed in backward."""
-    return _Current.microbatch is not None
+def between_units() -> Microbatch | None:
+    """Return the microbatch whose code runs now if every rank runs it, each with what it holds.
+
+    None: it runs inside a unit, or none runs and a module that is called is being recomputed in backward.
+    """
+    microbatch = _Current.microbatch
+    return None if microbatch is None or microbatch.stage.inside else microbatch
 
 
 class Located(torch.Tensor):

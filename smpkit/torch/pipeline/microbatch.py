@@ -5,69 +5,38 @@ the same numbers. What differs is who holds data: the home of a call runs it, ev
 
 [Note: segments] A rank's work for one microbatch is cut where it receives after it has sent: what it then receives may
 depend on what it sent, so it may have to wait, and its backward runs in as many parts. A value made in one segment and
-used in a later one is cut off its graph there (a detached leaf whose gradient becomes a root of the segment that made
-it), so no graph is walked twice and no autograd node ever waits for another rank.
+used in a later one is cut off its graph there; see `backward.py`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpkit.errors import UsageError
 from smpkit.torch.backward_start import scaled_start
-from smpkit.torch.containers import children, rebuild
-from smpkit.torch.pipeline.halves import WeightHalf, backward_inputs
+from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.record import STRAYED, Move, Record
+from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same
 from smpkit.torch.pipeline.specs import TensorSpec, describe, map_tensors, spec_of, tensors_in
 from smpkit.torch.pipeline.transport import version_of
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage import Stage
 
-__all__ = ["Microbatch", "Move", "Record"]
+__all__ = ["Microbatch"]
 
 _OurOwn: Final = torch._C.DisableTorchFunction
 """Around what the engine itself asks of tensors: that is none of the step's operations."""
-
-STRAYED: Final = 1 << 11
-"""Added to the numbers of moves of a microbatch that has left the record."""
 
 _DYNAMIC: Final = frozenset(
     {torch.Tensor.__bool__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.__contains__, torch.equal}
 )
 """Questions whose answer is most often a branch, so that another microbatch may take another path."""
-
-_UNKNOWN: Final = object()  # not None, which is what a call such as `x[0] = 1` returns
-
-
-@dataclass(frozen=True)
-class Move:
-    """A value that one rank sends to another, once; `number` counts the moves of a microbatch, alike on all ranks."""
-
-    number: int
-    source: int
-    target: int
-    source_segment: int
-    target_segment: int
-    spec: TensorSpec
-    unit: str = ""
-    """What needed the value: a unit or an operation."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """The way that the first microbatch of a kind went, which the schedule relies on."""
-
-    moves: tuple[Move, ...]
-    changed: frozenset[int]
-    """Moves from this rank whose value was changed in place after it had been handed over: they travel as copies."""
 
 
 class Microbatch:
@@ -94,18 +63,12 @@ class Microbatch:
         self.before_wait: Callable[[], None] | None = None
         """Called where a new segment begins: lets other work of this rank go first."""
         self._handed_over: list[tuple[int, torch.Tensor, int]] = []
+        self._rank = stage.rank
         self._segments = [0] * stage.size
         self._sent = [False] * stage.size
-        self._losses: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = defaultdict(list)
-        self._departures: defaultdict[int, list[tuple[GradientEdge | None, Move]]] = defaultdict(list)
-        self._arrivals: defaultdict[int, list[tuple[torch.Tensor, Move]]] = defaultdict(list)
-        self._cuts: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        self._cut_leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.backward_done: set[int] = set()
-        """Segments whose backward has run, as far as other ranks wait for it."""
+        self.backward_work = BackwardWork(stage.transport, index)
         self.unsplittable: set[int] = set()
         """Segments of this rank in which hooks were used that run in every walk through the graph."""
-        self._weight_halves: dict[int, WeightHalf] = {}
 
     @property
     def num_segments(self) -> tuple[int, ...]:
@@ -113,13 +76,15 @@ class Microbatch:
         return tuple(segment + 1 for segment in self._segments)
 
     @property
-    def is_done(self) -> bool:
-        """Whether all of this rank's backward has run."""
-        return len(self.backward_done) == self.num_segments[self.stage.rank] and not self._weight_halves
+    def num_own_segments(self) -> int:
+        """How many segments this rank has had so far."""
+        return self._segments[self._rank] + 1
 
     @property
-    def _segment(self) -> int:
-        return self._segments[self.stage.rank]
+    def is_done(self) -> bool:
+        """Whether all of this rank's backward has run."""
+        work = self.backward_work
+        return len(work.done) == self.num_own_segments and not work.has_halves
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
@@ -163,57 +128,73 @@ class Microbatch:
             mode: what else decides the result, such as a module's `training`.
             stream: whether its stream of random numbers is a closed one; None if it has none of its own.
         """
-        stage = self.stage
-        here = home == stage.rank
+        stage, here = self.stage, home == self._rank
         with _OurOwn():
-            device_type = stage.device.type
-            autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-            key = [target, mode, torch.is_grad_enabled(), autocast]
-
-            def visit(tensor: torch.Tensor) -> torch.Tensor:
-                if type(tensor) is Located:
-                    key.append(tensor.spec)
-                    return self._bring(tensor, home)
-                key.append((tensor.shape, tensor.dtype, tensor.requires_grad))
-                return tensor
-
             self.path.append(name)  # before anything is waited for, which may be because of this very call
-            args = describe(args, key, visit)
-            kwargs = describe(kwargs, key, visit) if kwargs else kwargs
-            call = tuple(key)
-            known = stage.specs.get(call, _UNKNOWN)
-            if known is _UNKNOWN:
+            call, args, kwargs = self._brought(home, target, args, kwargs, mode)
+            if call.template is UNKNOWN:
                 self._stray()  # results of new kinds are told in the program's own order
-                known = stage.specs.get(call, _UNKNOWN)
+                call.template = stage.results.find(call.key)
             if not here:
                 if stream is not None:
                     stage.random.skip()
-                if known is _UNKNOWN:
-                    known = stage.specs[call] = stage.transport.receive_object(home, f"the first result of `{name}`")
-                return _ghosts(known, stage.device, home)
+                if call.template is UNKNOWN:
+                    told = stage.transport.receive_object(home, f"the first result of `{name}`")
+                    stage.results.remember(call, told)
+                return ghosts(call.template, stage.device, home)
             # Only now that all have arrived: an arrival may have begun a new segment, in which older values are cut.
-            alone = len(args) == 1 and type(args[0]) is Located  # most calls: no need to look for tensors
-            args = (self._real(args[0]),) if alone else map_tensors(self._real, args)
-            kwargs = map_tensors(self._real, kwargs) if kwargs else kwargs
+            if len(args) == 1 and type(args[0]) is Located:  # most calls: no need to look for tensors
+                args = (self._real(args[0]),)
+            else:
+                args = map_tensors(self._real, args)
+            if kwargs:
+                kwargs = map_tensors(self._real, kwargs)
         output = function(*args, **kwargs) if stream is None else stage.random.run(name, stream, function, args, kwargs)
         with _OurOwn():
-            return self._made(call, known, name, output)
+            return self._made(call, name, output)
 
-    def _made(self, call: tuple[Any, ...], known: Any, name: str, output: Any) -> Any:
+    def _brought(
+        self, home: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object
+    ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+        """Return of which kind a call is, and its arguments as rank `home` has them."""
+        results, device_type = self.stage.results, self.stage.device.type
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        how = (mode, torch.is_grad_enabled(), autocast)
+        call = None if kwargs else results.latest(target, how, args)
+        if call is not None:
+            if len(args) == 1:
+                return call, (self._bring(args[0], home),), kwargs
+            return call, tuple([self._bring(part, home) if type(part) is Located else part for part in args]), kwargs
+        key = [target, *how]
+
+        def visit(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) is Located:
+                key.append(tensor.spec)
+                return self._bring(tensor, home)
+            key.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+            return tensor
+
+        given = None if kwargs else args
+        args = describe(args, key, visit)
+        kwargs = describe(kwargs, key, visit) if kwargs else kwargs
+        return results.described(target, how, given, tuple(key)), args, kwargs
+
+    def _made(self, call: Call, name: str, output: Any) -> Any:
         """Return the result of a call that ran here, located; the other ranks are told what it is like, or know."""
-        device, home, segment = self.stage.device, self.stage.rank, self._segment
+        device, home, segment = self.stage.device, self._rank, self._segments[self._rank]
 
         def locate(tensor: torch.Tensor) -> Located:
             return Located(spec_of(tensor), device, home, tensor, segment)
 
         located = locate(output) if type(output) is torch.Tensor else map_tensors(locate, output)
-        template = located.spec if type(located) is Located else map_tensors(spec_of, located)
-        if known is _UNKNOWN:
-            self.stage.specs[call] = template
+        template = located.spec if type(located) is Located else map_tensors(_spec_of_located, located)
+        known = call.template
+        if known is UNKNOWN:
+            self.stage.results.remember(call, template)
             self.stage.transport.broadcast_object(template)
-        elif known is not template and known != template and not _same(known, template):
+        elif known is not template and known != template and not is_same(known, template):
             raise UsageError(
-                f"`{name}` returned {_difference(known, template)} for arguments of the same shapes",
+                f"`{name}` returned {difference(known, template)} for arguments of the same shapes",
                 hint="shapes that depend on values cannot cross pipeline ranks; put the code that makes and the code"
                 " that uses them into one torch.nn.Module, which is placed as a whole",
             )
@@ -229,14 +210,15 @@ class Microbatch:
     def backward(self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float = 1.0) -> None:
         """Note where backward starts, and with which gradients times `scale`; the schedule decides when it runs."""
         self.has_backward = True
-        for root, grad in zip(roots, grads, strict=True):
-            # A loss that no unit took part in is known to all ranks; it must count once.
-            home = root.home if isinstance(root, Located) else 0
-            self._bring(root, home)
-            start = None if grad is None else self._bring(grad, home)
-            if home == self.stage.rank and (value := self._real(root)).requires_grad:
-                given = None if start is None else self._real(start)
-                self._losses[self._segment].append((value, scaled_start(value, given, scale)))
+        with _OurOwn():
+            for root, grad in zip(roots, grads, strict=True):
+                # A loss that no unit took part in is known to all ranks; it must count once.
+                home = root.home if isinstance(root, Located) else 0
+                self._bring(root, home)
+                start = None if grad is None else self._bring(grad, home)
+                if home == self._rank and (value := self._real(root)).requires_grad:
+                    given = None if start is None else self._real(start)
+                    self.backward_work.starts(value, scaled_start(value, given, scale), self._segments[self._rank])
 
     def _home_of(self, arguments: Any) -> int:
         """Return where an operation runs: with its parameter, else where most bytes are, and then on the later rank."""
@@ -298,21 +280,17 @@ class Microbatch:
         move = self._next_move(source, target, spec)
         self.moves.append(move)
         value = None
-        if source == stage.rank:
+        if source == self._rank:
             sent = self._real(tensor)
             if spec.requires_grad:
-                # Not the value itself: when it has arrived, and backward did not keep it, its memory is free.
-                edge = get_gradient_edge(sent) if sent.requires_grad else None
-                self._departures[self._segment].append((edge, move))
+                self.backward_work.departs(sent, move, self._segments[source])
             self._hand_over(sent.detach(), move)
-        elif target == stage.rank:
+        elif target == self._rank:
             if begins and self.before_wait is not None:
                 self.before_wait()
             value = stage.transport.receive(self.index, move)
             if spec.requires_grad:
-                leaf = value.requires_grad_()
-                self._arrivals[self._segment].append((leaf, move))
-                value = _usable(leaf)
+                value = self.backward_work.arrives(value, move, self._segments[target])
         return Located(spec, stage.device, target, value, self._segments[target])
 
     def _next_move(self, source: int, target: int, spec: TensorSpec) -> Move:
@@ -356,90 +334,25 @@ class Microbatch:
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a value whose home this is, cut off its graph if that belongs to an earlier segment."""
+        segment = self._segments[self._rank]
         if type(tensor) is not Located:
-            outside = self._segment > 0 and tensor.requires_grad and not tensor.is_leaf
-            return self._cut(tensor, 0) if outside else tensor
-        assert tensor.value is not None, f"{tensor!r} has no data on pp_rank {self.stage.rank}"
-        made_earlier = tensor.segment != self._segment and tensor.value.requires_grad
-        return self._cut(tensor.value, tensor.segment) if made_earlier else tensor.value
-
-    def _cut(self, source: torch.Tensor, segment: int) -> torch.Tensor:
-        key = (id(source), self._segment)
-        if key not in self._cut_leaves:
-            leaf = source.detach().requires_grad_()
-            self._cut_leaves[key] = (source, leaf)  # holds the source, so that its id is not given away
-            self._cuts[segment].append((source, leaf))
-        return _usable(self._cut_leaves[key][1])
+            outside = segment > 0 and tensor.requires_grad and not tensor.is_leaf
+            return self.backward_work.cut(tensor, 0, segment) if outside else tensor
+        value = tensor.value
+        assert value is not None, f"{tensor!r} has no data on pp_rank {self._rank}"
+        made_earlier = tensor.segment != segment and value.requires_grad
+        return self.backward_work.cut(value, tensor.segment, segment) if made_earlier else value
 
     # --- backward ------------------------------------------------------------------------------------------------
 
-    def backward_segment(self, segment: int, *, split: bool = False) -> None:
-        """Run backward through one segment: receive the gradients of what left it, send those of what came in.
-
-        Args:
-            split: leave the gradients of weights to `backward_weights`, where that is possible.
-        """
-        self.backward_done.add(segment)
-        roots: list[tuple[Any, torch.Tensor | None]] = [*self._losses.pop(segment, ())]
-        for edge, move in self._departures.pop(segment, ()):
-            gradient = self.stage.transport.receive_gradient(self.index, move)
-            if edge is not None:
-                roots.append((edge, gradient))
-        roots += [(source, leaf.grad) for source, leaf in self._cuts.pop(segment, ()) if leaf.grad is not None]
-        arrivals = self._arrivals.pop(segment, ())
-        if roots:
-            inputs = [*(leaf for leaf, _ in arrivals), *self._cut_leaves_of(segment)] if split else ()
-            half = backward_inputs([root for root, _ in roots], [grad for _, grad in roots], inputs)
-            if half is not None:
-                self._weight_halves[segment] = half
-        for leaf, move in arrivals:
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            self.stage.transport.send_gradient(gradient, self.index, move)
-
-    def backward_weights(self, segment: int) -> None:
-        """Run what a split backward through a segment has left; nothing if that was all of it."""
-        half = self._weight_halves.pop(segment, None)
-        if half is not None:
-            half.run()
-
-    def _cut_leaves_of(self, segment: int) -> list[torch.Tensor]:
-        """Return the leaves by which a segment uses what earlier ones made."""
-        return [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
-
     def note_hooks(self) -> None:
         """Note that the code of the present segment uses hooks that run in every walk through the graph."""
-        self.unsplittable.add(self._segment)
+        self.unsplittable.add(self._segments[self._rank])
 
     def release(self) -> None:
         """Let go of everything that is kept for backward."""
-        for kept in (self._losses, self._departures, self._arrivals, self._cuts):
-            kept.clear()
-        self._cut_leaves.clear()
+        self.backward_work.release()
         self._handed_over.clear()
-        self._weight_halves.clear()
-
-
-class _Handed(torch.autograd.Function):
-    """Gives the data of a leaf to a graph in which they may be changed in place, as modules change their inputs.
-
-    Neither a leaf nor a view of one may be; what a Function says it has changed in place is neither, and no copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, _leaf: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(data)
-        return data
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-def _usable(leaf: torch.Tensor) -> torch.Tensor:
-    # Nothing has changed yet: what others keep of these data (a graph, a message on its way) must not be told so.
-    with torch.autograd._unsafe_preserve_version_counter(leaf):  # type: ignore[attr-defined]
-        result: torch.Tensor = _Handed.apply(leaf, leaf.detach())  # type: ignore[no-untyped-call]
-    return result
 
 
 def _refuse_foreign_graph(grad_fn: Any) -> None:
@@ -451,6 +364,11 @@ def _refuse_foreign_graph(grad_fn: Any) -> None:
     )
 
 
+def _spec_of_located(value: Any) -> TensorSpec:
+    spec: TensorSpec = value.spec
+    return spec
+
+
 def _changes_in_place(func: Callable[..., Any], name: str) -> bool:
     return func is torch.Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
 
@@ -459,28 +377,3 @@ def _set_item(target: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     """Assign to a part and return the whole, which may need gradients from now on."""
     target[index] = value
     return target
-
-
-def _ghosts(template: Any, device: torch.device, home: int) -> Any:
-    if type(template) is TensorSpec:
-        return Located(template, device, home)
-    if type(template) is tuple:
-        return tuple([_ghosts(part, device, home) for part in template])
-    inside = children(template)
-    if inside is None:
-        return template
-    return rebuild(template, {key: _ghosts(part, device, home) for key, part in inside.items()})
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Compare templates by their tensors; other leaves are the user's objects, which may have no equality."""
-    if isinstance(left, TensorSpec) or isinstance(right, TensorSpec):
-        return bool(left == right)
-    parts, others = children(left), children(right)
-    if parts is None or others is None:
-        return type(left) is type(right)
-    return parts.keys() == others.keys() and all(_same(part, others[key]) for key, part in parts.items())
-
-
-def _difference(left: Any, right: Any) -> str:
-    return f"{left} the first time and {right} now" if isinstance(left, TensorSpec) else "another structure than before"

@@ -224,9 +224,13 @@ def _draws_from_its_caller() -> bool:
     return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _repeated.hooks
 
 
+_DRAWN: Final = torch.empty((), dtype=torch.int64)
+
+
 def _draw() -> int:
     with torch._C.DisableTorchFunction():  # the mode must not give this draw a stream
-        return int(torch.empty((), dtype=torch.int64).random_().item())
+        drawn: int = _DRAWN.random_().item()  # type: ignore[assignment]
+    return drawn
 
 
 def _mixed(*keys: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
-from smpkit.torch.pipeline.units import is_between_units
+from smpkit.torch.pipeline.located import between_units
 
 __all__ = ["follow_values"]
 
@@ -23,7 +23,7 @@ class _FollowsValues:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if not is_between_units():
+        if between_units() is None:
             return _plain.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
         # The same gradients by the other way, which keeps to the ranks' own graphs.
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

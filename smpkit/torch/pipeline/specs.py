@@ -15,7 +15,7 @@ import torch
 
 from smpkit.torch.containers import children, rebuild
 
-__all__ = ["TensorSpec", "describe", "map_tensors", "signature", "spec_of", "tensors_in"]
+__all__ = ["PLAIN", "TensorSpec", "describe", "map_tensors", "signature", "spec_of", "tensors_in"]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,12 @@ def _shared(*parts: Any) -> TensorSpec:
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Return shape, strides, dtype and need of gradients of a tensor; for a located one, without its data."""
     with torch._C.DisableTorchFunction():
-        stride = tensor.stride() if tensor.layout is torch.strided else ()
-        return _shared(tensor.shape, stride, tensor.dtype, tensor.requires_grad)
+        parts = (tensor.shape, _stride_of(tensor), tensor.dtype, tensor.requires_grad)
+    return _SPECS.get(parts) or _shared(*parts)
+
+
+def _stride_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -75,7 +79,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if kind is tuple:
         parts = [map_tensors(function, part) for part in value]
@@ -92,7 +96,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value if all(map(is_, mapped.values(), inside.values())) else rebuild(value, mapped)
 
 
-_PLAIN: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+PLAIN: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -> Any:
@@ -101,7 +105,7 @@ def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -
     Equal descriptions make results of equal structure and shapes. `visit` describes its tensor itself.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         key += kind, value  # the kind too: 1, 1.0 and True are equal
         return value
     if isinstance(value, torch.Tensor):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from smpkit.torch.pipeline.random import RandomStreams
+from smpkit.torch.pipeline.results import Results
 from smpkit.torch.pipeline.transport import Transport
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ class Stage:
         self.device = device
         self.transport = transport
         self.random = random
-        self.specs: dict[tuple[Any, ...], Any] = {}
-        """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
+        self.results = Results()
         self.inside = False
         """Whether a placed module runs here now: what it calls is its own business."""
         self.python_values: dict[str, int] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +26,7 @@ from smpkit.torch.pipeline.specs import TensorSpec, spec_of
 from smpkit.torch.state import state
 
 if TYPE_CHECKING:
-    from smpkit.torch.pipeline.microbatch import Move
+    from smpkit.torch.pipeline.record import Move
 
 __all__ = ["MessageRecorder", "Place", "Tag", "Transport", "pack", "packed_bytes", "unpack", "version_of"]
 
@@ -41,9 +41,8 @@ long as it kept its caller from other work, a receive from when its data was nee
 `time.perf_counter_ns()`.
 """
 
-Place = Callable[[int, bool, int, int], int | None]
-"""`place(pp_rank, backward, segment, microbatch)`: where in the list of its rank an action stands, if anywhere."""
-
+Place = tuple[int, bool, int, int]
+"""An action by which something travels: its pp_rank, whether it is a backward, its segment and its microbatch."""
 
 _NUM_EPOCHS: Final = 1 << 6
 
@@ -113,8 +112,8 @@ class Transport:
         """How many steps an exception has ended; all ranks count alike, for none ends a step alone."""
         self._epoch_tag = 0
         self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        self.place: Place | None = None
-        """Where actions of the step that runs stand, if the executor knows."""
+        self.places: Mapping[Place, int] = {}
+        """Where in the lists of their ranks the actions of the step that runs stand, as far as the executor knows."""
         self.num_messages = 0
         self.num_bytes = 0
         self.waiting_since: float | None = None
@@ -164,7 +163,7 @@ class Transport:
         start_ns = time.perf_counter_ns()
         target, segment = (move.source, move.source_segment) if backward else (move.target, move.target_segment)
         tag = self._tag(microbatch, move, backward)
-        taken_at = None if self.place is None else self.place(target, backward, segment, microbatch)
+        taken_at = self.places.get((target, backward, segment, microbatch))
         self._send(tensor, target, tag, (microbatch, move, backward), taken_at)
         if self.recorder is not None:
             self.recorder("send", target, tensor.nbytes, tag, start_ns, time.perf_counter_ns())
@@ -178,8 +177,8 @@ class Transport:
         self._wait(work, source, (microbatch, move, backward))
         self.waited_ns += time.perf_counter_ns() - start_ns
         arrived = buffer if self._device.type == "cpu" else buffer.to(self._device)
-        if self.place is not None and self._sending[source]:
-            self._let_go(source, self.place(source, backward, segment, microbatch))
+        if self._sending[source]:
+            self._let_go(source, self.places.get((source, backward, segment, microbatch)))
         if self.recorder is not None:
             self.recorder("receive", source, buffer.nbytes, tag, start_ns, time.perf_counter_ns())
         return arrived
@@ -250,7 +249,7 @@ class Transport:
         self._num_abandoned += 1
         self._epoch_tag = self._num_abandoned % _NUM_EPOCHS << 24
         self._posted.clear()
-        self.place = None
+        self.places = {}
 
     # --- anything else of known size ---------------------------------------------------------------------------------
 

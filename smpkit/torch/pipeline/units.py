@@ -14,12 +14,12 @@ from torch import nn
 
 from smpkit.torch.calls import ModuleCall, OwnCall, Placed
 from smpkit.torch.deadline import note_place
-from smpkit.torch.pipeline.located import Located, current, data_on, is_running
+from smpkit.torch.pipeline.located import Located, between_units, current, data_on
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, tensors_in
 from smpkit.torch.pipeline.stage import Stage
 
-__all__ = ["home_of", "homes_of", "install", "install_streams", "is_between_units", "run_together"]
+__all__ = ["home_of", "homes_of", "install", "install_streams", "run_together"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -94,9 +94,10 @@ def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -
     closed = kind is not _Kind.AROUND
 
     def routed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_between_units():
+        microbatch = between_units()
+        if microbatch is not None:
             run = functools.partial(_inside, stage, own)
-            return current().run_at(home, name, name, run, args, kwargs, module.training, stream=closed)
+            return microbatch.run_at(home, name, name, run, args, kwargs, module.training, stream=closed)
         if not stage.inside:  # recomputation in backward, which comes past no other place
             args, kwargs = map_tensors(lambda tensor: data_on(tensor, stage.rank), (args, kwargs))
         if kind is _Kind.INNER:
@@ -119,10 +120,11 @@ def _follow(module: nn.Module, name: str, stage: Stage) -> None:
     """Run a module that holds nothing (a Dropout, an activation) where its input is."""
 
     def followed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        home = home_of((args, kwargs)) if is_between_units() else None
-        if home is None:
+        microbatch = between_units()
+        home = None if microbatch is None else home_of((args, kwargs))
+        if microbatch is None or home is None:
             return stage.random.run(name, True, own, args, kwargs)
-        return current().run_at(home, name, name, own, args, kwargs, module.training, stream=True)
+        return microbatch.run_at(home, name, name, own, args, kwargs, module.training, stream=True)
 
     _place(module, name, followed, set())
 
@@ -150,11 +152,6 @@ def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module],
         for _ in names:  # each takes a stream of random numbers
             stage.random.skip()
     return result
-
-
-def is_between_units() -> bool:
-    """Return whether what runs now is run by every rank, each with what it holds."""
-    return is_running() and not current().stage.inside
 
 
 def _span(module: nn.Module, name: str, random: RandomStreams, homes: Collection[int], *, closed: bool) -> None:

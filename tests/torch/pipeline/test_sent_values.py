@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.microbatch import Move
+from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.specs import TensorSpec
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly

@@ -1,0 +1,132 @@
+"""What calls return, so that a rank that does not run one can go on without asking.
+
+The rank that runs a call of a new kind tells the others what came out: its *template*, the result with a TensorSpec in
+each tensor's place. From then on everyone makes ghosts from it. Equal kinds of call have equal keys: the module or
+operation, its mode, and the specs of its arguments.
+
+[Note: calls like the one before] A call most often has the arguments of the same call in the microbatch before. So for
+each module and operation the latest call is kept in a form that is compared part by part, mostly by identity, and no
+key is made; only where that fails is the call described, and looked up among all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from smpkit.torch.containers import children, rebuild
+from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.specs import PLAIN, TensorSpec
+
+__all__ = ["UNKNOWN", "Call", "Results", "difference", "ghosts", "is_same"]
+
+UNKNOWN: Final[Any] = object()
+"""The template of a call that nobody has seen yet: not None, which is what a call such as `x[0] = 1` returns."""
+
+_Mode = tuple[object, bool, torch.dtype | None]
+
+
+@dataclass(slots=True)
+class Call:
+    """A kind of call: `key` says all that its result depends on."""
+
+    key: tuple[Any, ...]
+    template: Any
+    mode: _Mode
+    arguments: tuple[Any, ...] | None
+    """A part for each positional argument, to compare with; None if the call has others, or containers."""
+
+    def takes(self, mode: _Mode, args: tuple[Any, ...]) -> bool:
+        """Return whether a call with these arguments is of this kind; a false no costs time and nothing else."""
+        if self.arguments is None or self.mode != mode or len(args) != len(self.arguments):
+            return False
+        for argument, known in zip(args, self.arguments, strict=True):
+            kind = type(argument)
+            if kind is Located:
+                if argument.spec is not known:
+                    return False
+            elif kind in PLAIN:
+                if type(known) is not tuple or known[0] is not kind or known[1] != argument:
+                    return False
+            elif _plain_tensor(argument) != known:
+                return False
+        return True
+
+
+def _plain_tensor(argument: Any) -> tuple[Any, ...] | None:
+    """Return what a result depends on of a tensor that all ranks hold; None for what is no tensor."""
+    if not isinstance(argument, torch.Tensor):
+        return None
+    return argument.shape, argument.dtype, argument.requires_grad
+
+
+def _to_compare(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return arguments in the form that `Call.takes` compares; None if they hold what must be described."""
+    parts: list[Any] = []
+    for argument in args:
+        kind = type(argument)
+        part = argument.spec if kind is Located else (kind, argument) if kind in PLAIN else _plain_tensor(argument)
+        if part is None:
+            return None
+        parts.append(part)
+    return tuple(parts)
+
+
+class Results:
+    """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
+
+    def __init__(self) -> None:
+        self._templates: dict[tuple[Any, ...], Any] = {}
+        self._latest: dict[Any, Call] = {}
+
+    def latest(self, target: Any, mode: _Mode, args: tuple[Any, ...]) -> Call | None:
+        """Return the latest call of `target` if one with these arguments is of its kind."""
+        call = self._latest.get(target)
+        return call if call is not None and call.takes(mode, args) else None
+
+    def find(self, key: tuple[Any, ...]) -> Any:
+        """Return the template of what a call returns, or UNKNOWN."""
+        return self._templates.get(key, UNKNOWN)
+
+    def remember(self, call: Call, template: Any) -> None:
+        """Note what a call of a new kind returns."""
+        call.template = self._templates[call.key] = template
+
+    def described(self, target: Any, mode: _Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> Call:
+        """Return a call that had to be described, which is the latest of its target from now on.
+
+        Args:
+            args: the arguments, if they are all that `key` describes.
+        """
+        arguments = None if args is None else _to_compare(args)
+        call = self._latest[target] = Call(key, self.find(key), mode, arguments)
+        return call
+
+
+def ghosts(template: Any, device: torch.device, home: int) -> Any:
+    """Return the result of a call that rank `home` runs, without data."""
+    if type(template) is TensorSpec:
+        return Located(template, device, home)
+    if type(template) is tuple:
+        return tuple([ghosts(part, device, home) for part in template])
+    inside = children(template)
+    if inside is None:
+        return template
+    return rebuild(template, {key: ghosts(part, device, home) for key, part in inside.items()})
+
+
+def is_same(left: Any, right: Any) -> bool:
+    """Compare templates by their tensors; other leaves are the user's objects, which may have no equality."""
+    if isinstance(left, TensorSpec) or isinstance(right, TensorSpec):
+        return bool(left == right)
+    parts, others = children(left), children(right)
+    if parts is None or others is None:
+        return type(left) is type(right)
+    return parts.keys() == others.keys() and all(is_same(part, others[key]) for key, part in parts.items())
+
+
+def difference(left: Any, right: Any) -> str:
+    """Say, for an error, how templates differ."""
+    return f"{left} the first time and {right} now" if isinstance(left, TensorSpec) else "another structure than before"
