@@ -112,7 +112,7 @@ class Executor:
             step.run_plan(plan)
         assert step.ending is not None, "forwards are left"
         outputs = step.ending.finish()
-        self.stage.transport.flush()
+        self.stage.transport.end_step()
         self._steps[kind] += 1
         if any(microbatch.strayed for microbatch in step.microbatches):
             self.stage.transport.abandon()  # receives that were posted for the record's moves wait for nothing

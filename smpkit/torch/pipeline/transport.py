@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from smpkit.errors import UsageError
 from smpkit.torch.deadline import reason_of
+from smpkit.torch.pipeline.buffers import Buffers
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
 from smpkit.torch.state import state
 
@@ -112,6 +113,7 @@ class Transport:
         """How many steps an exception has ended; all ranks count alike, for none ends a step alone."""
         self._epoch_tag = 0
         self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
+        self._buffers = Buffers()
         self.places: Mapping[Place, int] = {}
         """Where in the lists of their ranks the actions of the step that runs stand, as far as the executor knows."""
         self.num_messages = 0
@@ -155,7 +157,7 @@ class Transport:
 
     def _post(self, tag: int, move: Move, backward: bool) -> None:
         if tag not in self._posted:
-            buffer = torch.empty(move.spec.shape, dtype=move.spec.dtype)
+            buffer = self._buffers.take(move.spec)
             source = move.target if backward else move.source
             self._posted[tag] = self._group.recv([buffer], source, tag), buffer
 
@@ -234,6 +236,11 @@ class Transport:
             self._sending[peer] = []
             for sent in sending:
                 self._finish(sent, peer)
+
+    def end_step(self) -> None:
+        """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
+        self.flush()
+        self._buffers.trim()
 
     def abandon(self) -> None:
         """Forget what was interrupted; what is under way must not be taken for the next step's.
