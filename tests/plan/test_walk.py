@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from smpkit.plan.assignment import UnitCost
 from smpkit.plan.partition import assign
-from smpkit.plan.schedule import Segment, SegmentGraph, looped, one_f_one_b
+from smpkit.plan.schedule import Action, Kind, Schedule, Segment, SegmentGraph, looped, one_f_one_b
 from smpkit.plan.walk import peak_live_shares, runs_of, walk
 
 UNITS = [UnitCost(name, activation_bytes=10**place, output_bytes=place) for place, name in enumerate("abcdef")]
@@ -31,3 +31,26 @@ def test_live_segments_are_weighed_by_what_they_keep() -> None:
     assert peak_live_shares(loop, runs)[0] == (3 * 1 + 2 * 100) / 101
     unknown = {segment: [UnitCost(str(segment))] for segment in runs}
     assert peak_live_shares(loop, unknown) == list(loop.peak_live_microbatches)
+
+
+FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+AT_ONCE = [(FORWARD, 0), (BACKWARD, 0), (WEIGHT, 0), (FORWARD, 1), (BACKWARD, 1), (WEIGHT, 1)]
+POSTPONED = [(FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1), (WEIGHT, 0), (WEIGHT, 1)]
+
+
+def live_on_last(actions: list[tuple[Kind, int]], unit: UnitCost) -> float:
+    """Return what the second of two ranks, which runs `actions` of two microbatches, holds at its peak."""
+    first = tuple(Action(kind, 0, microbatch) for kind in (FORWARD, BACKWARD) for microbatch in range(2))
+    last = tuple(Action(kind, 0, microbatch) for kind, microbatch in actions)
+    schedule = Schedule("written by hand", SegmentGraph.chain(2), 2, (first, last), (2, 2))
+    return peak_live_shares(schedule, {Segment(rank, 0): [unit] for rank in range(2)})[1]
+
+
+def test_gradients_that_wait_for_the_second_half_of_a_backward_count_until_it_has_run() -> None:
+    unit = UnitCost("unit", activation_bytes=1000)
+    assert live_on_last(AT_ONCE, unit) == 2
+    assert live_on_last(POSTPONED, unit) == 4
+
+
+def test_what_is_computed_again_is_not_split_and_ends_with_its_backward() -> None:
+    assert live_on_last(POSTPONED, UnitCost("unit", activation_bytes=1000, recomputed_flops=10.0)) == 1
