@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from smpkit.torch.nn import huggingface
 from smpkit.torch.tensor_parallel.attention import DistributedAttentionLayer, FlashAttentionLayer
 from smpkit.torch.tensor_parallel.cross_entropy import cross_entropy, gather_logits
 from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding, VocabularyParallelEmbedding
@@ -31,4 +32,5 @@ __all__ = [
     "VocabularyParallelEmbedding",
     "cross_entropy",
     "gather_logits",
+    "huggingface",
 ]

@@ -1,0 +1,126 @@
+"""BERT: the encoder in all its models becomes `smp.nn.DistributedTransformer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smpkit.torch.nn.huggingface.heads import HuggingFaceEncoder, refuse_arguments, register_model
+from smpkit.torch.nn.huggingface.names import Name, packed, rename_inside, same
+from smpkit.torch.tensor_parallel.boundary import Boundary, outer_boundary
+
+__all__ = [
+    "register_encoder",
+    "translate_hf_state_dict_to_smdistributed_bert",
+    "translate_state_dict_to_hf_bert",
+    "translate_state_dict_to_smdistributed",
+]
+
+
+def encoder_names() -> list[Name]:
+    """Return the names of the tensors of an encoder, from the encoder on."""
+    ours, theirs = "seq_layers.*", "layer.*"
+    kinds = ("query", "key", "value")
+    return [
+        *packed(f"{ours}.attention.query_key_value", [f"{theirs}.attention.self.{kind}" for kind in kinds]),
+        *same(f"{ours}.attention.dense", f"{theirs}.attention.output.dense"),
+        *same(f"{ours}.attention.layernorm", f"{theirs}.attention.output.LayerNorm"),
+        *same(f"{ours}.output.dense1", f"{theirs}.intermediate.dense"),
+        *same(f"{ours}.output.dense2", f"{theirs}.output.dense"),
+        *same(f"{ours}.output.layernorm", f"{theirs}.output.LayerNorm"),
+    ]
+
+
+def translate_hf_state_dict_to_smdistributed_bert(
+    state_dict: dict[str, Any],
+    max_seq_len: int | None = None,  # noqa: ARG001 - only masks depend on it
+) -> dict[str, Any]:
+    """Return the state dict of the distributed model from that of Hugging Face's, which tensors are taken out of.
+
+    Args:
+        max_seq_len: accepted for compatibility.
+    """
+    return rename_inside(state_dict, encoder_names(), "encoder", back=False)
+
+
+def translate_state_dict_to_hf_bert(
+    state_dict: dict[str, Any],
+    max_seq_len: int | None = None,  # noqa: ARG001 - only masks depend on it
+) -> dict[str, Any]:
+    """Return the state dict of Hugging Face's model from the distributed one's, which tensors are taken out of.
+
+    Args:
+        max_seq_len: accepted for compatibility: there are no causal masks.
+    """
+    return rename_inside(state_dict, encoder_names(), "encoder", back=True)
+
+
+translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_bert
+"""The name in scripts of the time."""
+
+
+def _arguments(config: Any) -> dict[str, Any]:
+    return {
+        "num_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_size": config.hidden_size // config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "attention_dropout_prob": config.attention_probs_dropout_prob,
+        "hidden_dropout_prob": config.hidden_dropout_prob,
+        "activation": config.hidden_act,
+        "layernorm_epsilon": config.layer_norm_eps,
+        "initializer_range": config.initializer_range,
+        "use_normal_initialization": True,
+        "pre_layernorm": False,
+        "post_layernorm": True,
+    }
+
+
+def _call(
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    encoder_hidden_states: torch.Tensor | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - goes with the states
+    past_key_values: Any = None,
+    use_cache: bool | None = None,  # noqa: ARG001 - no cache is made
+    **kwargs: Any,
+) -> tuple[tuple[Any], dict[str, Any]]:
+    refuse_arguments(
+        encoder_hidden_states=encoder_hidden_states,
+        past_key_values=past_key_values,
+        output_attentions=kwargs.get("output_attentions"),
+        output_hidden_states=kwargs.get("output_hidden_states"),
+    )
+    return ((hidden_states, _added(attention_mask, hidden_states)),), {}
+
+
+def _added(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor | None:
+    """Return the mask of (batch, 1, 1, length) that is added to scores, for one of (batch, 1, length, length).
+
+    Ranks that bring their own samples need one each: a rank whose samples have no padding is handed none.
+    """
+    if mask is None:
+        if outer_boundary() is not Boundary.BATCH:
+            return None
+        return torch.zeros((hidden.shape[0], 1, 1, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
+    rows = mask[:, :, :1, :]  # all positions see the same ones
+    if rows.dtype is not torch.bool:
+        return rows
+    return torch.zeros_like(rows, dtype=hidden.dtype).masked_fill(~rows, torch.finfo(hidden.dtype).min)
+
+
+def _refusal(config: Any) -> str | None:
+    if config.is_decoder or config.add_cross_attention:
+        return "it is a decoder"
+    kind = getattr(config, "position_embedding_type", None) or "absolute"
+    return None if kind == "absolute" else f"its attention knows of positions (`{kind}`)"
+
+
+def register_encoder(original: str) -> None:
+    """Let an encoder that is made as BERT's be replaced."""
+    register_model(original, HuggingFaceEncoder, _arguments, _call, lambda _: encoder_names(), _refusal)
+
+
+register_encoder("transformers.models.bert.modeling_bert.BertEncoder")

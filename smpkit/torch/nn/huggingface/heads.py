@@ -1,0 +1,158 @@
+"""What takes the place of Hugging Face models: modules of `smp.nn`, with outputs as users of those models expect."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.nn.huggingface.names import Name, translation
+from smpkit.torch.nn.huggingface.outputs import with_lazy_logits
+from smpkit.torch.tensor_parallel.cross_entropy import gather_logits
+from smpkit.torch.tensor_parallel.lm_head import DistributedTransformerLMHead, Inputs
+from smpkit.torch.tensor_parallel.options import IGNORED_OPTIONS, LayerOptions, activation_of
+from smpkit.torch.tensor_parallel.registry import Entry, register
+from smpkit.torch.tensor_parallel.transformer import DistributedTransformer, Values
+
+__all__ = ["HuggingFaceEncoder", "HuggingFaceLMHead", "call_of", "refuse_arguments", "register_model"]
+
+
+def _with_options(kind: type) -> inspect.Signature:
+    """Return the signature of a class that takes LayerOptions as keyword arguments, with their names."""
+    known = inspect.signature(kind).parameters.values()
+    named = [each for each in known if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [field.name for field in dataclasses.fields(LayerOptions)] + sorted(IGNORED_OPTIONS)
+    taken = {each.name for each in named} | {"layer_idx", "window_size"}  # which a stack sets for each layer
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
+    return inspect.Signature([*named, *(each for each in more if each.name not in taken)])
+
+
+class HuggingFaceLMHead(DistributedTransformerLMHead):
+    """A language model that returns what Hugging Face's return: `output["loss"]`, `output["logits"]`.
+
+    With labels, logits are brought together when they are looked at; all ranks of the tensor-parallel group do that.
+    """
+
+    __signature__ = _with_options(DistributedTransformerLMHead)
+
+    def forward(self, inputs: Inputs) -> Any:
+        """Return a `CausalLMOutputWithCrossAttentions`, or without a head a `BaseModelOutputWithPast`."""
+        from transformers import modeling_outputs
+
+        result = super().forward(inputs)
+        if self.lm_head is None:
+            assert isinstance(result, torch.Tensor)
+            return modeling_outputs.BaseModelOutputWithPast(last_hidden_state=result)
+        gather = functools.partial(gather_logits, num_classes=self.vocab_size, boundary=self.boundary)
+        if isinstance(result, tuple):
+            output = modeling_outputs.CausalLMOutputWithCrossAttentions(loss=result[0], logits=result[1])
+            return with_lazy_logits(output, gather)
+        return modeling_outputs.CausalLMOutputWithCrossAttentions(logits=gather(result))
+
+
+class HuggingFaceEncoder(DistributedTransformer):
+    """A stack of layers that returns what Hugging Face's encoders return."""
+
+    __signature__ = _with_options(DistributedTransformer)
+
+    def forward(self, inputs: Values) -> Any:
+        """Return a `BaseModelOutputWithPastAndCrossAttentions`."""
+        from transformers import modeling_outputs
+
+        hidden = super().forward(inputs)[0]
+        return modeling_outputs.BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def register_model(
+    original: str,
+    distributed: type[nn.Module],
+    init_hook: Callable[[Any], dict[str, Any]],
+    forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]],
+    names: Callable[[nn.Module], Sequence[Name]],
+    refusal: Callable[[Any], str | None] | None = None,
+) -> None:
+    """Let a class of Hugging Face's, all of which are made from a `config`, be replaced.
+
+    Args:
+        original: its qualified name.
+        init_hook: the distributed class's arguments, from the config.
+        names: of the tensors of a distributed module.
+        refusal: why a model of this config cannot be replaced; None if it can.
+    """
+
+    def refused(module: nn.Module) -> str | None:
+        config: Any = module.config
+        try:
+            activation_of(getattr(config, "activation_function", None) or config.hidden_act)
+        except UsageError as error:
+            return error.message
+        return None if refusal is None else refusal(config)
+
+    register(
+        Entry(
+            original,
+            distributed,
+            init_hook=lambda config: ((), init_hook(config)),
+            forward_hook=forward_hook,
+            arguments=lambda module: ((module.config,), {}),
+            to_distributed=translation(names, back=False),
+            from_distributed=translation(names, back=True),
+            finish=_hand_over,
+            refusal=refused,
+        )
+    )
+
+
+def _hand_over(original: nn.Module, distributed: nn.Module) -> None:
+    """Give the distributed module what scripts read from a model."""
+    object.__setattr__(distributed, "config", original.config)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def refuse_arguments(**given: Any) -> None:
+    """Raise UnsupportedError if an argument is given that distributed models do not take."""
+    for name, value in given.items():
+        if value is not None and value is not False and not (isinstance(value, int) and value == 0):
+            raise UnsupportedError(
+                f"a model that tensor parallelism has replaced cannot be called with `{name}`",
+                hint="leave it out; to generate text, load the weights (`original_state_dict`) into the original model",
+            )
+
+
+def call_of(
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    cross: tuple[torch.Tensor | None, ...] = (),
+    *,
+    rotates: bool = False,
+    return_dict: bool | None = None,
+    **refused: Any,
+) -> tuple[tuple[Any], dict[str, Any]]:
+    """Return the one argument of DistributedTransformerLMHead.
+
+    Args:
+        cross: states and their mask, for models with cross attention.
+        rotates: positions rotate queries and keys, and are those of the sequence.
+        return_dict: only False matters, which is refused.
+        refused: arguments that must not be given.
+    """
+    refuse_arguments(**refused, position_ids=position_ids if rotates else None)
+    if return_dict is False:
+        raise UnsupportedError(
+            "a model that tensor parallelism has replaced cannot be called with `return_dict=False`",
+            hint="leave it out: `output[0]` reads what comes first of either",
+        )
+    return ((input_ids, attention_mask, None, position_ids, *cross, labels),), {}

@@ -1,0 +1,197 @@
+"""State dicts of Hugging Face models and of the modules that take their places: names, and how tensors lie."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.torch.tensor_parallel.registry import Made, Translation
+
+__all__ = [
+    "Name",
+    "heads",
+    "packed",
+    "rename",
+    "rename_inside",
+    "same",
+    "translation",
+    "transposed",
+    "with_causal_masks",
+]
+
+_LAYER: Final = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Name:
+    """One tensor of ours, and the tensors of theirs that it is made of; `*` stands for the number of the layer."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+
+# --- kinds of layers --------------------------------------------------------------------------------------------------
+
+
+def same(ours: str, theirs: str) -> list[Name]:
+    """Return the names of a layer whose weight and bias are the same."""
+    return [Name(f"{ours}.{part}", (f"{theirs}.{part}",), _only, _alone) for part in ("weight", "bias")]
+
+
+def transposed(ours: str, theirs: str) -> list[Name]:
+    """Return the names of a linear layer that they keep as (in, out): GPT-2's `Conv1D`."""
+    weight = Name(
+        f"{ours}.weight", (f"{theirs}.weight",), lambda each: each[0].t(), lambda each: [each.t().contiguous()]
+    )
+    return [weight, Name(f"{ours}.bias", (f"{theirs}.bias",), _only, _alone)]
+
+
+def packed(ours: str, theirs: Sequence[str]) -> list[Name]:
+    """Return the names of linear layers that are one of ours, one below the other."""
+    count = len(theirs)
+    return [
+        Name(f"{ours}.{part}", tuple(f"{each}.{part}" for each in theirs), _below, lambda each: _chunks(each, count))
+        for part in ("weight", "bias")
+    ]
+
+
+def heads(ours: str, theirs: str, num_heads: int) -> list[Name]:
+    """Return the names of a projection that they keep as query, key and value of each head in turn."""
+
+    def by_kind(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = tensors[0]
+        return whole.view(num_heads, 3, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape)
+
+    def by_head(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [tensor.view(3, num_heads, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)]
+
+    return [Name(f"{ours}.{part}", (f"{theirs}.{part}",), by_kind, by_head) for part in ("weight", "bias")]
+
+
+def _only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+def _below(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(tensors))
+
+
+def _alone(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [tensor]
+
+
+def _chunks(tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+    return [each.clone() for each in tensor.chunk(count)]
+
+
+# --- translations -----------------------------------------------------------------------------------------------------
+
+
+def translation(names: Callable[[nn.Module], Sequence[Name]], *, back: bool) -> Translation:
+    """Return how state dicts are translated when a module is replaced, or back.
+
+    Args:
+        names: of a distributed module.
+    """
+
+    def translate(state: Mapping[str, torch.Tensor], module: nn.Module) -> Iterator[tuple[str, Made]]:
+        for name in _of_layers(names(module), state):
+            if back and name.ours in state:
+                for index, theirs in enumerate(name.theirs):
+                    yield theirs, functools.partial(_part, state, name, index)
+            elif not back and all(each in state for each in name.theirs):
+                yield name.ours, functools.partial(_whole, state, name)
+
+    return translate
+
+
+def _part(state: Mapping[str, torch.Tensor], name: Name, index: int) -> torch.Tensor:
+    return name.cut(state[name.ours])[index]
+
+
+def _whole(state: Mapping[str, torch.Tensor], name: Name) -> torch.Tensor:
+    return name.join([state[each] for each in name.theirs])
+
+
+def rename(
+    state: dict[str, Any],
+    names: Sequence[Name],
+    *,
+    back: bool,
+    dropped: Collection[str] = (),
+    tied: bool = False,
+) -> dict[str, Any]:
+    """Translate a whole state dict, taking every tensor out of `state` when it is done, to save memory.
+
+    What is under no known name stays under its own.
+
+    Args:
+        dropped: names that end so are left out: masks that are buffers in older versions of their library.
+        tied: a head that the state dict does not name is the word embedding.
+    """
+    result: dict[str, Any] = {}
+    for name in _of_layers(names, state):
+        if back and name.ours in state:
+            result.update(zip(name.theirs, name.cut(state.pop(name.ours)), strict=True))
+        elif not back and all(each in state for each in name.theirs):
+            result[name.ours] = name.join([state.pop(each) for each in name.theirs])
+    if tied and "word_embedding.weight" in result:
+        result.setdefault("lm_head.weight", result["word_embedding.weight"])
+    rest = {key: value for key, value in state.items() if not key.endswith(tuple(dropped))}
+    state.clear()
+    return {**result, **rest}
+
+
+def rename_inside(state: dict[str, Any], names: Sequence[Name], inside: str, *, back: bool) -> dict[str, Any]:
+    """Translate the parts of a state dict that lie in modules named `inside`, wherever these are."""
+    result: dict[str, Any] = {}
+    prefixes = {key[: found.end()] for key in state if (found := re.search(rf"(^|\.){inside}\.", key))}
+    for prefix in sorted(prefixes):
+        part = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
+        result.update({prefix + key: value for key, value in rename(part, names, back=back).items()})
+    result.update(state)
+    state.clear()
+    return result
+
+
+def with_causal_masks(
+    state: dict[str, Any], attention: str, max_seq_len: int | None, windows: Sequence[int | None] = (None,)
+) -> dict[str, Any]:
+    """Add to a state dict of theirs the buffers that older versions have: which positions each position may see.
+
+    Args:
+        attention: the name of a layer's attention.
+        max_seq_len: of the model; None to add nothing.
+        windows: how far the layers see, in turn; None in it for everything.
+    """
+    if max_seq_len is None:
+        return state
+    count = 1 + max((int(found.group(1)) for key in state if (found := _LAYER.search(key))), default=-1)
+    for layer in range(count):
+        seen = torch.ones(max_seq_len, max_seq_len, dtype=torch.bool).tril()
+        window = windows[layer % len(windows)]
+        name = attention.replace("*", str(layer))
+        state[f"{name}.bias"] = (seen if window is None else seen.triu(1 - window)).view(1, 1, max_seq_len, max_seq_len)
+        state[f"{name}.masked_bias"] = torch.tensor(-1e9)
+    return state
+
+
+def _of_layers(names: Sequence[Name], state: Mapping[str, Any]) -> Iterator[Name]:
+    """Yield the names with the layers' numbers in the place of `*`."""
+    numbers = [int(found.group(1)) for key in state if (found := _LAYER.search(key))]
+    count = max(numbers, default=-1) + 1
+    for name in names:
+        if "*" not in name.ours:
+            yield name
+            continue
+        for layer in map(str, range(count)):
+            theirs = tuple(each.replace("*", layer) for each in name.theirs)
+            yield Name(name.ours.replace("*", layer), theirs, name.join, name.cut)
