@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
+from smpkit.torch.tensor_parallel.whole_state import with_original_names
 from tests.ranks import run_ranks
-from tests.transparency.models import Trace, assert_same, optimizer_of
+from tests.transparency.models import Trace, assert_same
 from tests.transparency.tensor_parallel_models import whole_gradients
 
 STEPS, SAMPLES, LENGTH, VOCABULARY = 3, 8, 6, 23  # a vocabulary that no number of ranks divides
@@ -76,16 +77,11 @@ def gpt_neo() -> nn.Module:
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
     kinds: list[Any] = [[["global", "local"], 1]]
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 16,
-        "hidden_size": 16,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
-    off = {"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-    more: dict[str, Any] = {**sizes, **off, "attention_types": kinds, "window_size": 3, "pad_token_id": 0}
-    return randomized(GPTNeoForCausalLM(GPTNeoConfig(**more)))
+    config: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "hidden_size": 16}
+    config |= {"num_layers": 2, "num_heads": 4, "attention_types": kinds, "window_size": 3}
+    config |= {"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0}
+    config |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return randomized(GPTNeoForCausalLM(GPTNeoConfig(**config)))
 
 
 def masked(name: str) -> nn.Module:
@@ -136,7 +132,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "GPTJ": lambda: gpt("GPTJForCausalLM", rotary_dim=2),
     "GPTNeo": gpt_neo,
     "GPTNeoX": lambda: causal("GPTNeoX", rotary_pct=0.5, hidden_dropout=0.0, attention_dropout=0.0),
-    "sequential GPTNeoX": lambda: causal("GPTNeoX", use_parallel_residual=False, attention_bias=False),
+    "sequential GPTNeoX": lambda: causal("GPTNeoX", use_parallel_residual=False, attention_bias=False, rotary_pct=0.5),
     "Bert": lambda: masked("Bert"),
     "Roberta": lambda: masked("Roberta"),
 }
@@ -150,6 +146,11 @@ def checkpoint_layers(module: Any) -> None:
     else:
         for layer in module.model.layers:
             smp.set_activation_checkpointing(layer)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Make AdamW with an `eps` that rounding is small against: biases of keys have no other gradient."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
 
 
 def samples(step: int) -> tuple[Tensor, Tensor]:
@@ -220,7 +221,9 @@ def train(run: Run) -> tuple[Trace, Tensor | None]:
         loss = train_step(model, tokens[mine], mask[mine]).reduce_mean()
         losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
         optimizer.step()
-    trace = Trace(losses, whole_gradients(model), dict(model.original_state_dict()))
+    gradients = {key: each for key, each in whole_gradients(model).items() if each is not None}
+    named = with_original_names(model.get_module(), gradients)
+    trace = Trace(losses, named, dict(model.original_state_dict()))
     logits = None
     if pp == 1:
         tokens, mask = samples(STEPS)
