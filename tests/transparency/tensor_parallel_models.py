@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from tests.transparency.models import Trace, batch, loss_of, optimizer_of, record
+from smpkit.torch.partitioning.delayed import initialize
+from smpkit.torch.tensor_parallel.whole_state import joined
+from tests.transparency.models import Trace, loss_of, optimizer_of, record
 
-TOKENS, WIDTH = 17, 8
+TOKENS, WIDTH, LENGTH = 17, 8, 8
 STEPS = 5
 
 
@@ -51,22 +54,86 @@ def build_marked() -> MarkedNet:
     return MarkedNet().double()
 
 
-def train_plainly(module: nn.Module, steps: int = STEPS) -> Trace:
+def build_delayed() -> MarkedNet:
+    torch.manual_seed(7)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with smp.delay_param_initialization():
+            return MarkedNet()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_language_model() -> nn.Module:
+    """A transformer of `smp.nn`, whose sizes four ranks divide, the vocabulary aside."""
+    torch.manual_seed(7)
+    model = smp.nn.DistributedTransformerLMHead(
+        num_layers=2,
+        num_attention_heads=4,
+        attention_head_size=4,
+        hidden_size=16,
+        intermediate_size=24,
+        vocab_size=TOKENS,
+        num_positions=LENGTH,
+        attention_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+        initializer_range=0.2,
+        use_normal_initialization=True,
+        causal_mask_size=LENGTH,
+        pre_layernorm=True,
+        post_layernorm=False,
+    )
+    return model.double()
+
+
+def loss_of_language_model(model: nn.Module, tokens: Tensor, _: Tensor) -> Tensor:
+    loss: Tensor = model((tokens, None, None, None, tokens))[0]
+    return loss
+
+
+def samples(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + index)
+    tokens = torch.randint(TOKENS, (16, LENGTH), generator=generator)
+    return tokens, tokens.roll(1, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that can be made at every degree, and its loss."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+CASES = {
+    "marked": Case(build_marked, loss_of),
+    "delayed": Case(build_delayed, loss_of),
+    "language model": Case(build_language_model, loss_of_language_model),
+}
+
+
+def train_plainly(name: str, steps: int = STEPS) -> Trace:
     """Train in one process on whole batches."""
+    smp.init()
+    case = CASES[name]
+    module = case.build()
+    initialize(module, [*module.parameters()], torch.device("cpu"), 7)
     optimizer = optimizer_of(module)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = loss_of(module, *batch(step))
+        loss = case.loss(module, *samples(step))
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
+    smp.shutdown()
     return record(module, losses)
 
 
 @smp.step
-def train_step(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    loss = loss_of(model, tokens, targets)
+def train_step(model: Any, case: Case, tokens: Tensor, targets: Tensor) -> Tensor:
+    loss = case.loss(model, tokens, targets)
     model.backward(loss)
     return loss
 
@@ -78,28 +145,29 @@ def own_part(size: int = 16) -> slice:
     return slice(smp.dp_rank(), size, smp.dp_size())
 
 
-def train(build: Any, config: Mapping[str, Any], *, stepwise: bool = True) -> Trace:
-    """Train on this world and return whole gradients and weights of what this rank holds pieces of.
+def train(name: str, config: Mapping[str, Any], *, stepwise: bool = True) -> Trace:
+    """Train on this world and return whole gradients of what this rank holds pieces of, and whole weights.
 
     Args:
-        build: makes the model, the same on all ranks; all of it is marked.
+        name: of the case; all modules of its model are marked.
         config: of `smp.init`.
         stepwise: use `@smp.step`; else the documented plain life at pipeline degree 1.
     """
     smp.init({"ddp": True, **config})
-    module = build()
+    case = CASES[name]
+    module = case.build()
     smp.set_tensor_parallelism(module)
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(optimizer_of(model))
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        tokens, targets = batch(step)
+        tokens, targets = samples(step)
         mine = own_part()
         if stepwise:
-            loss = train_step(model, tokens[mine], targets[mine]).reduce_mean()
+            loss = train_step(model, case, tokens[mine], targets[mine]).reduce_mean()
         else:
-            loss = loss_of(model, tokens[mine], targets[mine])
+            loss = case.loss(model, tokens[mine], targets[mine])
             loss.backward()
         losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
         optimizer.step()
@@ -110,8 +178,6 @@ def train(build: Any, config: Mapping[str, Any], *, stepwise: bool = True) -> Tr
 
 def whole_gradients(model: Any) -> dict[str, Tensor | None]:
     """Return the gradients of what this rank holds, joined over its tensor-parallel group."""
-    from smpkit.torch.tensor_parallel.whole_state import joined
-
     named = {name: None if p.grad is None else p.grad.clone() for name, p in model.local_named_parameters()}
     trained = {name: gradient for name, gradient in named.items() if gradient is not None}
     return {**named, **joined(model.get_module(), trained)}

@@ -95,9 +95,8 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
 
 
 def _checksums(root: nn.Module) -> list[int]:
-    """Return a number for the values of each parameter; 0 where there are none yet, or the ranks hold pieces."""
-    unknown = (is_delayed(each) or shard_of(each) is not None for each in root.parameters())
-    return [0 if no else _checksum(each) for no, each in zip(unknown, root.parameters(), strict=True)]
+    """Return a number for the values of each parameter; 0 where there are none yet, or where ranks hold pieces."""
+    return [0 if is_delayed(each) or shard_of(each) is not None else _checksum(each) for each in root.parameters()]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -63,8 +63,7 @@ def distribute(root: nn.Module) -> nn.Module:
             target.rewrite.distribute(target.module, target.marking.config)
         else:
             _replace(root, target, agreement)
-    made_by_hand = any(isinstance(module, DistributedModule) for module in root.modules())
-    if state.rank == 0 and (finder.targets or finder.skipped or not made_by_hand):
+    if state.rank == 0:
         announce(_report(finder))
     return _put_in_place(root, finder.targets)
 
@@ -109,6 +108,8 @@ class _Finder:
         self.targets: list[_Target] = []
         self.skipped: dict[str, str] = {}
         """Why a marked module stays as it is, by name."""
+        self.num_own = sum(isinstance(module, DistributedModule) for module in root.modules())
+        """How many distributed modules the script itself has made."""
         self._seen: set[int] = set()
         self._users: dict[int, set[int]] = defaultdict(set)
         """Which modules (by id) have a parameter (by id) of their own."""
@@ -239,11 +240,14 @@ def _leave_fast_path(parent: nn.Module) -> None:
 
 def _report(finder: _Finder) -> Iterator[str]:
     """Say what is distributed, what is not and why."""
-    if not finder.targets and not finder.skipped:
+    if finder.num_own:
+        yield f"Tensor parallelism over {state.tp_size} ranks: {finder.num_own} distributed modules of the script's own."
+    elif not finder.targets and not finder.skipped:
         yield (
             "Tensor parallelism: nothing is distributed: create the model under smp.tensor_parallelism(), or call"
             " smp.set_tensor_parallelism(model) before smp.DistributedModel."
         )
+    if not finder.targets and not finder.skipped:
         return
     kinds: dict[str, int] = defaultdict(int)
     for target in finder.targets:
