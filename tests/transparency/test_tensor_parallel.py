@@ -62,7 +62,7 @@ def check(size: int, rows: Sequence[Row]) -> None:
             gradients = {name: reference.gradients[name] for name in trace.gradients}
             assert trace.weights.keys() == reference.weights.keys(), row
             assert_same(trace, Trace(reference.losses, gradients, reference.weights), TOLERANCE)
-        assert seen == set(reference.gradients), row
+        assert row.sharded or seen == set(reference.gradients), row
 
 
 CASES = ["marked", "language model", "delayed"]
