@@ -241,7 +241,7 @@ def _leave_fast_path(parent: nn.Module) -> None:
 def _report(finder: _Finder) -> Iterator[str]:
     """Say what is distributed, what is not and why."""
     if finder.num_own:
-        yield f"Tensor parallelism over {state.tp_size} ranks: {finder.num_own} distributed modules of the script's own."
+        yield f"Tensor parallelism over {state.tp_size} ranks: {finder.num_own} distributed modules of the script."
     elif not finder.targets and not finder.skipped:
         yield (
             "Tensor parallelism: nothing is distributed: create the model under smp.tensor_parallelism(), or call"
