@@ -4,7 +4,7 @@
 
     path/
       {tag}_partial/               one rank's part per file; appears by one rename, with everything in it
-          model_{pp}_{tp}.pt  optimizer_{pp}_{tp}.pt  user_content.pt
+          model_{pp}_{tp}.pt  optimizer_{pp}_{tp}.pt  fp16_states_{pp}_{tp}.pt  user_content.pt
           pieces.json              what each file holds of the whole model
           index.json               degrees, sizes, partition, and which save it was
       {tag}                        full: the model's state dict in one file

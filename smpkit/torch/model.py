@@ -216,6 +216,8 @@ class DistributedModel(ModelState):
             if state.optimizer is not None:
                 state.optimizer.keep_own_states()
             read_now()
+            if state.optimizer is not None:
+                state.optimizer.follow_model()
         self._run_hooks(self._post_partition_hooks)
         if self.offloading is not None:
             self.offloading.begin_step(self.module)

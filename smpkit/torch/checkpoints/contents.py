@@ -15,14 +15,18 @@ from torch import nn
 
 from smpkit.torch.checkpoints.places import Box, boxes_of
 from smpkit.torch.checkpoints.together import Model, Optimizer
+from smpkit.torch.model_state import PARTIAL_KEY
+from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
 __all__ = [
     "GROUPS",
     "MODEL",
+    "SCALER",
     "STATES",
     "Entry",
+    "is_fp16_state",
     "model_entries",
     "nested",
     "optimizer_entries",
@@ -34,6 +38,7 @@ __all__ = [
 MODEL: Final = "model."
 STATES: Final = "optim.state."
 GROUPS: Final = "optim.param_groups"
+SCALER: Final = "optim.loss_scaler"
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,15 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[Entry]:
     States are named by their parameter, because its number depends on the parameter groups. A state of its parameter's
     shape is divided as the parameter is; any other one of a divided parameter is for this very division only.
     """
-    saved = optimizer.orig_state_dict()
+    saved = optimizer.local_state_dict(gather_if_shard=False)
+    del saved[PARTIAL_KEY]
     if not _is_torchs(saved):
         return [Entry(optimizer_whole(), saved, (), None, (), _holders(frozenset({state.pp_rank}), state.tp_rank))]
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     everywhere = _holders(frozenset(range(state.pp_size)), None)
     found = [Entry(GROUPS, saved["param_groups"], ("param_groups",), None, (), everywhere)]
+    if SCALER_KEY in saved:
+        found.append(Entry(SCALER, saved[SCALER_KEY], (SCALER_KEY,), None, (), everywhere))
     for index, states in saved["state"].items():
         parameter, name = parameters[index], names[index]
         if not model.holds(parameter):
@@ -94,6 +102,11 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[Entry]:
             full = f"{STATES}{_state_name(name, key, value, parameter)}"
             found.append(_entry(full, value, ("state", index, key), parameter, holders))
     return found
+
+
+def is_fp16_state(entry: Entry) -> bool:
+    """Tell whether an entry of an optimizer's state is there for `fp16` or `bf16`: SMP v1 had a file for these."""
+    return entry.key == (SCALER_KEY,) or (len(entry.key) == 3 and entry.key[2] == MASTER_KEY)
 
 
 def parameter_names(optimizer: Optimizer, model: Model) -> list[str]:
@@ -155,10 +168,10 @@ def _is_torchs(saved: Mapping[str, Any]) -> bool:
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer in the order in which torch's state dicts count them."""
+    """Return the model's parameters in the order in which torch's state dicts of an optimizer count them."""
     found: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in map(optimizer.model_parameter, group["params"]):
             found.setdefault(id(parameter), parameter)
     return list(found.values())
 

@@ -15,6 +15,7 @@ from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.contents import (
     GROUPS,
     MODEL,
+    SCALER,
     STATES,
     optimizer_parameters,
     optimizer_whole,
@@ -26,6 +27,7 @@ from smpkit.torch.checkpoints.reader import PieceReader
 from smpkit.torch.checkpoints.renamed import Make, Renamed, read_whole, renamed_modules
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.partitioning.delayed import allocate, is_delayed
+from smpkit.torch.precision import SCALER_KEY
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.module import load_piece, whole_shape
 from smpkit.torch.tensor_parallel.shards import shard_of, take
@@ -188,7 +190,10 @@ def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> N
 def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
     """Return the saved groups with this optimizer's parameters."""
     indices = {id(parameter): index for index, parameter in enumerate(optimizer_parameters(optimizer))}
-    own = [[indices[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    own = [
+        [indices[id(optimizer.model_parameter(parameter))] for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
     if not isinstance(saved, list) or len(saved) != len(own):
         count = len(saved) if isinstance(saved, list) else "no"
         raise CheckpointError(
@@ -221,7 +226,10 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
     for full, places in objects.items():
         for index, key in places:
             states.setdefault(index, {})[key] = found[full]
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    values: dict[str, Any] = {"state": states, "param_groups": groups}
+    if SCALER in reader.metadata.state_dict_metadata:
+        values[SCALER_KEY] = read_into(reader, {}, [SCALER])[SCALER]
+    optimizer.load_state_dict(values)
 
 
 def _made_states(

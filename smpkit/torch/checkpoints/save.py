@@ -29,7 +29,7 @@ import torch
 
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch import checkpoint_files as files
-from smpkit.torch.checkpoints.contents import Entry, model_entries, nested, optimizer_entries
+from smpkit.torch.checkpoints.contents import Entry, is_fp16_state, model_entries, nested, optimizer_entries
 from smpkit.torch.checkpoints.reader import PIECES, describe, merged
 from smpkit.torch.checkpoints.sharing import Sharing, find_sharing
 from smpkit.torch.checkpoints.together import Model, Optimizer, all_succeed, the_model
@@ -168,7 +168,10 @@ def _write_parts(save: _Save, job: _Job) -> _Part:
     if save.partial:
         parts.append(_write_part(save, "model", model_entries(job.model)))
     if save.partial and job.optimizer is not None:
-        parts.append(_write_part(save, "optimizer", optimizer_entries(job.optimizer, job.model)))
+        entries = optimizer_entries(job.optimizer, job.model)
+        parts.append(_write_part(save, "optimizer", [each for each in entries if not is_fp16_state(each)]))
+        if fp16_states := [each for each in entries if is_fp16_state(each)]:
+            parts.append(_write_part(save, "fp16_states", fp16_states))
     if save.shared.leads and job.user_content is not None:
         name = USER_CONTENT if save.partial else f"user_content_{save.tag}"
         parts.append(_Part({name: _write_user_content(save.staged / name, job.user_content)}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from smpkit.errors import CheckpointError, SmpkitError, UsageError
@@ -33,8 +34,10 @@ class Optimizer(Protocol):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
-    def orig_state_dict(self) -> dict[str, Any]: ...
+    def local_state_dict(self, gather_if_shard: bool = ...) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
+    def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor: ...
+    def follow_model(self) -> None: ...
 
 
 def the_model(model: Model | None = None) -> Model:
