@@ -6,9 +6,6 @@ examples are the same in every run; `--full` tries many.
 
 from __future__ import annotations
 
-import os
-import random
-import time
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, check_same, run_all, train, train_plainly
+from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps
 from tests.transparency.pipeline_models import WIDTH, Case, vectors
 
 # No shrinking: each attempt starts ranks, and a failure that hangs would take its deadline again and again.
@@ -237,38 +233,13 @@ def test_many_random_models_train_as_in_one_process(degree: int, drawn: list[Rec
 # --- chaos --------------------------------------------------------------------------------------------------------
 
 
-def sleepy(function: Any, dice: random.Random) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if dice.random() < 0.3:
-            time.sleep(dice.random() * 0.004)
-        return function(*args, **kwargs)
-
-    return called
-
-
-def train_with_sleeps(recipe: Recipe, seeds: range, degree: int) -> int:
-    """Sleep at random in sends, receives and units; each rank by dice of its own."""
-    plain = {name: getattr(Transport, name) for name in ("send", "send_gradient", "receive", "receive_gradient")}
-    linear = nn.Linear.forward
-    case = Case(Grow(recipe), vectors, loss_step)
-    expected = train_plainly(case, recipe.setup)
-    for seed in seeds:
-        dice = random.Random(f"{seed} {os.environ['RANK']}")
-        for name, function in plain.items():
-            setattr(Transport, name, sleepy(function, dice))
-        nn.Linear.forward = sleepy(linear, dice)  # type: ignore[method-assign]
-        try:
-            check_same(train(case, recipe.setup, degree), expected)
-        finally:
-            nn.Linear.forward = linear  # type: ignore[method-assign]
-            for name, function in plain.items():
-                setattr(Transport, name, function)
-    return len(seeds)
+def train_recipe_with_sleeps(recipe: Recipe, seeds: range, degree: int) -> int:
+    return train_with_sleeps(Case(Grow(recipe), vectors, loss_step), recipe.setup, seeds, degree)
 
 
 def survives_sleeps(recipe: Recipe, start: int, degree: int) -> None:
     seeds = range(start, start + 4)
-    assert run_ranks(train_with_sleeps, degree, recipe, seeds, degree, timeout=150) == [4] * degree
+    assert run_ranks(train_recipe_with_sleeps, degree, recipe, seeds, degree, timeout=150) == [4] * degree
 
 
 @settings(FEW, max_examples=2)

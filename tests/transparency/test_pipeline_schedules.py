@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
-from tests.torch.pipeline.training import Setup, run_all
+from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps
 from tests.transparency.huggingface_models import CASES as HUGGING_FACE
 from tests.transparency.pipeline_models import (
     CASES,
@@ -101,6 +105,70 @@ def test_a_split_backward_trains_as_in_one_process(degree: int) -> None:
 @pytest.mark.parametrize("degree", [2, 3], ids=["pp2", "pp3"])
 def test_models_of_every_shape_train_with_a_split_backward(degree: int) -> None:
     check(degree, (Setup(4, "zero_bubble", seed=degree),), CASES)
+
+
+# --- together with everything else --------------------------------------------------------------------------------
+
+
+class Recomputed(nn.Module):
+    """A layer that is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inside, x, use_reentrant=False)
+        return result
+
+
+def partly_recomputed() -> nn.Module:
+    return nn.Sequential(*[part() for _ in range(4) for part in (block, Recomputed)])
+
+
+def autocast_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = functional.mse_loss(model(x).float(), y)
+    model.backward(loss)
+    return loss
+
+
+def single(size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    return tuple(each.float() for each in vectors(size, generator))
+
+
+MODES = {
+    "activation checkpointing": Case(partly_recomputed, vectors, mse_step),
+    "autocast": Case(chain, single, autocast_step, torch.float32),
+}
+SPLIT = setups("zero_bubble", (1, 2), (8,))
+
+
+def test_a_split_backward_trains_under_autocast_and_with_recomputed_layers() -> None:
+    check(2, SPLIT, MODES)
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
+def test_replicas_of_virtual_stages_and_split_backwards_train_as_in_one_process(pipeline: str) -> None:
+    asked = tuple(replace(setup, replicas=2) for setup in setups(pipeline, (1, 2), (4,)))
+    cases = {name: SHAPES[name] for name in ("chain", "tied")}
+    for rank in run_ranks(train_all, 4, 2, asked, cases, timeout=150):
+        assert all(len(held) == len(asked) for held in rank.values())
+
+
+def sleep(degree: int, seeds: range) -> int:
+    return sum(train_with_sleeps(SHAPES["skip connections"], setup, seeds, degree) for setup in SPLIT)
+
+
+def test_sleeps_neither_hang_nor_change_a_split_backward() -> None:
+    assert run_ranks(sleep, 3, 3, range(2), timeout=150) == [2 * len(SPLIT)] * 3
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
+def test_hundred_seeds_of_sleeps_neither_hang_nor_change_a_split_backward(degree: int) -> None:
+    assert run_ranks(sleep, degree, degree, range(100), timeout=3500) == [100 * len(SPLIT)] * degree
 
 
 @pytest.mark.full

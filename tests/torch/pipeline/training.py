@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.torch.containers import children
 from smpkit.torch.partitioning.trace import units_of
+from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.step_output import StepOutput, collate
 from tests.transparency.pipeline_models import Case
 
@@ -245,3 +247,31 @@ def _told(name: str, case: Case, setup: Setup, degree: int) -> set[str]:
         return compare(case, setup, degree)
     except BaseException as error:
         raise AssertionError(f"`{name}` at degree {degree} with {setup}") from error
+
+
+def train_with_sleeps(case: Case, setup: Setup, seeds: Sequence[int], degree: int) -> int:
+    """Train while sends, receives and layers sleep at random, each rank by dice of its own; compare for every seed."""
+    plain = {name: getattr(Transport, name) for name in ("send", "send_gradient", "receive", "receive_gradient")}
+    linear = nn.Linear.forward
+    expected = train_plainly(case, setup)
+    for seed in seeds:
+        dice = random.Random(f"{seed} {os.environ['RANK']}")
+        for name, function in plain.items():
+            setattr(Transport, name, _sleepy(function, dice))
+        nn.Linear.forward = _sleepy(linear, dice)  # type: ignore[method-assign]
+        try:
+            check_same(train(case, setup, degree), expected)
+        finally:
+            nn.Linear.forward = linear  # type: ignore[method-assign]
+            for name, function in plain.items():
+                setattr(Transport, name, function)
+    return len(seeds)
+
+
+def _sleepy(function: Any, dice: random.Random) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if dice.random() < 0.3:
+            time.sleep(dice.random() * 0.004)
+        return function(*args, **kwargs)
+
+    return called
