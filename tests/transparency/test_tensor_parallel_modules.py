@@ -300,9 +300,18 @@ def compare(names: list[str]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_modules_equal_plain_pytorch(size: int) -> None:
-    for found in run_ranks(compare, size, list(CASES), timeout=120):
+EACH_KIND = ["linear", "embedding", "embedding by an uneven vocabulary", "layer, GPT-NeoX", "stack, cross attention"]
+EACH_KIND += ["model, GPT-2", "model, BERT"]
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(1, EACH_KIND), (2, list(CASES)), (4, EACH_KIND), pytest.param(4, list(CASES), marks=pytest.mark.full)],
+    ids=["1", "2", "4", "4, all"],
+)
+def test_modules_equal_plain_pytorch(size: int, names: list[str]) -> None:
+    for found in run_ranks(compare, size, names, timeout=150):
+        assert len(found) == len(names) * (4 if size > 1 else 2)
         assert {case: found[case] for case in found if not found[case] < TOLERANCE} == {}
 
 
@@ -345,3 +354,39 @@ def test_a_language_model_trains_over_pipeline_and_tensor_ranks_as_in_one_proces
         assert set(found) == {f"prescaled {p}, {o}" for p in (False, True) for o in ("speed", "memory")}
         for losses in found.values():
             assert losses == pytest.approx(expected, abs=TOLERANCE)
+
+
+def train_with_dropout() -> dict[str, Any]:
+    """Train with and without checkpointed layers, from weights that are made late, and evaluate."""
+    found = {}
+    for prescaled, optimize in itertools.product([False, True], ["speed", "memory"]):
+        runs = []
+        for checkpointed in (False, True):
+            degrees = {"tensor_parallel_degree": 2, "ddp": True, "microbatches": 2}
+            smp.init({**degrees, "prescaled_batch": prescaled, "optimize": optimize})
+            torch.manual_seed(0)
+            with smp.delay_param_initialization():
+                sizes = {**SIZES, **PRE, "num_layers": 2, "vocab_size": 21, "num_positions": LENGTH}
+                module = smp.nn.DistributedTransformerLMHead(**sizes, causal_mask_size=LENGTH)
+            model = smp.DistributedModel(module)
+            if checkpointed:
+                smp.set_activation_checkpointing(module.transformer.seq_layers, strategy="each")
+            optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            ids = torch.randint(21, (4, LENGTH))
+            losses = []
+            for _ in range(2):
+                optimizer.zero_grad()
+                losses.append(train_step(model, ids).reduce_mean().item())
+                optimizer.step()
+            with torch.no_grad():
+                logits = model.eval()((ids, None, None, None, None))
+            runs.append((losses, logits.tolist()))
+            smp.shutdown()
+        found[f"prescaled {prescaled}, {optimize}"] = runs
+    return found
+
+
+def test_checkpointed_layers_drop_the_same_again_to_the_bit() -> None:
+    for found in run_ranks(train_with_dropout, 2, timeout=120):
+        for setting, (kept, computed_again) in found.items():
+            assert kept == computed_again, setting

@@ -46,9 +46,15 @@ __all__ = [
     "tp_group",
 ]
 
-# torch 2.13 deprecates the names of before.
-_reduce_scatter_into: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather_into: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+def _named(name: str, before: str) -> Callable[..., Any]:
+    """Return a collective by the name of torch 2.13, which deprecates the one from before."""
+    found: Callable[..., Any] = getattr(dist, name if hasattr(dist, name) else before)
+    return found
+
+
+_reduce_scatter_into: Final = _named("reduce_scatter_single", "reduce_scatter_tensor")
+_all_gather_into: Final = _named("all_gather_single", "all_gather_into_tensor")
 
 
 def tp_group() -> dist.ProcessGroup:
