@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from smpkit.drop_in import DROP_IN_PATH
+from tests.ranks import run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -38,6 +42,18 @@ def run_script(
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         launcher += [*torchrun, "--nproc-per-node", str(ranks)]
     return run_compat(*launcher, str(SCRIPTS / script), *arguments, parameters=parameters, timeout=timeout)
+
+
+def run_on_ranks(script: str, *arguments: str, ranks: int, parameters: Mapping[str, Any]) -> None:
+    """Run one of `scripts/` on ranks that have torch already: as `run_script` does, in a quarter of the time."""
+    run_ranks(_as_main, ranks, str(SCRIPTS / script), arguments, json.dumps(dict(parameters)), timeout=150)
+
+
+def _as_main(script: str, arguments: Sequence[str], parameters: str) -> None:
+    sys.path.append(str(DROP_IN_PATH))
+    os.environ["SM_HP_MP_PARAMETERS"] = parameters
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
 
 
 def _environment() -> dict[str, str]:
