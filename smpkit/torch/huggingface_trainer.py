@@ -37,6 +37,7 @@ from smpkit.torch.comm import CommGroup, allgather
 from smpkit.torch.containers import map_leaves
 from smpkit.torch.gradient_norm import clip_grad_norm_
 from smpkit.torch.model import DistributedModel
+from smpkit.torch.optimizer import DistributedOptimizer
 from smpkit.torch.saving import read_file
 from smpkit.torch.state import state
 
@@ -65,22 +66,20 @@ class SmpTrainer:
         _give_device(self.args)
         _configure_accelerate()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        _gather_over_replicas(self.accelerator)
+        _work_over_ranks(self.accelerator)
 
     def _wrap_model(self, model: Any, training: bool = True, **options: Any) -> Any:
         if not isinstance(self.model_wrapped, DistributedModel):
             self.model_wrapped = super()._wrap_model(model, training, **options)  # type: ignore[misc]
-        if training and self.optimizer is None:
-            self.create_optimizer()  # type: ignore[attr-defined]
+        if training:
+            self.create_optimizer()
         return self.model_wrapped
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        if hasattr(self.optimizer, "clip_master_grads") and state.cfg.fp16:
-            return self.optimizer.clip_master_grads(self.args.max_grad_norm)
-        return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        """Make the optimizer once: transformers 4 asks for it after the model is wrapped, transformers 5 never."""
+        if not isinstance(self.optimizer, DistributedOptimizer):
+            super().create_optimizer(*arguments, **options)  # type: ignore[misc]
+        return self.optimizer
 
     def _save_rng_state(self, output_dir: str) -> None:
         if state.mp_rank == 0:  # the ranks of one model share a file, and draw from the same stream between its parts
@@ -162,8 +161,8 @@ def _environment_without(beginnings: tuple[str, ...]) -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _gather_over_replicas(accelerator: Any) -> None:
-    """Let an accelerator gather from the replicas; everything else that it can do among processes, SMP does."""
+def _work_over_ranks(accelerator: Any) -> None:
+    """Let an accelerator gather from the replicas and clip by the whole model's norm; the rest of its work SMP does."""
     _, replicas, group = _replicas()
 
     def gathered(value: Any) -> Any:
@@ -178,6 +177,7 @@ def _gather_over_replicas(accelerator: Any) -> None:
     def padded(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         return map_leaves(lambda value: _pad(value, dim, pad_index, pad_first, group), tensor)
 
+    accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.gather = gather
     if replicas > 1:
         accelerator.pad_across_processes = padded
