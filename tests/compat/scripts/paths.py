@@ -15,6 +15,8 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel import __version__
 from smdistributed.modelparallel.torch import *  # noqa: F403
 from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.nn import FusedLayerNorm
+from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import translate_state_dict_to_hf_gpt2
 from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.step import StepOutput
@@ -36,6 +38,20 @@ assert state is smp.state is smp.state_mod.state
 assert checkpoint is smp.patches.checkpoint.checkpoint is smpkit.torch.checkpoint
 assert checkpoint_sequential is smpkit.torch.checkpoint_sequential
 assert init is smpkit.torch.init  # noqa: F405  from the star
+
+# Tensor parallelism, mixed precision, fused optimizers.
+assert smp.nn.FusedLayerNorm is FusedLayerNorm is smpkit.torch.nn.FusedLayerNorm
+for name in ("Linear", "Embedding", "TransformerLMHead", "Transformer", "TransformerLayer", "AttentionLayer"):
+    assert issubclass(getattr(smp.nn, f"Distributed{name}"), smp.nn.DistributedModule)
+assert smp.nn.FlashAttentionLayer is not None
+assert smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2 is translate_state_dict_to_hf_gpt2
+for family in ("gpt2", "bert", "roberta", "gptj", "gptneo", "gptneox"):
+    translations = importlib.import_module(f"smdistributed.modelparallel.torch.nn.huggingface.{family}")
+    assert callable(getattr(translations, f"translate_state_dict_to_hf_{family}"))
+    assert callable(getattr(translations, f"translate_hf_state_dict_to_smdistributed_{family}"))
+assert smp.amp.GradScaler is smpkit.torch.amp.GradScaler
+assert smp.optimizers.FusedLAMB is smp.optimizers.FusedLamb
+assert smp.optimizers.FusedAdam is not smp.optimizers.FusedNovoGrad
 
 # `step` is a decorator here and a module there.
 import smdistributed.modelparallel.torch.step as step_path
