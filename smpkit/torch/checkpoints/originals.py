@@ -15,6 +15,7 @@ from torch import nn
 
 from smpkit.plan.mesh import Coordinates
 from smpkit.torch.checkpoints.together import Model
+from smpkit.torch.comm import recv_from, send
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.module import whole_shape
 from smpkit.torch.tensor_parallel.registry import Made, Translation
@@ -31,18 +32,20 @@ class Translated:
     Args:
         prefix: what the names of its state begin with.
         source: the rank that writes what is made of it.
+        homes: the pipeline rank that provides each tensor of its state, where that is not the source's.
     """
 
     prefix: str
     module: nn.Module
     translation: Translation
     source: int
+    homes: Mapping[str, int]
 
     @property
     def takes_part(self) -> bool:
         """Whether this rank holds a piece that the source needs."""
         mine, theirs = (state.mesh.coordinates(rank) for rank in (state.rank, self.source))
-        return (mine.pp, mine.rdp) == (theirs.pp, theirs.rdp)
+        return mine.pp in {theirs.pp, *self.homes.values()} and mine.rdp == theirs.rdp
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -60,7 +63,7 @@ class Translated:
 
         Only the source gets values; the others, tensors without data.
         """
-        return self._translated(_Gathered(self.module))
+        return self._translated(_Gathered(self.module, self.homes, state.mesh.coordinates(self.source).pp))
 
     def _translated(self, values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         for name, made in self.translation(values, self.module):
@@ -110,16 +113,22 @@ def whole_of(model: Model, *, translate: bool) -> Whole:
 def _translated_modules(model: Model) -> Iterator[Translated]:
     for name, module, entry in replaced_modules(model.module):
         if entry.from_distributed is not None:
-            yield Translated(f"{name}." if name else "", module, entry.from_distributed, _source_of(model, module))
+            source, homes = _places_of(model, module)
+            rank = state.mesh.rank(Coordinates(pp=source, tp=0, rdp=0))
+            yield Translated(f"{name}." if name else "", module, entry.from_distributed, rank, homes)
 
 
-def _source_of(model: Model, module: nn.Module) -> int:
-    """Return the lowest rank that holds the whole of a module together with the ranks of its tensor-parallel group."""
-    pp_rank = 0
-    if model.pipeline is not None and model.partitioned:
-        common = frozenset.intersection(*(model.pipeline.holders[id(each)] for each in module.parameters()))
-        pp_rank = min(common)
-    return state.mesh.rank(Coordinates(pp=pp_rank, tp=0, rdp=0))
+def _places_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, int]]:
+    """Return the pipeline rank that a module is put together on, and what of its state comes from which other one.
+
+    That is the lowest rank that holds all of it; a module whose parts lie on several has none.
+    """
+    if model.pipeline is None or not model.partitioned:
+        return 0, {}
+    holders = {name: model.pipeline.holders[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
+    common = frozenset.intersection(*holders.values())
+    source = min(common) if common else min(map(min, holders.values()))
+    return source, {name: min(ranks) for name, ranks in holders.items() if source not in ranks}
 
 
 class _Shapes(Mapping[str, torch.Tensor]):
@@ -147,17 +156,33 @@ class _Gathered(_Shapes):
     The last tensor is kept, because the parts of a packed one are asked for one after the other.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, homes: Mapping[str, int], source: int) -> None:
         super().__init__(module)
         self._module = module
+        self._homes = homes
+        self._source = source
         self._own = module.state_dict(keep_vars=True)
         self._last: tuple[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
             self._last = None
-            self._last = name, self._whole(name)
+            self._last = name, self._brought(name)
         return self._last[1]
+
+    def _brought(self, name: str) -> torch.Tensor:
+        """Return the tensor on the first rank of the source's, wherever in the pipeline it comes from."""
+        home = self._homes.get(name, self._source)
+        value = self._whole(name) if state.pp_rank == home else self._values[name]
+        if home == self._source or state.tp_rank > 0:
+            return value
+        if state.pp_rank == home:
+            send(value, state.mesh.rank(Coordinates(self._source, 0, state.rdp_rank)))
+            return self._values[name]
+        if state.pp_rank == self._source:
+            whole: torch.Tensor = recv_from(state.mesh.rank(Coordinates(home, 0, state.rdp_rank)))
+            return whole
+        return value
 
     def _whole(self, name: str) -> torch.Tensor:
         value = self._own[name]
