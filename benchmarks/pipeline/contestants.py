@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 import smpkit.torch as smp
 
@@ -24,6 +24,7 @@ TORCH_SCHEDULES: Mapping[str, tuple[Any, int]] = {
     "GPipe": (ScheduleGPipe, 1),
     "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
     "interleaved zero bubble": (ScheduleInterleavedZeroBubble, 2),
+    "ZBV zero bubble": (ScheduleZBVZeroBubble, 2),
 }
 """Class and chunks of the model per rank."""
 
@@ -38,10 +39,14 @@ def _train(model: Any, loss_of: Loss, inputs: Tensor, targets: Tensor) -> Tensor
 def smpkit_step(
     layers: nn.Sequential, chunks: Sequence[range], loss_of: Loss, inputs: Tensor, targets: Tensor, lr: float = 0.0
 ) -> Step:
-    """Prepare smpkit's step; `smp.init` has been called with `auto_partition: False`."""
-    for rank, chunk in enumerate(chunks):
+    """Prepare smpkit's step; `smp.init` has been called with `auto_partition: False`.
+
+    Args:
+        chunks: one range per rank and virtual stage, in the order of execution.
+    """
+    for partition, chunk in enumerate(chunks):
         for index in chunk:
-            smp.set_partition(layers[index], rank)
+            smp.set_partition(layers[index], partition)
     model = smp.DistributedModel(layers)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr)) if lr else None
 
@@ -70,7 +75,8 @@ def torch_step(
     """Prepare the step of a schedule of torch.distributed.pipelining; `chunks` has one range per stage."""
     rank, size = dist.get_rank(), dist.get_world_size()
     kind, per_rank = TORCH_SCHEDULES[name]
-    numbers = range(rank, len(chunks), size)
+    goes_back = kind is ScheduleZBVZeroBubble  # down the ranks and up again: the last stage is on the first rank
+    numbers = [rank, 2 * size - 1 - rank] if goes_back else list(range(rank, len(chunks), size))
     parts = [nn.Sequential(*[layers[index] for index in chunks[number]]) for number in numbers]
     stages = [
         PipelineStage(part, number, len(chunks), torch.device("cpu"))
@@ -84,7 +90,7 @@ def torch_step(
         if optimizer is not None:
             optimizer.zero_grad()
         losses: list[Tensor] = []
-        last = rank == size - 1
+        last = len(chunks) - 1 in numbers
         schedule.step(*([inputs] if rank == 0 else []), target=targets if last else None, losses=losses)
         if optimizer is not None:
             optimizer.step()

@@ -28,27 +28,32 @@ Cell = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small cell of each kind; the README stays as it is")
-    parser.add_argument("--only", choices=["gpt", "sleep"], help="run one of the two parts")
+    parser.add_argument("--only", choices=["gpt", "sleep", "schedules"], help="run one of the parts")
     parser.add_argument("--repetitions", type=int, default=5, help="counted steps of each (default: %(default)s)")
     options = parser.parse_args(arguments)
     repetitions = 2 if options.quick else options.repetitions
-    if options.only != "sleep":
+    if options.only in (None, "gpt"):
         report("gpt", gpt_table(run(2, repetitions)[0]), repetitions, save=not options.quick)
-    if options.only != "gpt":
+    if options.only in (None, "sleep"):
         sizes, counts = ([2], [8]) if options.quick else ([2, 4, 8], [8, 16, 32])
         cells = [[count, num_bytes // 4] for num_bytes in (SMALL, LARGE) for count in counts]
         found = [cell for size in sizes for cell in run(size, repetitions, cells)]
         report("sleep", sleep_table(found), repetitions, save=not options.quick)
+    if options.only in (None, "schedules"):
+        sizes, counts = ([2], [4]) if options.quick else ([2, 4], [8, 16])
+        cells = [[count, SMALL // 4] for count in counts]
+        found = [cell for size in sizes for cell in run(size, repetitions, cells, "--schedules")]
+        report("schedules", schedules_table(found), repetitions, save=not options.quick)
     return 0
 
 
-def run(size: int, repetitions: int, cells: list[list[int]] | None = None) -> list[Cell]:
+def run(size: int, repetitions: int, cells: list[list[int]] | None = None, *more: str) -> list[Cell]:
     """Start `size` ranks of worker.py and return what rank 0 wrote; without cells they run the GPT."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "times.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         command += ["--module", "benchmarks.pipeline.worker", f"--out={out}", f"--repetitions={repetitions}"]
-        command += [f"--cells={json.dumps(cells)}"] if cells else []
+        command += [f"--cells={json.dumps(cells)}", *more] if cells else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, cwd=HERE.parent.parent, timeout=1800)
         found: list[Cell] = json.loads(out.read_text())
@@ -75,6 +80,20 @@ def sleep_table(cells: Sequence[Cell]) -> str:
             f"| {cell['size']} | {cell['microbatches']} | {message} | {' | '.join(shares)} "
             f"| {ratios[0]:.3f} ({ratios[1]:.3f}) | {live} |"
         )
+    return "\n".join(lines)
+
+
+def schedules_table(cells: Sequence[Cell]) -> str:
+    """Return a row per contestant: percent of a step in which a rank computes, from the fastest and the median step."""
+    heads = [f"P = {cell['size']}, M = {cell['microbatches']}" for cell in cells]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(cells) + 1) + "|"]
+    for name in cells[0]["times"]:
+        shares = []
+        for cell in cells:
+            work_seconds = cell["microbatches"] * (FORWARD_SECONDS + BACKWARD_SECONDS)
+            seconds = cell["times"][name]["seconds"]
+            shares.append(f"{work_seconds / min(seconds):.1%} ({work_seconds / statistics.median(seconds):.1%})")
+        lines.append(f"| {name} | {' | '.join(shares)} |")
     return "\n".join(lines)
 
 

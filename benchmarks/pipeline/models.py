@@ -45,6 +45,57 @@ class SleepLayer(nn.Module):
         return result
 
 
+class _SleepOnWay(torch.autograd.Function):
+    """Sleeps in forward, and in the half of backward that makes the gradient of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+        ctx.seconds = backward_seconds
+        time.sleep(forward_seconds)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class _SleepForWeight(torch.autograd.Function):
+    """Hands a weight on, and sleeps in the half of backward that makes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class HalvedSleepLayer(nn.Module):
+    """A part of a stage whose backward takes as long for its input as for its weight.
+
+    Args:
+        parts: how many of them take the time of one SleepLayer.
+    """
+
+    def __init__(self, num_floats: int, parts: int) -> None:
+        super().__init__()
+        self.num_floats = num_floats
+        self.forward_seconds = FORWARD_SECONDS / parts
+        self.half_seconds = BACKWARD_SECONDS / 2 / parts
+        self.weight = nn.Parameter(torch.ones(1, 1))  # a matrix: gradients of vectors are not worth a second half
+
+    def forward(self, value: Tensor) -> Tensor:
+        if value.shape[-1] != self.num_floats:
+            value = value.new_zeros(1, self.num_floats)
+        way: Tensor = _SleepOnWay.apply(value, self.forward_seconds, self.half_seconds)
+        weight: Tensor = _SleepForWeight.apply(self.weight, self.half_seconds)
+        return way * weight
+
+
 def sleep_loss(output: Tensor, _target: Tensor) -> Tensor:
     """Touch all of the output, as a loss does."""
     return output.mean()

@@ -17,7 +17,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from benchmarks.pipeline.contestants import TORCH_SCHEDULES, Step, one_process, smpkit_step, torch_step
-from benchmarks.pipeline.models import GPTSize, SleepLayer, cut, gpt, gpt_batch, gpt_loss, sleep_loss
+from benchmarks.pipeline.models import GPTSize, HalvedSleepLayer, SleepLayer, cut, gpt, gpt_batch, gpt_loss, sleep_loss
 from smpkit.torch.state import state
 
 Times = dict[str, dict[str, Any]]
@@ -31,11 +31,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, required=True)
     parser.add_argument("--cells", type=json.loads, help="[[microbatches, num_floats], ...]; none: the GPT")
+    parser.add_argument("--schedules", action="store_true", help="compare all kinds of schedules in the cells")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     if arguments.cells:
-        results = [sleep_cell(count, num_floats, arguments.repetitions) for count, num_floats in arguments.cells]
+        cell = schedules_cell if arguments.schedules else sleep_cell
+        results = [cell(count, num_floats, arguments.repetitions) for count, num_floats in arguments.cells]
     else:
         results = [gpt_cell(GPTSize(), arguments.repetitions)]
     if state.rank == 0:
@@ -43,7 +45,7 @@ def main() -> None:
     smp.shutdown()
 
 
-def init(num_microbatches: int) -> None:
+def init(num_microbatches: int, **more: Any) -> None:
     """Start smpkit over all ranks, placed by hand."""
     smp.shutdown()
     smp.init(
@@ -53,6 +55,7 @@ def init(num_microbatches: int) -> None:
             "auto_partition": False,
             "default_partition": 0,
             "ddp": True,
+            **more,
         }
     )
 
@@ -74,6 +77,48 @@ def sleep_cell(num_microbatches: int, num_floats: int, repetitions: int) -> dict
     }
     times = measure(contestants, repetitions)
     return {"size": size, "microbatches": num_microbatches, "num_bytes": 4 * num_floats, "times": times, **about()}
+
+
+ROUNDS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("interleaved", {}, ("1F1B",)),
+    ("2 virtual stages", {"virtual_pipeline_degree": 2}, ("interleaved 1F1B",)),
+    ("zero bubble", {"pipeline": "zero_bubble"}, ("interleaved zero bubble", "ZBV zero bubble")),
+)
+"""Name and configuration of smpkit's schedules, and those of torch that run in turns with each."""
+
+
+def schedules_cell(num_microbatches: int, num_floats: int, repetitions: int) -> dict[str, Any]:
+    """Time every kind of schedule on two half layers per rank, whose backward can be split."""
+    times: Times = {}
+    for name, more, theirs in ROUNDS:
+        init(num_microbatches, **more)
+        size = smp.size()
+        inputs, targets = torch.zeros(num_microbatches, 1), torch.zeros(num_microbatches, 1)
+
+        def layers(count: int = 2 * size) -> nn.Sequential:
+            return nn.Sequential(*[HalvedSleepLayer(num_floats, 2) for _ in range(count)])
+
+        contestants: dict[str, Step] = {}
+        for kind in theirs:
+            contestants[f"torch {kind}"] = torch_step(
+                kind,
+                layers(),
+                even(2 * size, size * TORCH_SCHEDULES[kind][1]),
+                sleep_loss,
+                inputs,
+                targets,
+                num_microbatches=num_microbatches,
+            )
+        ours = even(2 * size, size * more.get("virtual_pipeline_degree", 1))
+        contestants[f"smpkit {name}"] = smpkit_step(layers(), ours, sleep_loss, inputs, targets)
+        times |= measure(contestants, repetitions)
+    return {"size": size, "microbatches": num_microbatches, "num_bytes": 4 * num_floats, "times": times}
+
+
+def even(num_layers: int, num_chunks: int) -> list[range]:
+    """Cut layers into chunks of the same size."""
+    size = num_layers // num_chunks
+    return [range(size * chunk, size * (chunk + 1)) for chunk in range(num_chunks)]
 
 
 def gpt_cell(size: GPTSize, repetitions: int) -> dict[str, Any]:

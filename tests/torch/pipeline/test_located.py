@@ -174,6 +174,16 @@ def test_home_computes_and_the_other_rank_knows_the_shape(operation: str, requir
             assert torch.equal(ghost, wanted), "every rank made it"
 
 
+@pytest.mark.parametrize("name", ["H", "mT", "real", "imag"])
+def test_properties_of_complex_values(name: str) -> None:
+    plain = torch.complex(X, 2 * X)
+    here, there = on_both(lambda x: getattr(x, name), plain)
+    wanted = getattr(plain, name)
+    assert torch.equal(here.value.resolve_conj(), wanted.resolve_conj())
+    assert there.shape == wanted.shape
+    assert there.dtype == wanted.dtype
+
+
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "shape": lambda x: (x.shape, type(x.shape), x.size(), x.size(-1), x.shape[0]),
     "dimensions": lambda x: (x.dim(), x.ndim, x.ndimension(), len(x), x.numel(), x.nelement(), torch.numel(x)),
@@ -335,6 +345,38 @@ def test_calls_that_differ_a_little_are_not_taken_for_one(
     specs = [spec_of(value) for value in code(plain)]
     assert [spec_of(value) for value in here] == specs
     assert [spec_of(value) for value in there] == specs
+
+
+def test_numbers_of_another_kind_are_another_call() -> None:
+    def code(x: Any) -> list[torch.dtype]:
+        return [(x * factor).dtype for factor in (2, 2.0, 2, True, 2.0)]
+
+    whole = X.long()
+    assert on_both(code, whole) == [code(whole)] * 2
+
+
+@pytest.mark.parametrize(("shape", "home"), [((2, 3), OTHER), ((3,), HOME), ((4, 2, 3), OTHER)])
+def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape: tuple[int, ...], home: int) -> None:
+    plain, wire = torch.ones(shape, dtype=X.dtype), Wire()
+    wire.told.append(spec_of(X + plain))
+    wire.sent.append(plain)
+    with running(HOME, wire) as microbatch:
+        result = located(HOME) + Located(spec_of(plain), CPU, OTHER)
+    assert result.home == home
+    assert [(move.source, move.target) for move in microbatch.moves] == [(1 - home, home)]
+    if home == HOME:
+        assert torch.equal(data_on(result, HOME), X + plain)
+    else:
+        assert torch.equal(wire.sent[-1], X)
+
+
+def test_an_operation_with_a_weight_runs_where_the_weight_is() -> None:
+    wire = Wire()
+    wire.told.append(spec_of(functional.linear(X, WEIGHT)))
+    with running(HOME, wire) as microbatch:
+        microbatch.stage._owners = {id(WEIGHT): frozenset({OTHER})}
+        result: Any = functional.linear(located(HOME), WEIGHT)
+        assert result.home == OTHER
 
 
 def test_a_known_call_asks_nobody_whatever_the_data() -> None:
