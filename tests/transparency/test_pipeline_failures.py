@@ -141,7 +141,7 @@ def test_a_backward_that_raises_ends_all_ranks_with_its_reason_and_place() -> No
     first, *others = run_ranks(fail_in_backward, 3)
     assert first[0] == "ValueError: no gradient here"
     for message, seconds in others:
-        assert "rank 0 failed: ValueError: no gradient here (backward of microbatch 2)" in message
+        assert "rank 0 failed: ValueError: no gradient here (backward of microbatch 2, module `0`)" in message
         assert seconds < SECONDS + 5
 
 

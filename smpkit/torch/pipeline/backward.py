@@ -32,6 +32,8 @@ class BackwardWork:
     def __init__(self, transport: Transport, index: int) -> None:
         self.done: set[int] = set()
         """Segments whose backward has run, as far as other ranks wait for it."""
+        self.units: defaultdict[int, list[str]] = defaultdict(list)
+        """The units that each segment has run, for errors."""
         self._transport = transport
         self._index = index
         self._losses: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = defaultdict(list)
@@ -45,6 +47,13 @@ class BackwardWork:
     def has_halves(self) -> bool:
         """Whether gradients of weights are left to make."""
         return bool(self._weight_halves)
+
+    def place_of(self, segment: int) -> dict[str, str]:
+        """Return where in the model a backward of a segment is, as an error names it."""
+        units = self.units.get(segment)
+        if not units:
+            return {}
+        return {"module": f"`{units[0]}`"} if len(units) == 1 else {"modules": f"`{units[0]}` to `{units[-1]}`"}
 
     # --- what forward leaves -------------------------------------------------------------------------------------
 
@@ -120,7 +129,15 @@ class BackwardWork:
 
     def release(self) -> None:
         """Let go of everything that is kept for backward."""
-        for kept in (self._losses, self._departures, self._arrivals, self._cuts, self._cut_leaves, self._weight_halves):
+        for kept in (
+            self._losses,
+            self._departures,
+            self._arrivals,
+            self._cuts,
+            self._cut_leaves,
+            self._weight_halves,
+            self.units,
+        ):
             if kept:
                 kept.clear()
 

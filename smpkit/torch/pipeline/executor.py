@@ -293,7 +293,8 @@ class _Step:
         try:
             result = do()
         except Exception as error:
-            note_place(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"})
+            inside = {} if kind is Kind.FORWARD else microbatch.backward_work.place_of(segment)
+            note_place(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
             raise
         finally:
             set_current(None)

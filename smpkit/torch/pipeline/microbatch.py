@@ -142,6 +142,8 @@ class Microbatch:
                     told = stage.transport.receive_object(home, f"the first result of `{name}`")
                     stage.results.remember(call, told)
                 return ghosts(call.template, stage.device, home)
+            if stream:
+                self.backward_work.units[self._segments[home]].append(name)
             # Only now that all have arrived: an arrival may have begun a new segment, in which older values are cut.
             if len(args) == 1 and type(args[0]) is Located:  # most calls: no need to look for tensors
                 args = (self._real(args[0]),)

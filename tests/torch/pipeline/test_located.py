@@ -362,6 +362,7 @@ def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape
     wire.sent.append(plain)
     with running(HOME, wire) as microbatch:
         result = located(HOME) + Located(spec_of(plain), CPU, OTHER)
+    assert isinstance(result, Located)
     assert result.home == home
     assert [(move.source, move.target) for move in microbatch.moves] == [(1 - home, home)]
     if home == HOME:
@@ -375,8 +376,9 @@ def test_an_operation_with_a_weight_runs_where_the_weight_is() -> None:
     wire.told.append(spec_of(functional.linear(X, WEIGHT)))
     with running(HOME, wire) as microbatch:
         microbatch.stage._owners = {id(WEIGHT): frozenset({OTHER})}
-        result: Any = functional.linear(located(HOME), WEIGHT)
-        assert result.home == OTHER
+        result = functional.linear(located(HOME), WEIGHT)
+    assert isinstance(result, Located)
+    assert result.home == OTHER
 
 
 def test_a_known_call_asks_nobody_whatever_the_data() -> None:
