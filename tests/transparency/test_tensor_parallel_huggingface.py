@@ -23,7 +23,12 @@ TOLERANCE = 1e-10  # float64; sums in another order, magnified by AdamW
 Configured = tuple[int, int, bool, str]  # pipeline degree, tensor degree, prescaled_batch, optimize
 Run = tuple[str, Configured]
 
-MODES: list[Configured] = [(1, 2, True, "speed"), (1, 2, False, "speed"), (1, 2, False, "memory")]
+MODES: list[Configured] = [
+    (1, 2, True, "speed"),
+    (1, 2, False, "speed"),
+    (1, 2, False, "memory"),
+    (1, 2, True, "memory"),
+]
 
 
 def loss_in_full(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
@@ -207,6 +212,7 @@ def train(run: Run) -> tuple[Trace, Tensor | None]:
     degrees = {"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "microbatches": 2 if pp > 1 else 1}
     smp.init({"ddp": True, "prescaled_batch": prescaled, "optimize": optimize, **degrees})
     module = BUILDERS[name]().train()
+    vars(module).pop("_loss_function", None)  # ours, of logits that stay divided, does not round
     smp.set_tensor_parallelism(module)
     model = smp.DistributedModel(module)
     if name.startswith("checkpointed"):
@@ -257,13 +263,13 @@ def check(size: int, runs: list[Run]) -> None:
 
 def test_plans_on_two_ranks() -> None:
     """Each family once in each mode over the list, Llama in all."""
-    others = [(name, MODES[index % 3]) for index, name in enumerate(PLANS) if name != "Llama"]
+    others = [(name, MODES[index % 4]) for index, name in enumerate(PLANS) if name != "Llama"]
     check(2, [*(("Llama", mode) for mode in MODES), *others])
 
 
 def test_families_on_two_ranks() -> None:
     """The models that SMP v1 knew: each once, GPT-2 in all modes."""
-    others = [(name, MODES[index % 3]) for index, name in enumerate(FAMILIES) if name != "GPT2"]
+    others = [(name, MODES[index % 4]) for index, name in enumerate(FAMILIES) if name != "GPT2"]
     check(2, [*(("GPT2", mode) for mode in MODES), *others])
 
 

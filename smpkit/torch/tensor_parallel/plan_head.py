@@ -1,10 +1,14 @@
 """The word embedding and the head of a model with a plan, divided by the vocabulary.
 
-They lie outside the list of layers: what enters the head is this rank's samples, or the batch that all share.
+They lie outside the list of layers: what enters the head is this rank's samples, or the batch that all share. Where the
+model takes its loss by Hugging Face's loss of causal models, that is taken of the logits as they lie, and logits are
+brought together only if they are looked at.
 """
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,7 +19,8 @@ from torch.nn import functional
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.boundary import Boundary, enter, leave, outer_boundary
-from smpkit.torch.tensor_parallel.linear import leave_features
+from smpkit.torch.tensor_parallel.cross_entropy import cross_entropy, gather_logits
+from smpkit.torch.tensor_parallel.lazy_logits import with_lazy_logits
 from smpkit.torch.tensor_parallel.plan_layers import become, split_parameter
 from smpkit.torch.tensor_parallel.plan_stacks import inputs_are_gathered
 from smpkit.torch.tensor_parallel.shards import piece_of
@@ -45,6 +50,10 @@ def split_head(root: nn.Module, styles: Mapping[str, str], excepted: set[str]) -
     for name in (embedding, head):
         if name is not None:
             _split(root.get_submodule(name))
+    if head is not None:
+        module = root.get_submodule(head)
+        assert isinstance(module, nn.Linear)
+        _take_loss_of_split_logits(root.get_submodule(head.rpartition(".")[0]), module.out_features)
     return {name for name in (embedding, head) if name is not None}
 
 
@@ -105,6 +114,78 @@ def _split(module: nn.Module) -> None:
     become(module, _Rows if isinstance(module, nn.Embedding) else _Head)
 
 
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def _take_loss_of_split_logits(owner: nn.Module, vocabulary: int) -> None:
+    """Let a model that has a head take its loss of the logits as they lie."""
+    loss = getattr(owner, "loss_function", None)
+    code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
+    if getattr(loss, "__name__", "") != "ForCausalLMLoss" or code is None or "loss_function" not in code.co_names:
+        return
+    vars(owner)["_loss_function"] = causal_loss
+    owner.register_forward_pre_hook(_begin)
+    owner.register_forward_hook(_Gathered(vocabulary), always_call=True)
+
+
+def causal_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Return what Hugging Face's loss of causal models does, of logits of this rank's part of the vocabulary."""
+    if logits.dtype.itemsize < 4:
+        logits = logits.float()
+    if shift_labels is None:  # each position is compared with the next token
+        shift_labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    if num_items_in_batch is None:
+        return cross_entropy(logits, shift_labels, ignore_index=ignore_index, num_classes=vocab_size)
+    total = cross_entropy(logits, shift_labels, ignore_index=ignore_index, reduction="sum", num_classes=vocab_size)
+    return total / num_items_in_batch
+
+
+class _Keeping(threading.local):
+    """Whether this thread is in the forward of a model that reads logits as they lie."""
+
+    split = False
+
+
+_keeping = _Keeping()
+
+
+def _begin(owner: Any, _args: Any) -> None:
+    _keeping.split = owner.loss_function is causal_loss  # the user may have set another one since
+
+
+class _Gathered:
+    """Hands a model's logits out: a hook after its forward."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def __call__(self, _owner: nn.Module, _args: Any, output: Any) -> Any:
+        were_split, _keeping.split = _keeping.split, False
+        if not were_split or output is None:
+            return output
+        if isinstance(output, tuple):
+            place = int(output[0].dim() == 0)  # after the loss, if there is one
+            return (*output[:place], self._gather(output[place]), *output[place + 1 :])
+        if output.loss is not None:
+            return with_lazy_logits(output, self._gather)
+        output.logits = self._gather(output.logits)
+        return output
+
+    def _gather(self, logits: torch.Tensor) -> torch.Tensor:
+        return gather_logits(logits, self.vocabulary)
+
+
+# --- the modules ------------------------------------------------------------------------------------------------------
+
+
 class _Rows:
     """Looks up the tokens whose rows this rank has; the others' are 0, and the ranks' are added."""
 
@@ -128,15 +209,12 @@ class _Rows:
 
 
 class _Head:
-    """Makes the logits of this rank's part of the vocabulary, and returns all ranks'."""
+    """Makes the logits of this rank's part of the vocabulary; whoever calls it by itself gets all ranks'."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     out_features: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        boundary = outer_boundary()
-        logits = functional.linear(enter(x, boundary), self.weight, self.bias)
-        longest = -(-self.out_features // state.tp_size)
-        padded: Any = functional.pad(logits, (0, longest - logits.shape[-1]))
-        return leave_features(padded, boundary).narrow(-1, 0, self.out_features)
+        logits = functional.linear(enter(x, outer_boundary()), self.weight, self.bias)
+        return logits if _keeping.split else gather_logits(logits, self.out_features)

@@ -38,7 +38,21 @@ def install_stack(layers: nn.Module, boundary: Boundary) -> None:
     assert isinstance(layers, nn.ModuleList)
     if boundary is not Boundary.REPLICATE:
         layers[0].register_forward_pre_hook(_First(boundary), with_kwargs=True)
+        for layer in layers:
+            layer.register_forward_pre_hook(_see_no_gradient_beside, with_kwargs=True)
         layers[-1].register_forward_hook(_Last(boundary))
+
+
+def _see_no_gradient_beside(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse layers that read trained values besides their hidden states, which nothing here would change."""
+    named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
+    trained = [name for name, value in named.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+    if len(trained) > 1:
+        raise UnsupportedError(
+            f"a layer ({type(layer).__name__}) reads values with a gradient besides its hidden states"
+            f" ({', '.join(trained[1:])}), which is supported only if all tensor-parallel ranks hold the same",
+            hint="set `prescaled_batch: true` and `optimize: speed`",
+        )
 
 
 class _First:

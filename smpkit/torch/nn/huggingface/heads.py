@@ -13,8 +13,8 @@ from torch import nn
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.nn.huggingface.names import Name, translation
-from smpkit.torch.nn.huggingface.outputs import with_lazy_logits
 from smpkit.torch.tensor_parallel.cross_entropy import gather_logits
+from smpkit.torch.tensor_parallel.lazy_logits import with_lazy_logits
 from smpkit.torch.tensor_parallel.lm_head import DistributedTransformerLMHead, Inputs
 from smpkit.torch.tensor_parallel.options import IGNORED_OPTIONS, LayerOptions, activation_of
 from smpkit.torch.tensor_parallel.registry import Entry, register

@@ -51,7 +51,7 @@ class _LazyLogits(OrderedDict[str, Any]):
             return self[found] if isinstance(found, str) else tuple(self[name] for name in found)
         if key == "logits":
             self._smp_ready()
-        return super().__getitem__(key)
+        return dict.__getitem__(self, key)  # not Hugging Face's, which looks at every item
 
     def items(self) -> Any:
         self._smp_ready()

@@ -1,0 +1,148 @@
+"""Models divided by the plan that they carry, on two real ranks: what is divided, what is not, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.tensor_parallel.plan_styles import blocks_of, styles_of
+from smpkit.torch.tensor_parallel.shards import shard_of
+from tests.ranks import run_ranks
+from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, VOCABULARY, causal, samples
+
+
+def wrapped(module: nn.Module, **config: Any) -> Any:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, **config})
+    smp.set_tensor_parallelism(module)
+    return smp.DistributedModel(module)
+
+
+def fresh(name: str = "Llama") -> Any:
+    module = BUILDERS[name]()
+    vars(module).pop("_loss_function", None)
+    return module
+
+
+def lazy_logits() -> None:
+    model = wrapped(fresh(), prescaled_batch=True)
+    tokens, mask = samples(0)
+    output = model(input_ids=tokens, attention_mask=mask, labels=tokens)
+    kept = vars(output)["logits"]
+    assert kept.shape[-1] == VOCABULARY // 2 + (smp.tp_rank() == 0)
+    assert output[0] is output["loss"] is output.loss
+    assert vars(output)["logits"] is kept
+    assert output.logits.shape == (*tokens.shape, VOCABULARY)
+    assert output["logits"] is output.logits is output[1]
+    assert model.get_module().lm_head(torch.zeros(1, 2, 16).double()).shape[-1] == VOCABULARY
+    pair = model(input_ids=tokens, attention_mask=mask, labels=tokens, return_dict=False)
+    torch.testing.assert_close(pair[1], output.logits)
+    model.get_module().loss_function = lambda logits, **_: logits.sum() * 0 + logits.shape[-1]
+    assert model(input_ids=tokens, labels=tokens).loss == VOCABULARY
+    smp.shutdown()
+
+
+def generation() -> None:
+    """Ranks with batches of their own generate what one process does."""
+    module = fresh("Qwen3")
+    tokens, mask = (each[:4].flip(1) for each in samples(0))
+    options = {"max_new_tokens": 3, "do_sample": False}
+    plain = fresh("Qwen3").generate(tokens, attention_mask=mask, **options)
+    model = wrapped(module, optimize="memory")
+    mine = slice(2 * smp.tp_rank(), 2 * smp.tp_rank() + 2)
+    made = model.get_module().generate(tokens[mine], attention_mask=mask[mine], **options)
+    assert torch.equal(made, plain[mine])
+    smp.shutdown()
+
+
+def exceptions() -> None:
+    module = fresh()
+    smp.set_tensor_parallelism(module)
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    smp.set_tensor_parallelism(module.model.layers[0].mlp, enabled=False)
+    model: Any = smp.DistributedModel(module)
+    shards = {name: shard_of(each) for name, each in model.get_module().named_parameters()}
+    assert shards["model.layers.0.mlp.gate_proj.weight"] != shards["model.layers.1.mlp.gate_proj.weight"]
+    layers: Any = model.get_module().model.layers
+    assert layers[0].mlp.gate_proj.weight.shape == (24, 16)
+    assert layers[1].mlp.gate_proj.weight.shape == (12, 16)
+    smp.shutdown()
+
+
+def other_shapes() -> None:
+    model = wrapped(fresh())
+    tokens, _ = samples(0)
+    with pytest.raises(
+        UsageError, match=r"different inputs: input_ids \[2, 6\] on tp_rank 0; input_ids \[3, 6\] on tp_rank 1"
+    ):
+        model(input_ids=tokens[: 2 + smp.tp_rank()])
+    smp.shutdown()
+
+
+def paths_past_the_sum() -> None:
+    """A block that adds its own input to its result would train on wrong gradients."""
+    module = fresh()
+    mlp = module.model.layers[1].mlp
+    plain = mlp.forward
+    vars(mlp)["forward"] = lambda x: x + plain(x)
+    model = wrapped(module, prescaled_batch=True)
+    tokens, _ = samples(0)
+    with pytest.raises(UnsupportedError, match=r"`model.layers.1.mlp` .* what enters it reaches its result"):
+        model(input_ids=tokens)
+    smp.shutdown()
+
+
+def indivisible() -> None:
+    """Three heads stay whole, and so does what belongs to them."""
+    module = causal("Llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=3)
+    model = wrapped(module, prescaled_batch=True)
+    layer = model.get_module().model.layers[0]
+    assert layer.self_attn.q_proj.weight.shape == (12, 12)
+    assert layer.mlp.gate_proj.weight.shape == (12, 12)
+    tokens, _ = samples(0)
+    expected = causal("Llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=3)(input_ids=tokens)
+    torch.testing.assert_close(model(input_ids=tokens).logits, expected.logits)
+    smp.shutdown()
+
+
+def everything() -> None:
+    for case in (lazy_logits, generation, exceptions, other_shapes, paths_past_the_sum, indivisible):
+        case()
+
+
+def test_on_two_ranks() -> None:
+    run_ranks(everything, 2, timeout=120)
+
+
+def test_blocks() -> None:
+    module = BUILDERS["Qwen3"]()
+    blocks = {block.name: block for block in blocks_of(module, styles_of(module))}
+    assert sorted(blocks) == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp", "self_attn")]
+    attention = blocks["model.layers.1.self_attn"]
+    assert attention.stack == "model.layers"
+    assert set(attention.layers) == {f"model.layers.1.self_attn.{each}_proj" for each in "qkvo"}
+    assert isinstance(attention.module, nn.Module)
+
+
+def test_losses_are_those_of_hugging_face() -> None:
+    """Every argument of the loss means what it does there; without tensor parallelism logits are whole."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from smpkit.torch.tensor_parallel.plan_head import causal_loss
+
+    smp.init({})
+    numbers = torch.Generator().manual_seed(0)
+    logits: Tensor = torch.randn(2, 5, 7, generator=numbers)
+    labels = torch.randint(0, 7, (2, 5), generator=numbers)
+    labels[0, 2:] = -100
+    for more in ({}, {"num_items_in_batch": 3}, {"shift_labels": labels}):
+        given: dict[str, Any] = more
+        torch.testing.assert_close(causal_loss(logits, labels, 7, **given), ForCausalLMLoss(logits, labels, 7, **given))
+    labels[0, 2:] = 4
+    expected = ForCausalLMLoss(logits, labels, 7, ignore_index=4)
+    torch.testing.assert_close(causal_loss(logits, labels, 7, ignore_index=4), expected)
+    smp.shutdown()
