@@ -114,7 +114,17 @@ def _boundaries(root: nn.Module, stacks: set[str]) -> dict[str, Boundary]:
     several = _bases(root, stacks)
     # The layers of one list may read what those of another made, of all samples and positions.
     equal = Boundary.REPLICATE if state.cfg.prescaled_batch else Boundary.GATHERED
-    return {name: equal if several[_base_of(root, name)] else stack_boundary() for name in sorted(stacks)}
+    chosen = {name: equal if several[_base_of(root, name)] else stack_boundary() for name in sorted(stacks)}
+    for name, boundary in chosen.items():
+        if boundary is Boundary.GATHERED and _drops(root.get_submodule(_base_of(root, name))):
+            # Ranks with samples of their own have random numbers of their own: they would drop other values of what
+            # has to be equal on all. Of its own samples each may drop what it likes.
+            chosen[name] = Boundary.BATCH
+    return chosen
+
+
+def _drops(base: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
 
 
 def _mark_layers(root: nn.Module, blocks: Sequence[Block], boundaries: Mapping[str, Boundary]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.tensor_parallel.boundary import Boundary
 from smpkit.torch.tensor_parallel.plan_styles import blocks_of, styles_of
 from smpkit.torch.tensor_parallel.shards import shard_of
 from tests.ranks import run_ranks
@@ -79,7 +80,7 @@ def other_shapes() -> None:
     with pytest.raises(
         UsageError, match=r"different inputs: input_ids \[2, 6\] on tp_rank 0; input_ids \[3, 6\] on tp_rank 1"
     ):
-        model(input_ids=tokens[: 2 + smp.tp_rank()])
+        model.get_module()(input_ids=tokens[: 2 + smp.tp_rank()])
     smp.shutdown()
 
 
@@ -93,6 +94,17 @@ def paths_past_the_sum() -> None:
     tokens, _ = samples(0)
     with pytest.raises(UnsupportedError, match=r"`model.layers.1.mlp` .* what enters it reaches its result"):
         model(input_ids=tokens)
+    smp.shutdown()
+
+
+def dropout() -> None:
+    """Values that all ranks have would be dropped differently where each has random numbers of its own."""
+    module = causal("Phi", resid_pdrop=0.5, embd_pdrop=0.5)
+    model: Any = wrapped(module, optimize="speed").get_module()
+    assert model.model.layers[0].mlp.fc2.tp_boundary is Boundary.BATCH
+    smp.shutdown()
+    plain: Any = wrapped(fresh("Phi"), optimize="speed").get_module()
+    assert plain.model.layers[0].mlp.fc2.tp_boundary is Boundary.GATHERED
     smp.shutdown()
 
 
@@ -110,7 +122,7 @@ def indivisible() -> None:
 
 
 def everything() -> None:
-    for case in (lazy_logits, generation, exceptions, other_shapes, paths_past_the_sum, indivisible):
+    for case in (lazy_logits, generation, exceptions, other_shapes, paths_past_the_sum, dropout, indivisible):
         case()
 
 
