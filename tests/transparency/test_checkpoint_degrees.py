@@ -126,8 +126,12 @@ def train(model: Any, optimizer: Any, steps: int) -> None:
 
 
 def begin(layout: Layout, seed: int) -> tuple[Any, Any]:
-    pp, tp, _ = layout
-    smp.init({"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": True, "microbatches": 2})
+    pp, tp, rdp = layout
+    sharded = rdp > 1 and tp > 1  # the optimizer's states too, on some of the layouts
+    smp.init(
+        {"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": True, "microbatches": 2}
+        | ({"shard_optimizer_state": True} if sharded else {})
+    )
     module = build(seed)
     divide(module)
     model = smp.DistributedModel(module)
@@ -138,7 +142,8 @@ def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Return what this rank holds: parameters, buffers and the optimizer's states of them."""
     found = {name: value.clone() for name, value in model.local_state_dict().items() if isinstance(value, torch.Tensor)}
     for name, parameter in model.local_named_parameters():
-        found |= {f"{name}/{key}": value.clone() for key, value in optimizer.state[parameter].items()}
+        states = optimizer.state[parameter] if model.owns(parameter) else {}
+        found |= {f"{name}/{key}": value.clone() for key, value in states.items()}
     return found
 
 

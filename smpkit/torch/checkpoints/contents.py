@@ -12,12 +12,15 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from smpkit.torch.checkpoints.places import Box, boxes_of
+from smpkit.torch.checkpoints.places import Box, boxes_in, boxes_of
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.model_state import PARTIAL_KEY
 from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
+from smpkit.torch.sharded_tensors import as_local
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.module import whole_shape
 from smpkit.torch.tensor_parallel.shards import shard_of
 
 __all__ = [
@@ -26,12 +29,12 @@ __all__ = [
     "SCALER",
     "STATES",
     "Entry",
-    "is_fp16_state",
     "model_entries",
     "nested",
     "optimizer_entries",
     "optimizer_parameters",
     "optimizer_whole",
+    "own_place",
     "parameter_names",
 ]
 
@@ -39,6 +42,7 @@ MODEL: Final = "model."
 STATES: Final = "optim.state."
 GROUPS: Final = "optim.param_groups"
 SCALER: Final = "optim.loss_scaler"
+_MASTERS: Final = "masters"
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class Entry:
     boxes: tuple[Box, ...]
     holders: frozenset[int]
 
+    @property
+    def is_of_half_precision(self) -> bool:
+        """Whether it is a master weight or the loss scale."""
+        return not self.name.startswith(MODEL) and self.key[:1] in ((_MASTERS,), (SCALER_KEY,))
+
 
 def model_entries(model: Model) -> list[Entry]:
     """Return what this rank holds of a model's state dict, tied weights under each of their names."""
@@ -70,9 +79,7 @@ def model_entries(model: Model) -> list[Entry]:
             continue
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
             continue
-        shard = shard_of(value) if isinstance(value, torch.Tensor) else None
-        holders = _holders(_pp_ranks(model, value), None if shard is None or shard.dim is None else state.tp_rank)
-        found.append(_entry(f"{MODEL}{name}", value, (name,), value, holders))
+        found.append(_entry(f"{MODEL}{name}", value, (name,), value, _holders_of(model, value)))
     return found
 
 
@@ -93,20 +100,14 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[Entry]:
         found.append(Entry(SCALER, saved[SCALER_KEY], (SCALER_KEY,), None, (), everywhere))
     for index, states in saved["state"].items():
         parameter, name = parameters[index], names[index]
-        if not model.holds(parameter):
+        if not model.owns(parameter):
             continue
-        shard = shard_of(parameter)
-        divided = shard is not None and shard.dim is not None
-        holders = _holders(_pp_ranks(model, parameter), state.tp_rank if divided else None)
+        holders = _state_holders(model, parameter)
         for key, value in states.items():
             full = f"{STATES}{_state_name(name, key, value, parameter)}"
-            found.append(_entry(full, value, ("state", index, key), parameter, holders))
+            place = (_MASTERS, index) if key == MASTER_KEY else ("state", index, key)
+            found.append(_entry(full, value, place, parameter, holders))
     return found
-
-
-def is_fp16_state(entry: Entry) -> bool:
-    """Tell whether an entry of an optimizer's state is there for `fp16` or `bf16`: SMP v1 had a file for these."""
-    return entry.key == (SCALER_KEY,) or (len(entry.key) == 3 and entry.key[2] == MASTER_KEY)
 
 
 def parameter_names(optimizer: Optimizer, model: Model) -> list[str]:
@@ -121,11 +122,30 @@ def optimizer_whole() -> str:
 
 
 def _state_name(name: str, key: object, value: object, parameter: torch.Tensor) -> str:
-    shard = shard_of(parameter)
-    shared = not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == parameter.shape
-    if shard is None or shard.dim is None or shared:
+    shared = not isinstance(value, torch.Tensor) or value.dim() == 0 or _lies_like(value, parameter)
+    if shared or not _is_divided(parameter):
         return f"{name}.{key}"
-    return _here_only(f"{name}.{key}", (shard.tp_rank, shard.tp_size))
+    return _here_only(f"{name}.{key}", *own_place(parameter))
+
+
+def own_place(parameter: torch.Tensor) -> list[tuple[int, int]]:
+    """Return which part of how many this rank has of a parameter; nothing of one that is not divided."""
+    places = []
+    shard = shard_of(parameter)
+    if shard is not None and shard.is_distributed:
+        places.append((shard.tp_rank, shard.tp_size))
+    if isinstance(parameter, DTensor):
+        places.append((state.rank, state.size))
+    return places
+
+
+def _is_divided(parameter: torch.Tensor) -> bool:
+    return bool(own_place(parameter))
+
+
+def _lies_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Tell whether a state is divided as its parameter is."""
+    return as_local(value).shape == as_local(parameter).shape  # type: ignore[no-any-return]
 
 
 def _here_only(name: str, *places: tuple[int, int]) -> str:
@@ -158,9 +178,10 @@ def _entry(name: str, value: Any, key: tuple[str | int, ...], like: Any, holders
     """Return an entry for a value that lies as `like` does, if it has its shape."""
     if not isinstance(value, torch.Tensor):
         return Entry(name, value, key, None, (), holders)
-    shard = shard_of(like) if value.shape == like.shape else None
-    shape = tuple(value.shape) if shard is None else shard.shape
-    return Entry(name, value, key, shape, tuple(boxes_of(value.shape, shard)), holders)
+    local = as_local(value)
+    if _lies_like(value, like):
+        return Entry(name, local, key, tuple(whole_shape(like)), tuple(boxes_in(like)), holders)
+    return Entry(name, local, key, tuple(local.shape), tuple(boxes_of(local.shape, None)), holders)
 
 
 def _is_torchs(saved: Mapping[str, Any]) -> bool:
@@ -171,9 +192,38 @@ def optimizer_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the model's parameters in the order in which torch's state dicts of an optimizer count them."""
     found: dict[int, torch.Tensor] = {}
     for group in optimizer.param_groups:
-        for parameter in map(optimizer.model_parameter, group["params"]):
+        for member in group["params"]:
+            parameter = optimizer.model_parameter(member)
             found.setdefault(id(parameter), parameter)
     return list(found.values())
+
+
+def _holders_of(model: Model, value: object) -> frozenset[int]:
+    """Return the ranks that hold the same of an entry of the model's state."""
+    if isinstance(value, DTensor):
+        return _same_part(value)
+    shard = shard_of(value) if isinstance(value, torch.Tensor) else None
+    divided = shard is not None and shard.is_distributed
+    return _holders(_pp_ranks(model, value), state.tp_rank if divided else None)
+
+
+def _state_holders(model: Model, parameter: torch.Tensor) -> frozenset[int]:
+    """Return the ranks that keep the same optimizer states of a parameter."""
+    shards = None if model.data_parallel is None else model.data_parallel.shards
+    if shards is not None and shards.divides(parameter):
+        return frozenset({state.rank})
+    return _holders_of(model, parameter)
+
+
+def _same_part(tensor: DTensor) -> frozenset[int]:
+    """Return the ranks that hold the same part of what sharded data parallelism divides."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    index = tuple(
+        place if placement.is_shard() else slice(None)
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+    return frozenset(tensor.device_mesh.mesh[index].reshape(-1).tolist())
 
 
 def _pp_ranks(model: Model, value: object) -> frozenset[int]:

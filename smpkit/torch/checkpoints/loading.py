@@ -19,18 +19,19 @@ from smpkit.torch.checkpoints.contents import (
     STATES,
     optimizer_parameters,
     optimizer_whole,
+    own_place,
     parameter_names,
 )
-from smpkit.torch.checkpoints.places import Box, boxes_of
+from smpkit.torch.checkpoints.places import Box, boxes_in, copy_boxes
 from smpkit.torch.checkpoints.planner import Target, read_into
 from smpkit.torch.checkpoints.reader import PieceReader
 from smpkit.torch.checkpoints.renamed import Make, Renamed, read_whole, renamed_modules
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.partitioning.delayed import allocate, is_delayed
 from smpkit.torch.precision import SCALER_KEY
+from smpkit.torch.sharded_tensors import as_local
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.module import load_piece, whole_shape
-from smpkit.torch.tensor_parallel.shards import shard_of, take
+from smpkit.torch.tensor_parallel.module import whole_shape
 from smpkit.torch.unread import read_later
 
 __all__ = ["load_model", "load_optimizer"]
@@ -142,7 +143,7 @@ def _fill(model: Model, reader: PieceReader, sources: Mapping[str, _Source]) -> 
         if isinstance(source, str):
             if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
                 allocate(tensor, state.device)
-            targets[source] = Target(tensor, boxes_of(tensor.shape, shard_of(value)))
+            targets[source] = Target(as_local(tensor), boxes_in(value))
         else:
             _fill_made(tensor, name, source())
     found = read_into(reader, targets, [source for source in objects.values() if isinstance(source, str)])
@@ -150,6 +151,8 @@ def _fill(model: Model, reader: PieceReader, sources: Mapping[str, _Source]) -> 
     others |= {name: found[source] for name, source in objects.items() if isinstance(source, str)}
     if others:
         model.module.load_state_dict(others, strict=False)
+    if state.optimizer is not None:
+        state.optimizer.follow_model()  # its master weights do
 
 
 def _fill_made(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
@@ -158,7 +161,9 @@ def _fill_made(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
             f"the checkpoint belongs to another model: `{name}` is {list(whole_shape(tensor))} here and "
             f"{list(whole.shape)} there"
         )
-    load_piece(tensor, whole)
+    if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
+        allocate(tensor, state.device)
+    copy_boxes(as_local(tensor), whole, boxes_in(tensor))
 
 
 def _is_meta(value: object) -> bool:
@@ -191,7 +196,7 @@ def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
     """Return the saved groups with this optimizer's parameters."""
     indices = {id(parameter): index for index, parameter in enumerate(optimizer_parameters(optimizer))}
     own = [
-        [indices[id(optimizer.model_parameter(parameter))] for parameter in group["params"]]
+        [indices[id(optimizer.model_parameter(member))] for member in group["params"]]
         for group in optimizer.param_groups
     ]
     if not isinstance(saved, list) or len(saved) != len(own):
@@ -211,7 +216,7 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
     targets: dict[str, Target] = {}
     objects: dict[str, list[tuple[int, str]]] = {}
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        if not model.holds(parameter):
+        if not model.owns(parameter):
             continue
         for key, make in made.get(name, {}).items():
             states.setdefault(index, {})[key] = _piece(make(), parameter)
@@ -222,14 +227,13 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
                 states.setdefault(index, {})[key] = targets[full].tensor
             else:
                 objects.setdefault(full, []).append((index, key))
-    found = read_into(reader, targets, objects)
+    scalers = [name for name in (SCALER,) if name in reader.metadata.state_dict_metadata]
+    found = read_into(reader, targets, [*objects, *scalers])
     for full, places in objects.items():
         for index, key in places:
             states.setdefault(index, {})[key] = found[full]
-    values: dict[str, Any] = {"state": states, "param_groups": groups}
-    if SCALER in reader.metadata.state_dict_metadata:
-        values[SCALER_KEY] = read_into(reader, {}, [SCALER])[SCALER]
-    optimizer.load_state_dict(values)
+    scaler = {} if SCALER not in found else {SCALER_KEY: found[SCALER]}
+    optimizer.load_state_dict({"state": states, "param_groups": groups, **scaler})
 
 
 def _made_states(
@@ -257,9 +261,11 @@ def _own_names(root: nn.Module, renamed: Renamed) -> list[str]:
 
 def _piece(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of the state of a parameter."""
-    shard = shard_of(parameter)
-    divided = shard is not None and whole.dim() > 0 and tuple(whole.shape) == shard.shape
-    return take(whole, shard) if divided and shard is not None else whole.clone()
+    if whole.dim() == 0 or whole.shape != whole_shape(parameter):
+        return whole.clone()
+    piece = torch.empty(as_local(parameter).shape, dtype=whole.dtype, device=parameter.device)
+    copy_boxes(piece, whole, boxes_in(parameter))
+    return piece
 
 
 def _states_by_parameter(reader: PieceReader) -> dict[str, list[str]]:
@@ -277,8 +283,7 @@ def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterab
     Raises:
         CheckpointError: one is for another tensor-parallel degree only.
     """
-    shard = shard_of(parameter)
-    here = "0of1" if shard is None else f"{shard.tp_rank}of{shard.tp_size}"
+    here = "@".join(f"{index}of{size}" for index, size in own_place(parameter))
     usable, foreign = {}, set()
     for full in states:
         key, _, place = full.removeprefix(f"{STATES}{name}.").partition("@")
@@ -289,18 +294,18 @@ def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterab
     if lacking := sorted(foreign - usable.keys()):
         raise CheckpointError(
             f"the optimizer's `{lacking[0]}` of `{name}` has not the shape of its parameter, so it is good for the "
-            "tensor_parallel_degree it was saved with only",
-            hint="resume with that degree, or with load_optimizer=False",
+            "degrees it was saved with only",
+            hint="resume with those, or with load_optimizer=False",
         )
     return usable.items()
 
 
 def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
     """Return the memory for a state: divided as the parameter is if the whole ones have the same shape."""
-    shape, shard = tuple(item.size), shard_of(parameter)
+    shape = tuple(item.size)
     if shape and shape == tuple(whole_shape(parameter)):
-        tensor = torch.empty(parameter.shape, dtype=item.properties.dtype, device=parameter.device)
-        return Target(tensor, boxes_of(parameter.shape, shard))
+        tensor = torch.empty(as_local(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
+        return Target(tensor, boxes_in(parameter))
     zeros = (0,) * len(shape)
     return Target(torch.empty(shape, dtype=item.properties.dtype), [Box(zeros, shape, zeros)])
 

@@ -16,6 +16,7 @@ from torch import nn
 from smpkit.plan.mesh import Coordinates
 from smpkit.torch.checkpoints.together import Model
 from smpkit.torch.comm import recv_from, send
+from smpkit.torch.sharded_tensors import as_whole
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.module import whole_shape
 from smpkit.torch.tensor_parallel.registry import Made, Translation
@@ -45,7 +46,9 @@ class Translated:
     def takes_part(self) -> bool:
         """Whether this rank holds a piece that the source needs."""
         mine, theirs = (state.mesh.coordinates(rank) for rank in (state.rank, self.source))
-        return mine.pp in {theirs.pp, *self.homes.values()} and mine.rdp == theirs.rdp
+        # What sharded data parallelism divides, all replicas bring together, each for itself.
+        together = state.cfg.sharded_data_parallel_degree > 1
+        return mine.pp in {theirs.pp, *self.homes.values()} and (together or mine.rdp == theirs.rdp)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -185,8 +188,8 @@ class _Gathered(_Shapes):
         return value
 
     def _whole(self, name: str) -> torch.Tensor:
-        value = self._own[name]
-        shard = shard_of(value)
+        value = as_whole(self._own[name])
+        shard = shard_of(self._own[name])
         if shard is not None and shard.is_distributed:
             found = joined(self._module, {name: value.detach()}, on_first=True)
             return found[name] if state.tp_rank == 0 else self._values[name]

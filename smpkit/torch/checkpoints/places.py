@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from smpkit.torch.tensor_parallel.shards import Shard, piece_of
+from smpkit.torch.tensor_parallel.shards import Shard, piece_of, shard_of
 
-__all__ = ["Box", "boxes_of", "runs_of", "view_of"]
+__all__ = ["Box", "boxes_in", "boxes_of", "copy_boxes", "runs_of", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,37 @@ def boxes_of(shape: Sequence[int], shard: Shard | None) -> list[Box]:
         boxes.append(Box(offset, _with(shape, shard.dim, length), _with(zeros, shard.dim, at)))
         start, at = start + part, at + length
     return boxes
+
+
+def boxes_in(tensor: torch.Tensor) -> list[Box]:
+    """Return the boxes of what this rank holds of a parameter or buffer, as is written on it.
+
+    Sharded data parallelism divides (by a DTensor) what tensor parallelism has left.
+    """
+    boxes = boxes_of(tensor.shape, shard_of(tensor))
+    if not isinstance(tensor, DTensor):
+        return boxes
+    parts = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    found = [_clipped(box, tuple(part.offsets), tuple(part.sizes)) for part in parts for box in boxes]
+    return [box for box in found if 0 not in box.sizes]
+
+
+def _clipped(box: Box, start: Sequence[int], sizes: Sequence[int]) -> Box:
+    """Return what of a box is in a part of the tensor that it is in, and where in the part."""
+    first = [max(at, begin) for at, begin in zip(box.at, start, strict=True)]
+    ends = (min(at + size, begin + room) for at, size, begin, room in zip(box.at, box.sizes, start, sizes, strict=True))
+    return Box(
+        tuple(offset + begin - at for offset, begin, at in zip(box.offsets, first, box.at, strict=True)),
+        tuple(max(end - begin, 0) for end, begin in zip(ends, first, strict=True)),
+        tuple(begin - origin for begin, origin in zip(first, start, strict=True)),
+    )
+
+
+def copy_boxes(local: torch.Tensor, whole: torch.Tensor, boxes: Iterable[Box]) -> None:
+    """Fill the boxes of a local tensor from the whole one."""
+    with torch.no_grad():
+        for box in boxes:
+            view_of(local, box.at, box.sizes).copy_(view_of(whole, box.offsets, box.sizes))
 
 
 def _with(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:

@@ -131,8 +131,6 @@ def _load_partial(folder: Path, model: Model, optimizer: Optimizer | None, stric
     reader = CheckpointReader(folder)
     content = read_file(folder / USER_CONTENT, "cpu") if USER_CONTENT in index.files else None
     load_model(model, reader, strict)
-    if state.optimizer is not None:
-        state.optimizer.follow_model()
     if optimizer is not None:
         load_optimizer(optimizer, model, reader)
     model.load_random_state(index.random)
@@ -168,8 +166,6 @@ def _load_full(
     # An empty file is a mere marker (Hugging Face makes one), not a pickle.
     user_content = read_file(content, "cpu") if content.is_file() and content.stat().st_size else {}
     load_model(model, StateReader(folder / name, _state_of(folder / name, translate)), strict, prefix="")
-    if state.optimizer is not None:
-        state.optimizer.follow_model()
     return user_content
 
 

@@ -29,7 +29,7 @@ import torch
 
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch import checkpoint_files as files
-from smpkit.torch.checkpoints.contents import Entry, is_fp16_state, model_entries, nested, optimizer_entries
+from smpkit.torch.checkpoints.contents import Entry, model_entries, nested, optimizer_entries
 from smpkit.torch.checkpoints.reader import PIECES, describe, merged
 from smpkit.torch.checkpoints.sharing import Sharing, find_sharing
 from smpkit.torch.checkpoints.together import Model, Optimizer, all_succeed, the_model
@@ -169,9 +169,9 @@ def _write_parts(save: _Save, job: _Job) -> _Part:
         parts.append(_write_part(save, "model", model_entries(job.model)))
     if save.partial and job.optimizer is not None:
         entries = optimizer_entries(job.optimizer, job.model)
-        parts.append(_write_part(save, "optimizer", [each for each in entries if not is_fp16_state(each)]))
-        if fp16_states := [each for each in entries if is_fp16_state(each)]:
-            parts.append(_write_part(save, "fp16_states", fp16_states))
+        parts.append(_write_part(save, "optimizer", [entry for entry in entries if not entry.is_of_half_precision]))
+        if half := [entry for entry in entries if entry.is_of_half_precision]:
+            parts.append(_write_part(save, "fp16_states", half))
     if save.shared.leads and job.user_content is not None:
         name = USER_CONTENT if save.partial else f"user_content_{save.tag}"
         parts.append(_Part({name: _write_user_content(save.staged / name, job.user_content)}))
@@ -185,9 +185,16 @@ def _write_part(save: _Save, kind: str, entries: Sequence[Entry]) -> _Part:
     replicas = frozenset(rank for rank in range(state.size) if _place(rank) == _place(state.rank))
     if not own and save.shared.writer(replicas) != state.rank:
         return _Part()
-    name = "{}_{}_{}.pt".format(kind, *_place(state.rank))
+    name = f"{kind}_{_rank_info(kind)}.pt"
     size = _write(save.staged / name, {**nested(own), PARTIAL_KEY: True})
     return _Part({name: size}, describe(own, name))
+
+
+def _rank_info(kind: str) -> str:
+    """Return what tells this rank's file from those of others: also the replica's rank if each keeps something else."""
+    divided = state.cfg.sharded_data_parallel_degree > 1 or (kind != "model" and state.cfg.shard_optimizer_state)
+    place = (*_place(state.rank), state.rdp_rank) if divided else _place(state.rank)
+    return "_".join(map(str, place))
 
 
 def _place(rank: int) -> tuple[int, int]:
