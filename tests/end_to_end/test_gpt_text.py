@@ -79,6 +79,14 @@ def test_asked_to_stop_it_saves_and_ends_well(job: Path) -> None:
     steps = re.search(r"held-out loss .* in (\d+) steps", output)
     assert steps is not None
     assert newest.read_text().strip() == f"step_{steps[1]}_partial"
+    # What was saved then goes on, on other degrees.
+    degree = "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree=2"
+    resumed = subprocess.run(
+        [*command(job, int(steps[1]) + 2), "--set", degree], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"at step {steps[1]}" in resumed.stdout
+    assert "in 2 steps" in resumed.stdout
 
 
 def test_the_same_script_runs_over_a_pipeline(job: Path) -> None:

@@ -430,3 +430,61 @@ def test_a_job_killed_while_saving_resumes_from_a_whole_checkpoint(moment: str, 
         assert resume_from_checkpoint(folder) == {"step": step}
     save_checkpoint(folder, "next")
     assert list(folder.glob(".*")) == []
+
+
+# --- what others read -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_loader_reads_a_partial_checkpoint(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import state_dict_loader as dcp
+
+    smp.init()
+    model, optimizer = make()
+    train(model, optimizer)
+    save_checkpoint(tmp_path, "one")
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    moment = torch.zeros(4, 3)
+    found = {"model": plain.state_dict(), "optim": {"state": {"0.weight": {"exp_avg": moment}}}}
+    dcp.load(found, storage_reader=smp.CheckpointReader(tmp_path / "one_partial"))
+    assert weights(plain) == weights(model)
+    assert torch.equal(moment, optimizer.state[model.module[0].weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("text", ["[1", '{"model.0.weight": {"pieces": [["../x.pt", ["0.weight"]]]}}', '{"a": 3}'])
+def test_pieces_that_make_no_sense_are_refused(text: str, tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one")
+    folder = tmp_path / "one_partial"
+    index = json.loads((folder / "index.json").read_text())
+    index["files"]["pieces.json"] = len(text)
+    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "pieces.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"pieces\.json cannot be read"):
+        resume_from_checkpoint(tmp_path)
+
+
+def test_another_number_of_parameter_groups_is_said(tmp_path: Path) -> None:
+    smp.init()
+    train(*make())
+    save_checkpoint(tmp_path, "one")
+    shutdown()
+    smp.init()
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    smp.DistributedOptimizer(torch.optim.Adam(groups))
+    with pytest.raises(CheckpointError, match="an optimizer with 1 parameter groups, this one has 4"):
+        resume_from_checkpoint(tmp_path)
+
+
+def test_a_full_save_keeps_tied_weights_one_and_needs_no_copy_of_the_model(tmp_path: Path) -> None:
+    smp.init()
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    module[1].weight = module[0].weight
+    smp.DistributedModel(module)
+    save_checkpoint(tmp_path, "whole", partial=False)
+    assert (tmp_path / "whole").stat().st_size < 64 * 64 * 4 * 1.5
+    found = torch.load(tmp_path / "whole", weights_only=True)
+    assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
+    assert torch.equal(found["0.weight"], module.get_parameter("0.weight"))
