@@ -78,8 +78,8 @@ class ModuleManager:
     """The part of SMP v1's object of this name that Hugging Face reads.
 
     Args:
-        translate_functions: pairs of functions from a model's state dict to Hugging Face's and back. There are none:
-            `DistributedModel.state_dict()` has Hugging Face's names already.
+        translate_functions: pairs of functions from a model's state dict to Hugging Face's and back. There is one where
+            tensor parallelism has replaced modules; its way back is nothing, for `load_state_dict` takes both.
     """
 
     translate_functions: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = ()
@@ -105,7 +105,12 @@ class State:
     @property
     def module_manager(self) -> ModuleManager:
         """What Hugging Face's `save_pretrained` asks for the translation of state dicts."""
-        return ModuleManager()
+        if self.model is None or self.tp_size == 1:
+            return ModuleManager()
+        from smpkit.torch.tensor_parallel.whole_state import with_original_names
+
+        root = self.model.module
+        return ModuleManager(((lambda values: with_original_names(root, values), lambda values: values),))
 
     @property
     def initialized(self) -> bool:

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--resume", default=None)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--tensor_parallel", type=int, default=0)
     parser.add_argument("--report", required=True)
     arguments = parser.parse_args()
 
@@ -56,6 +57,10 @@ def main() -> None:
         attention_probs_dropout_prob=0.0,
     )
     model = BertForSequenceClassification(config).double()
+    if arguments.tensor_parallel:
+        import smdistributed.modelparallel.torch as smp
+
+        smp.set_tensor_parallelism(model)
     training = TrainingArguments(
         output_dir=arguments.output_dir,
         max_steps=arguments.max_steps,
