@@ -1,0 +1,110 @@
+"""State dicts of a model on two pipeline ranks and two tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.torch.model import PARTIAL_KEY
+from smpkit.torch.tensor_parallel.shards import shard_of
+from tests.ranks import run_ranks
+from tests.transparency.tensor_parallel_models import CASES, samples, train_step
+
+
+def equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def start() -> None:
+    smp.init({"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 2, "ddp": True})
+
+
+def save_and_load() -> None:
+    start()
+    case = CASES["marked"]
+    module = case.build()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
+    assert equal(model.state_dict(), before), "joined, before the model is partitioned"
+    train_step(model, case, *(each[:4] for each in samples(0)))
+
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    assert equal(whole, before), "no optimizer has stepped"
+    first = model.state_dict(gather_to_rank0=True)
+    assert equal(first, before) if smp.mp_rank() == 0 else first == {}
+    own = model.local_state_dict()
+    assert own.pop(PARTIAL_KEY) is True
+    assert all(own[name].shape == p.shape for name, p in model.local_named_parameters())
+    own = {name: value.clone() for name, value in own.items()}
+
+    def scramble() -> None:
+        with torch.no_grad():
+            for parameter in model.local_parameters():
+                parameter.fill_(3.0)
+
+    for given, options in (
+        (whole, {}),
+        ({**whole, PARTIAL_KEY: False}, {}),
+        ({**own, PARTIAL_KEY: True}, {}),
+        ({**own, PARTIAL_KEY: True}, {"same_partition_load": True}),
+    ):
+        scramble()
+        assert not equal(model.state_dict(), before)
+        model.load_state_dict(given, **options)
+        assert equal(model.state_dict(), before)
+    del whole["head.bias"]
+    with pytest.raises(UsageError, match=r"missing \['head.bias'\]"):
+        model.load_state_dict(whole)
+
+    pieces = [p for p in model.parameters() if (shard := shard_of(p)) is not None and shard.is_distributed]
+    assert pieces
+    assert all(model.is_distributed_parameter(p) and model.is_scaled_batch_parameter(p) for p in pieces)
+    reduced = [dict(model.default_reducer_named_parameters()), dict(model.scaled_batch_reducer_named_parameters())]
+    assert reduced[0].keys() | reduced[1].keys() == dict(model.named_parameters()).keys()
+    assert not reduced[0].keys() & reduced[1].keys()
+    assert len(list(model.distributed_modules())) == 9
+
+
+def tiny(seed: int) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=2, n_head=4, use_cache=False))
+
+
+@smp.step
+def gpt2_step(model: Any, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens)["loss"]
+    model.backward(loss)
+    return loss
+
+
+def translate() -> None:
+    start()
+    other = {name: value.clone() for name, value in tiny(2).state_dict().items()}
+    with smp.tensor_parallelism():
+        module = tiny(1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    model = smp.DistributedModel(module)
+    assert equal(model.original_state_dict(), before)
+    model.load_state_dict(other)
+    assert equal(model.original_state_dict(), other), "loaded before the model is partitioned"
+    gpt2_step(model, torch.randint(31, (4, 8)))
+    model.load_state_dict(before)
+    assert equal(model.original_state_dict(), before), "and afterwards"
+    translated = model.original_state_dict(gather_to_rank0=True)
+    assert equal(translated, before) if smp.mp_rank() == 0 else translated == {}
+
+
+def test_a_model_is_saved_and_loaded_whole_and_in_parts() -> None:
+    run_ranks(save_and_load, 4)
+
+
+def test_whole_dicts_under_hugging_faces_names_are_translated() -> None:
+    run_ranks(translate, 4)
