@@ -59,6 +59,8 @@ def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MO
     _fill(model, reader, {name: source for name, source in sources.items() if name not in later})
     if later:
         read_later(lambda: _fill(model, reader, {name: sources[name] for name in later}))
+    if state.optimizer is not None:
+        state.optimizer.follow_model()
 
 
 def model_waits(model: Model) -> bool:
