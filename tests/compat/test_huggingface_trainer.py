@@ -37,6 +37,15 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert against[name] == pytest.approx(entry[name], rel=3e-7 if name == "loss" else 1e-12), (name, entry)
 
 
+def _same_weights(one: Path, other: Path) -> None:
+    from safetensors.torch import load_file
+
+    saved = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    assert saved[0].keys() == saved[1].keys()
+    for name, weight in saved[0].items():
+        torch.testing.assert_close(saved[1][name], weight, rtol=1e-10, atol=1e-12)
+
+
 def test_a_pipeline_with_replicas_trains_as_one_process(tmp_path: Path) -> None:
     """Losses, gradient norms and evaluations over pipeline 2 × data 2 are those of one process with the whole batch."""
     alone = _train(tmp_path)
@@ -44,12 +53,15 @@ def test_a_pipeline_with_replicas_trains_as_one_process(tmp_path: Path) -> None:
     assert (alone["wrapped"], over_ranks["wrapped"]) == ("BertForSequenceClassification", "DistributedModel")
     assert len(alone["history"]) == 9
     _same(alone, over_ranks)
-    from safetensors.torch import load_file
+    _same_weights(tmp_path / "out-1", tmp_path / "out-4")
 
-    saved = [load_file(tmp_path / name / "model.safetensors") for name in ("out-1", "out-4")]
-    assert saved[0].keys() == saved[1].keys()
-    for name, weight in saved[0].items():
-        torch.testing.assert_close(saved[1][name], weight, rtol=1e-10, atol=1e-12)
+
+@pytest.mark.full
+def test_a_pipeline_of_divided_modules_trains_and_saves_as_one_process(tmp_path: Path) -> None:
+    alone = _train(tmp_path)
+    divided = {**PIPELINE, "tensor_parallel_degree": 2, "prescaled_batch": True}
+    _same(alone, _train(tmp_path, "--tensor_parallel", "1", ranks=4, parameters=divided))
+    _same_weights(tmp_path / "out-1", tmp_path / "out-4")
 
 
 @pytest.mark.full
