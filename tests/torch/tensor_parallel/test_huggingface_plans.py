@@ -14,7 +14,7 @@ from smpkit.torch.tensor_parallel.boundary import Boundary
 from smpkit.torch.tensor_parallel.plan_styles import blocks_of, styles_of
 from smpkit.torch.tensor_parallel.shards import shard_of
 from tests.ranks import run_ranks
-from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, VOCABULARY, causal, samples
+from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, VOCABULARY, causal, gpt, samples
 
 
 def wrapped(module: nn.Module, **config: Any) -> Any:
@@ -108,6 +108,23 @@ def dropout() -> None:
     smp.shutdown()
 
 
+def delayed() -> None:
+    """Weights that are made late are pieces of those that one rank would make."""
+    for build in (lambda: causal("Llama", tie_word_embeddings=True), lambda: gpt("GPT2LMHeadModel")):
+        states = []
+        for degree in (1, 2):
+            smp.init({"tensor_parallel_degree": degree, "ddp": True})
+            torch.manual_seed(5)
+            with smp.delay_param_initialization():
+                module = build()
+            smp.set_tensor_parallelism(module)
+            states.append(smp.DistributedModel(module).original_state_dict())
+            smp.shutdown()
+        assert states[0].keys() == states[1].keys()
+        for name, value in states[0].items():
+            assert torch.equal(states[1][name], value), name
+
+
 def indivisible() -> None:
     """Three heads stay whole, and so does what belongs to them."""
     module = causal("Llama", hidden_size=12, num_attention_heads=3, num_key_value_heads=3)
@@ -122,7 +139,7 @@ def indivisible() -> None:
 
 
 def everything() -> None:
-    for case in (lazy_logits, generation, exceptions, other_shapes, paths_past_the_sum, dropout, indivisible):
+    for case in (lazy_logits, generation, exceptions, other_shapes, paths_past_the_sum, dropout, delayed, indivisible):
         case()
 
 
