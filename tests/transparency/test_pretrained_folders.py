@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +184,44 @@ def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
     plain_model()
     with pytest.raises(UsageError, match="max_shard_size is"):
         smp.save_pretrained(tmp_path / "out", max_shard_size=size)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def grown_while_saving(path: str) -> tuple[int, int, int]:
+    """Return how many bytes the process grew by, at most, to write a folder, a full checkpoint and a partial one."""
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 1})
+    model = smp.DistributedModel(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))))
+    smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).sum())
+
+    step(model, torch.ones(1, 1024))
+    smp.save_pretrained(f"{path}/warm")  # imports and buffers of the first time
+    return (
+        growth(lambda: smp.save_pretrained(f"{path}/folder")),
+        growth(lambda: smp.save_checkpoint(path, "full", partial=False)),
+        growth(lambda: smp.save_checkpoint(path, "parts")),
+    )
+
+
+def growth(act: Callable[[], object]) -> int:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = memory("VmRSS")
+    act()
+    return memory("VmHWM") - before
+
+
+def memory(kind: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a process's memory")
+def test_no_rank_holds_the_model_while_saving(tmp_path: Path) -> None:
+    model = 16 * 1024 * 1024 * 4
+    for grown in run_ranks(grown_while_saving, 2, str(tmp_path)):
+        assert max(grown) < model / 4, grown  # a tensor is a sixteenth, this rank's part a half

@@ -29,6 +29,7 @@ from smpkit.torch.checkpoints.together import Model, all_succeed, the_model
 from smpkit.torch.checkpoints.whole import Slot, write_slots
 from smpkit.torch.comm import allgather
 from smpkit.torch.tensor_parallel.replace import entry_of
+from smpkit.torch.tensor_parallel.whole_state import replaced_modules
 from smpkit.torch.unread import read_now
 
 __all__ = ["load_pretrained", "save_pretrained"]
@@ -124,7 +125,7 @@ def _once(model: Model, whole: Whole) -> Whole:
 def _tied_names(root: nn.Module) -> Mapping[str, str]:
     """Return which names a Hugging Face model ties to which others, if its configuration says that it does."""
     config = getattr(root, "config", None)
-    tied = getattr(root, "_tied_weights_keys", None)
+    tied = getattr(_original_class(root), "_tied_weights_keys", None)
     if not getattr(config, "tie_word_embeddings", False) or not isinstance(tied, Mapping):
         return {}
     return tied
@@ -180,7 +181,7 @@ def _write_config(staged: Path, root: nn.Module, whole: Whole) -> None:
     if known is None or not hasattr(known, "save_pretrained"):
         return
     config: Any = copy.deepcopy(known)
-    config.architectures = [_architecture(root)]
+    config.architectures = [_original_class(root).__name__]
     dtypes = {dtype for _, dtype in whole.tensors.values() if dtype.is_floating_point}
     if len(dtypes) == 1:
         config.dtype = str(dtypes.pop()).removeprefix("torch.")
@@ -190,13 +191,10 @@ def _write_config(staged: Path, root: nn.Module, whole: Whole) -> None:
         generation.save_pretrained(staged)
 
 
-def _architecture(root: nn.Module) -> str:
-    """Return the name of the script's own class."""
+def _original_class(root: nn.Module) -> type[nn.Module]:
+    """Return the script's own class of a model, which tensor parallelism may have replaced as a whole."""
     entry = entry_of(root)
-    if entry is None:
-        return type(root).__name__
-    original = entry.original
-    return original.rpartition(".")[2] if isinstance(original, str) else original.__name__
+    return type(root) if entry is None else entry.original_class
 
 
 def _publish(staged: Path, target: Path, sharing: Sharing) -> None:
@@ -223,16 +221,19 @@ class _Names:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        prefix = getattr(root, "base_model_prefix", "")
+        kind = _original_class(root)
+        prefix = getattr(kind, "base_model_prefix", "")
         self._prefix = f"{prefix}." if prefix else ""
         self._has_head = bool(prefix) and prefix in dict(root.named_children())
         self._own = root.state_dict(keep_vars=True).keys()
-        self._ignored = [re.compile(each) for each in getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        # Under what tensor parallelism has replaced, the names in the folder are for its translation to judge.
+        self._translated = tuple(f"{name}." if name else "" for name, _, _ in replaced_modules(root))
+        self._ignored = [re.compile(each) for each in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
     def __call__(self, names: list[str]) -> dict[str, str]:
         """Return the model's names by those in the folder."""
         renamed = self._renamed(names)
-        return {name: ours for name, ours in renamed.items() if ours in self._own or not self._is_ignored(name)}
+        return {name: ours for name, ours in renamed.items() if ours in self._own or not self._is_ignored(ours)}
 
     def _renamed(self, names: list[str]) -> dict[str, str]:
         bare = self._prefix and not any(name.startswith(self._prefix) for name in names)
@@ -244,4 +245,4 @@ class _Names:
         return {name: name for name in names}
 
     def _is_ignored(self, name: str) -> bool:
-        return any(each.search(name) for each in self._ignored)
+        return not name.startswith(self._translated) and any(each.search(name) for each in self._ignored)

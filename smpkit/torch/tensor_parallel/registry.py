@@ -93,6 +93,11 @@ class Entry:
     refusal: Callable[[nn.Module], str | None] | None = None
 
     @property
+    def original_class(self) -> type[nn.Module]:
+        """The class that is replaced, imported now if it was named."""
+        return _imported(self.original) if isinstance(self.original, str) else self.original
+
+    @property
     def distributed_class(self) -> type[nn.Module]:
         """The class that takes the original's place, imported now if it was named."""
         return _imported(self.distributed) if isinstance(self.distributed, str) else self.distributed
