@@ -161,7 +161,7 @@ class ModelParallelConfig(Section):
     """Internal to v1: accumulate gradients of float16 parameters in float32. Requires `fp16` or `fp16_params`."""
 
     shard_optimizer_state: bool = False
-    """Every data-parallel rank keeps and updates its share of the optimizer state."""
+    """Every data-parallel rank keeps and updates its share of the optimizer state. Requires `ddp` to have an effect."""
 
     skip_tracing: bool = False
     """Partition without a tracing pass."""
@@ -180,19 +180,19 @@ class ModelParallelConfig(Section):
     """
 
     sdp_reduce_bucket_size: int = Field(default=500_000_000, ge=1)
-    """Sharded data parallelism: size of the reduce buckets, in elements."""
+    """Sharded data parallelism: size of the reduce buckets, in elements. No effect: a block is reduced at once."""
 
     sdp_param_persistence_threshold: int = Field(default=1_000_000, ge=0)
-    """Sharded data parallelism: parameters with fewer elements stay whole on every rank."""
+    """Sharded data parallelism: blocks with fewer elements stay gathered from forward to backward."""
 
     sdp_max_live_parameters: int = Field(default=1_000_000_000, ge=1)
-    """Sharded data parallelism: most gathered elements alive at a time."""
+    """Sharded data parallelism: warn where more gathered elements than this are alive at a time."""
 
     sdp_hierarchical_allgather: bool = True
-    """Sharded data parallelism: gather within a host first, then between hosts."""
+    """Sharded data parallelism: gather within a host first. No effect: the communication library chooses."""
 
     sdp_gradient_clipping: float = Field(default=1.0, ge=0.0)
-    """Sharded data parallelism: global L2 norm that `optimizer.step()` clips gradients to."""
+    """Sharded data parallelism: global L2 norm that `optimizer.step()` clips gradients to; 0 does not clip."""
 
     load_partition: bool = False
     """Internal to v1: reuse a saved partition decision."""
