@@ -134,5 +134,10 @@ def advise(made: Plan) -> None:
         console.hint("raise `pipeline_parallel_degree`, or lower `active_microbatches`")
     if made.model is not None and made.world.parameters.offload_activations:
         _plan_offload.advise(made.forecasts, made.world.parameters, made.model)
+    if made.model is not None and made.mesh.tp_size > 1:
+        console.note(
+            f"note: memory counts whole modules; a tensor-parallel rank holds 1/{made.mesh.tp_size} of those that are"
+            " distributed"
+        )
     if made.model is not None and not made.model.traced:
         console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")

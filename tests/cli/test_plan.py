@@ -107,6 +107,12 @@ def test_a_model_shows_its_parts_and_memory(zoo: Path, smpkit: Smpkit) -> None:
     assert "hint: raise `pipeline_parallel_degree`, or lower `active_microbatches`\n" in result.stderr
 
 
+def test_memory_under_tensor_parallelism_says_that_it_counts_whole_modules(zoo: Path, smpkit: Smpkit) -> None:
+    result = smpkit("plan", "--pp", "2", "--tp", "2", "--model", "zoo:Net")
+    assert result.exit_code == 0
+    assert "note: memory counts whole modules; a tensor-parallel rank holds 1/2 of those that are" in result.stderr
+
+
 def test_json_counts_every_byte_of_a_model(zoo: Path, smpkit: Smpkit) -> None:
     (zoo / "mp.json").write_text('{"pipeline_parallel_degree": 2, "microbatches": 4}')
     result = smpkit(
