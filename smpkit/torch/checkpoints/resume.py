@@ -45,7 +45,7 @@ def resume_from_checkpoint(
         partial: a checkpoint of parts; else one file, `path/tag`, which may be a plain `torch.save` of a state dict.
         strict: names must match exactly.
         load_optimizer: load the optimizer's state too, if the checkpoint is partial.
-        load_sharded_optimizer_state: accepted for SMP v1 scripts; nothing is sharded in this version.
+        load_sharded_optimizer_state: accepted for SMP v1 scripts; sharded states load like any others.
         translate_function: applied to the state dict of a full checkpoint before it is loaded.
 
     Raises:
