@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import smpkit.torch as smp
-from smpkit.errors import ConfigError, UnsupportedError, UsageError
+from smpkit.errors import ConfigError, UsageError
 from smpkit.torch.initialize import shutdown
 from smpkit.torch.state import state
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 
 QUERIES = ["rank", "size", "local_rank", "local_size"] + [
     f"{kind}_{what}" for kind in ("mp", "dp", "tp", "pp", "rdp") for what in ("rank", "size")
@@ -106,18 +106,6 @@ def test_degrees_that_do_not_fit_the_world_are_a_config_error_and_leave_nothing_
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     assert not smp.is_initialized()
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("name", ["shard_optimizer_state"])
-def test_what_the_runtime_cannot_do_yet_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"`{name}`: smpkit does not"):
-        smp.init({name: True, "ddp": True})
-    assert not smp.is_initialized()
-
-
-def test_sharded_data_parallelism_is_refused_by_name() -> None:
-    with pytest.raises(RankFailed, match="`sharded_data_parallel_degree`: smpkit does not"):
-        run_ranks(initialise, 2, {"sharded_data_parallel_degree": 2, "ddp": True})
 
 
 def test_nccl_without_a_gpu_falls_back_to_gloo_and_says_so() -> None:
