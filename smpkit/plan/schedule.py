@@ -153,6 +153,10 @@ class _Search:
                 yield _Found(Schedule(name, self.graph, self.num_microbatches, actions, caps), seconds)
                 if seconds <= enough:
                     return
+        if not split and self.graph.has_backward and min(self.limits) >= self.num_microbatches:
+            # Where a microbatch comes back to ranks, an early backward can be in the way of the last forward.
+            all_forwards = simple(self.graph, self.num_microbatches, self.costs)
+            yield from _played(replace(all_forwards, name=name), self.costs)
 
     def _postponing(self) -> Iterator[tuple[tuple[int, ...], Sequence[int]]]:
         """Yield caps that leave room to postpone WEIGHT, and depths that keep forwards in step with 1F1B.

@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.containers import map_leaves
+from smpkit.torch.containers import children, map_leaves
 from smpkit.torch.recorder import recorded_microbatch, recorded_step
 from smpkit.torch.splitting import Call, Splitter
 from smpkit.torch.state import state
@@ -115,7 +115,9 @@ class StepFunction:
         return collate(outputs)
 
     def _body(self, call: Call) -> Any:
-        return self._function(*call.args, **call.kwargs)
+        output = self._function(*call.args, **call.kwargs)
+        _look_at(output)
+        return output
 
     def _run_here(self, run: StepRun, calls: Sequence[Call]) -> list[Any]:
         """Run the microbatches one after the other, all of the model on this rank."""
@@ -132,6 +134,12 @@ class StepFunction:
     def _finished(self, output: Any) -> Any:
         """Let go of the graph of a microbatch that is done, or its activations would stay until the step ends."""
         return map_leaves(_detached, output) if self._detach_outputs else output
+
+
+def _look_at(output: Any) -> None:
+    """Have what is made when it is looked at (logits of all classes) made now: after the microbatch it is too late."""
+    for part in (children(output) or {}).values():
+        _look_at(part)
 
 
 def _detached(value: Any) -> Any:

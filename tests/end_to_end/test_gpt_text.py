@@ -46,6 +46,7 @@ def test_the_example_learns_saves_and_resumes(job: Path) -> None:
     assert "in 4 steps" in second
 
 
+@pytest.mark.full
 def test_recomputing_its_blocks_changes_nothing(job: Path) -> None:
     losses = []
     for recompute in ("none", "each"):

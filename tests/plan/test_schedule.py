@@ -24,6 +24,7 @@ from smpkit.plan.schedule import (
     one_f_one_b,
     simple,
 )
+from smpkit.plan.segments import Segment, Transfer
 from smpkit.plan.simulate import simulate
 from tests.plan.graphs import NAMED, SETTINGS, TIED_HEAD, costs_of, graphs
 
@@ -202,6 +203,18 @@ def test_zero_bubble_is_never_slower_than_interleaved_and_that_not_than_simple(
     if active >= num_microbatches:
         all_forwards = simulate(simple(graph, num_microbatches, costs), costs).makespan_seconds
         assert whole_seconds <= all_forwards * 1.002
+
+
+def test_all_forwards_come_first_where_that_is_faster() -> None:
+    forward = [0.5, 0.0, 0.0, 0.0, 0.5, 3.0, 3.0]
+    backward = [0.0, 0.0, 0.0, 0.0, 1.25, 3.0, 3.0]
+    places = [Segment(1, 0), Segment(0, 0), Segment(0, 1), Segment(0, 2), Segment(1, 1), Segment(1, 2), Segment(1, 3)]
+    graph = SegmentGraph(2, tuple(places), (Transfer(places[0], places[1], 4, True),), True)
+    costs = Costs(
+        dict(zip(places, forward, strict=True)), dict(zip(places, backward, strict=True)), seconds_per_byte=1.75
+    )
+    found = interleaved(graph, 2, 2, costs)
+    assert simulate(found, costs).makespan_seconds == simulate(simple(graph, 2, costs), costs).makespan_seconds == 28.5
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 8), (4, 8), (4, 16), (8, 32)])

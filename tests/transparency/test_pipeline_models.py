@@ -99,7 +99,10 @@ def test_every_pair_of_values_meets_in_the_selection() -> None:
     assert {(cell.degree, cell.seed) for cell in selection()} == {(d, seed) for d in DEGREES for seed in SEEDS[d]}
 
 
-@pytest.mark.parametrize(("degree", "replicas"), MEETING, ids=[f"pp{d} dp{r}" for d, r in MEETING])
+@pytest.mark.parametrize(
+    ("degree", "replicas"),
+    [pytest.param(d, r, id=f"pp{d} dp{r}", marks=[pytest.mark.full] if d * r > 4 else []) for d, r in MEETING],
+)
 def test_a_model_trains_as_in_one_process(degree: int, replicas: int) -> None:
     check([cell for cell in selection() if (cell.degree, cell.replicas) == (degree, replicas)], timeout=170)
 

@@ -214,7 +214,7 @@ def trains_as_in_one_process(drawn: list[Recipe], degree: int) -> None:
 
 
 # A world of ranks costs more than a model: an example is a few of them.
-@pytest.mark.parametrize("degree", [2, 3], ids=["pp2", "pp3"])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(3, id="pp3", marks=pytest.mark.full)])
 @FEW
 @given(drawn=st.lists(recipes(), min_size=1, max_size=4))
 def test_random_models_train_as_in_one_process(degree: int, drawn: list[Recipe]) -> None:

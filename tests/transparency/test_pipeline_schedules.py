@@ -92,17 +92,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.full)])
 def test_virtual_stages_train_as_in_one_process(degree: int) -> None:
     check(degree, setups("interleaved", (2,), (1, 8)), SHAPES)
 
 
-@pytest.mark.parametrize("degree", [2, 4], ids=["pp2", "pp4"])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.full)])
 def test_a_split_backward_trains_as_in_one_process(degree: int) -> None:
     check(degree, (*setups("zero_bubble", (1,), (1, 4)), *setups("zero_bubble", (2,), (8,))), SHAPES)
 
 
-@pytest.mark.parametrize("degree", [2, 3], ids=["pp2", "pp3"])
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(3, id="pp3", marks=pytest.mark.full)])
 def test_models_of_every_shape_train_with_a_split_backward(degree: int) -> None:
     check(degree, (Setup(4, "zero_bubble", seed=degree),), CASES)
 
