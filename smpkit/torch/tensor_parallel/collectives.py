@@ -37,6 +37,7 @@ __all__ = [
     "begin_reduce_scatter",
     "copy",
     "exchange",
+    "exchanges_made",
     "gather",
     "gather_equal",
     "is_rehearsal",
@@ -65,6 +66,32 @@ def tp_group() -> dist.ProcessGroup:
 def is_rehearsal(x: torch.Tensor) -> bool:
     """Return whether the other ranks take no part in what happens to `x`: it has no data, or a step is tried out."""
     return state.tracing or x.is_meta or isinstance(x, FakeTensor)
+
+
+_made = 0
+
+
+def exchanges_made(*, forget: bool = False) -> int:
+    """Return a checksum of the kinds and shapes of all exchanges so far, which is the same on all ranks of a group.
+
+    gloo accepts a message that is shorter than expected, and one of the same length and another meaning, so ranks that
+    got out of step can go on with wrong values. This is compared when the next step begins, with what is sent anyway.
+
+    Args:
+        forget: begin anew afterwards.
+    """
+    global _made  # noqa: PLW0603 - one per process, like the groups that are exchanged over
+    before = _made
+    if forget:
+        _made = 0
+    return before
+
+
+def _note(kind: int, x: torch.Tensor) -> None:
+    global _made  # noqa: PLW0603
+    if not _made:
+        state.forgetters.append(lambda: exchanges_made(forget=True))
+    _made = hash((_made, kind, x.element_size(), *x.shape))  # numbers only: their hashes are the same in all processes
 
 
 def copy(x: torch.Tensor) -> torch.Tensor:
@@ -187,6 +214,7 @@ def _copy(x: torch.Tensor, _first: int, _second: int) -> torch.Tensor:
 def _reduce(x: torch.Tensor, _first: int, _second: int) -> torch.Tensor:
     summed = x.clone(memory_format=torch.contiguous_format)
     group = tp_group()
+    _note(1, x)
     with waiting(f"all-reduce of {list(x.shape)} between tensor-parallel ranks", group):
         dist.all_reduce(summed, group=group)
     return summed
@@ -197,6 +225,7 @@ def begin_gather(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
     group, mine = tp_group(), x.contiguous()
     gathered = x.new_empty((state.tp_size, *x.shape))
     what = f"all-gather of {list(x.shape)} between tensor-parallel ranks"
+    _note(2, x)
     with waiting(what, group):
         work = _all_gather_into(gathered.view(-1), mine.view(-1), group=group, async_op=True)
 
@@ -213,6 +242,7 @@ def begin_reduce_scatter(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor
     group, parts = tp_group(), _stacked(x, dim)
     part = x.new_empty(parts.shape[1:])
     what = f"reduce-scatter of {list(x.shape)} between tensor-parallel ranks"
+    _note(3, x)
     with waiting(what, group):
         work = _reduce_scatter_into(part.view(-1), parts.view(-1), group=group, async_op=True)
 
@@ -241,6 +271,7 @@ def _split(x: torch.Tensor, dim: int, _second: int) -> torch.Tensor:
 def _exchange(x: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
     group, parts = tp_group(), _stacked(x, cut)
     received = torch.empty_like(parts)
+    _note(4, x)
     with waiting(f"all-to-all of {list(x.shape)} between tensor-parallel ranks", group):
         dist.all_to_all_single(received.view(-1), parts.view(-1), group=group)
     return _side_by_side(received, joined)

@@ -1,12 +1,14 @@
 """Compare what tensor-parallel ranks are about to do, before their collectives wait for each other.
 
 Ranks that call different steps, or bring batches of different shapes, would meet in exchanges that do not fit. So a
-step (and a forward outside any step) begins with one small message: a checksum of what is called and with what.
+step (and a forward outside any step) begins with one small message: checksums of what is called and with what, and of
+the exchanges since the groups were made, which tell of ranks that got out of step in the call before.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -18,6 +20,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.deadline import waiting
 from smpkit.torch.pipeline.specs import map_tensors, spec_of
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.collectives import exchanges_made
 
 __all__ = ["SameCall"]
 
@@ -41,7 +44,7 @@ class SameCall:
             mode: what else decides what will happen: training or not.
 
         Raises:
-            UsageError: says what differs, and between which ranks.
+            UsageError: says what differs, and between which ranks; or that their exchanges before this call differed.
         """
         if state.tp_size == 1:
             return
@@ -53,22 +56,39 @@ class SameCall:
             self._num_compared += 1
             values = _checksum(tensors)
         group = state.process_group(CommGroup.TP_GROUP)
-        mine = torch.tensor([zlib.crc32(told.encode()), values])
+        mine = torch.tensor([zlib.crc32(told.encode()), values, exchanges_made()])
         if "cpu" not in str(dist.get_backend_config(group)):
             mine = mine.to(state.device)
         everybody = [torch.empty_like(mine) for _ in range(state.tp_size)]
         with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
             dist.all_gather(everybody, mine, group=group)
-        calls, numbers = zip(*(each.tolist() for each in everybody), strict=True)
-        if any(call != calls[0] for call in calls):
-            _refuse_calls(told)
-        if any(number != numbers[0] for number in numbers):
-            other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+        calls, numbers, exchanges = zip(*(each.tolist() for each in everybody), strict=True)
+        if other := _other_than_first(exchanges):
+            exchanges_made(forget=True)
             raise UsageError(
-                f"prescaled_batch is on, but tensor-parallel ranks 0 and {other} brought different values to {name}",
+                f"{_between(other)} made different exchanges before {name}: they took different paths through the model"
+                " in the call before, so its results are wrong",
+                hint="conditions and random choices in a model's forward must come out alike on all ranks of a"
+                " tensor-parallel group",
+            )
+        if _other_than_first(calls):
+            _refuse_calls(told)
+        if other := _other_than_first(numbers):
+            raise UsageError(
+                f"prescaled_batch is on, but {_between(other)} brought different values to {name}",
                 hint="feed all ranks of a tensor-parallel group the same batch: shard data by smp.rdp_rank() of"
                 " smp.rdp_size(), with one seed for shuffling",
             )
+
+
+def _other_than_first(said: Sequence[Any]) -> int:
+    """Return the first tensor-parallel rank that said something else than rank 0; 0 if none did."""
+    return next((rank for rank, each in enumerate(said) if each != said[0]), 0)
+
+
+def _between(other: int) -> str:
+    first, second = (dist.get_global_rank(state.process_group(CommGroup.TP_GROUP), rank) for rank in (0, other))
+    return f"ranks {first} and {second} of a tensor-parallel group"
 
 
 def _refuse_calls(told: str) -> None:
@@ -76,9 +96,9 @@ def _refuse_calls(told: str) -> None:
     everybody: list[Any] = [None] * state.tp_size
     with waiting("what tensor-parallel ranks call", group):
         dist.all_gather_object(everybody, told, group=group)
-    other = next(rank for rank, each in enumerate(everybody) if each != everybody[0])
+    other = _other_than_first(everybody)
     raise UsageError(
-        f"tensor-parallel ranks 0 and {other} are about to do different things: {everybody[0]}, and {everybody[other]}",
+        f"{_between(other)} are about to do different things: {everybody[0]}, and {everybody[other]}",
         hint="all ranks of a tensor-parallel group make the same calls, with as many samples of the same length:"
         " `drop_last=True`, padding to a fixed length",
     )
