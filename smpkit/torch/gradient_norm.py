@@ -33,6 +33,10 @@ def clip_grad_norm_(
     As `torch.nn.utils.clip_grad_norm_` does in one process. All ranks call it, after backward and before the
     optimizer's step, with the same parameters as far as they hold them; all get the same norm.
 
+    With `fp16` and `bf16` these are, as for `optimizer.clip_master_grads`, the float32 gradients that the optimizer
+    will use, without the loss scale. Those of half-precision weights, `parameter.grad`, stay as they are. After an overflow
+    the norm is not finite, nothing is clipped, and the optimizer will skip the step.
+
     Args:
         parameters: the model, or the parameters whose gradients count.
         max_norm: at most this.
@@ -43,15 +47,20 @@ def clip_grad_norm_(
         UsageError: before `smp.init()`, or on all ranks for such a norm.
     """
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    listed = [given] if isinstance(given, torch.Tensor) else given
-    unique = {id(each): each for each in listed if each.grad is not None}
-    norm = global_norm([(each, each.grad) for each in unique.values() if each.grad is not None], norm_type)
+    unique = {id(each): each for each in ([given] if isinstance(given, torch.Tensor) else given)}
+    half = None if state.optimizer is None else state.optimizer.masters
+    if half is not None:
+        pairs = half.gradients_of(unique.values())
+    else:
+        pairs = [(each, each.grad) for each in unique.values() if each.grad is not None]
+    norm = global_norm(pairs, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise UsageError(
             f"the norm of the gradients is {norm.item()}, which they cannot be clipped by",
             hint="pass error_if_nonfinite=False to scale by it anyway, or skip this step",
         )
-    clip_to_norm((each.grad for each in unique.values() if each.grad is not None), max_norm, norm)
+    if half is None or not half.overflow:
+        clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
     return norm
 
 

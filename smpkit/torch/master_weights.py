@@ -132,9 +132,9 @@ class MasterWeights:
         """
         if self._prepared:
             raise UsageError(
-                "model.backward was called after clip_master_grads and before optimizer.step(), when the gradients had"
-                " been divided by the loss scale",
-                hint="call clip_master_grads right before optimizer.step()",
+                "model.backward was called after gradients were clipped and before optimizer.step(), when they had been"
+                " divided by the loss scale",
+                hint="clip right before optimizer.step()",
             )
         return self.scaler.loss_scale
 
@@ -180,13 +180,23 @@ class MasterWeights:
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clip the norm of the whole model's gradient; return it as it was, or -1 after an overflow."""
-        self.prepare()
+        pairs = self.gradients_of(each for group in self._groups for each in group["params"])
         if self.overflow:
             return -1.0
-        pairs = [(self.weight_of(parameter), gradient) for parameter, gradient in self._gradients()]
         norm = global_norm(pairs, norm_type)
         clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
         return float(norm)
+
+    def gradients_of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return those of the model's parameters that have a gradient, each with the one that the optimizer will use.
+
+        Args:
+            parameters: of the model or the optimizer's groups; what is in no group has no part in the step.
+        """
+        self.prepare()
+        wanted = {id(self.weight_of(each)) for each in parameters}
+        pairs = [(self.weight_of(parameter), gradient) for parameter, gradient in self._gradients()]
+        return [(weight, gradient) for weight, gradient in pairs if id(weight) in wanted]
 
     def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the optimizer's parameters that have a gradient, and its values."""

@@ -65,7 +65,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         if state.model is not None and isinstance(state.model.data_parallel, ShardedDataParallel):
             state.model.data_parallel.adopt(optimizer.param_groups)
-        self._masters = None if half is None else MasterWeights(optimizer, half, scaler)
+        self.masters = None if half is None else MasterWeights(optimizer, half, scaler)
+        """What stands between the optimizer inside and a model in half precision; None without `fp16` and `bf16`."""
         state.optimizer = self
 
     _is_accelerate_prepared = True
@@ -111,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "_masters": self._masters}
+        return {"optimizer": self.optimizer, "masters": self.masters}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
@@ -126,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if state.model is not None:
             state.model.run_post_step_hooks()
-        if self._masters is not None and closure is not None:
+        if self.masters is not None and closure is not None:
             raise UsageError(
                 "optimizer.step was given a closure, which does not go with master weights",
                 hint="run backward before it, and call it without arguments",
@@ -143,19 +144,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 hint="remove shard_optimizer_state, or use another optimizer",
             )
         with contextlib.nullcontext() if shards is None else shards.only_owned():
-            if self._masters is not None:
-                result = self._masters.step(self.optimizer.step)
+            if self.masters is not None:
+                result = self.masters.step(self.optimizer.step)
             else:
                 result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        if shards is not None and not (self._masters is not None and self._masters.overflow):
+        if shards is not None and not (self.masters is not None and self.masters.overflow):
             shards.spread()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this rank's parameters."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        if self._masters is not None:
-            self._masters.zero_grad(set_to_none)
+        if self.masters is not None:
+            self.masters.zero_grad(set_to_none)
 
     # --- half precision ----------------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping; -1 where a gradient is not finite (the step will be skipped).
         """
-        if self._masters is None:
+        if self.masters is None:
             inside = getattr(self.optimizer, "clip_master_grads", None)  # a script's own half-precision optimizer
             if inside is not None:
                 return float(inside(max_norm, norm_type))
@@ -182,7 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return clipped
 
     def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
-        if self._masters is None:
+        if self.masters is None:
             return float(clip_grad_norm_(self._parameters(), max_norm, norm_type))
         return self._half.clip(max_norm, norm_type)
 
@@ -212,31 +213,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def init_master_params(self) -> None:
         """Make the master weights now; they are made by themselves when they are needed."""
-        if self._masters is not None:
-            self._masters.settle()
+        if self.masters is not None:
+            self.masters.settle()
 
     def reload_model_params(self) -> None:
         """Make the master weights equal to the model's, after something else than `step` has changed those.
 
         After `model.load_state_dict` that is done already.
         """
-        if self._masters is not None:
-            self._masters.read_weights()
+        if self.masters is not None:
+            self.masters.read_weights()
 
     def follow_model(self) -> None:
         """Renew the master weights of what has been loaded into the model (called by `model.load_state_dict`)."""
-        if self._masters is not None:
-            self._masters.read_weights(keep_finer=True)
+        if self.masters is not None:
+            self.masters.read_weights(keep_finer=True)
 
     def scale_for_backward(self) -> float:
         """Return what the loss of the backward that comes next is multiplied with (called by `model.backward`)."""
-        return 1.0 if self._masters is None else self._masters.scale_for_backward()
+        return 1.0 if self.masters is None else self.masters.scale_for_backward()
 
     @property
     def _half(self) -> MasterWeights:
-        if self._masters is None:  # then the attribute may be one of the optimizer inside
+        if self.masters is None:  # then the attribute may be one of the optimizer inside
             raise AttributeError("without fp16 and bf16 there are no master weights")
-        return self._masters
+        return self.masters
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _own_state_dict(self) -> dict[str, Any]:
         result = self.orig_state_dict()
-        return result if self._masters is None else self._masters.state_dict(result)
+        return result if self.masters is None else self.masters.state_dict(result)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """Return this rank's state, plus `_smp_is_partial` = True.
@@ -305,8 +306,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             values["state"] = {n: each for n, each in values["state"].items() if shards.owns(self._parameters()[n])}
         if state.cfg.sharded_data_parallel_degree > 1:
             values["state"] = divided(values["state"], self._parameters())
-        if self._masters is not None:
-            self._masters.load_state_dict(values)
+        if self.masters is not None:
+            self.masters.load_state_dict(values)
         else:
             self.optimizer.load_state_dict(values)
         self.keep_own_states()
@@ -332,7 +333,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter that a member of `param_groups` is the master weight of: often itself."""
-        return parameter if self._masters is None else self._masters.weight_of(parameter)
+        return parameter if self.masters is None else self.masters.weight_of(parameter)
 
 
 def _shards() -> StateShards | None:

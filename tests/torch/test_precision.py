@@ -152,11 +152,32 @@ def test_what_would_be_scaled_wrongly_is_refused() -> None:
     with pytest.raises(UsageError, match="was given a closure"):
         optimizer.step(lambda: 1.0)
     assert optimizer.clip_master_grads(0.5) == pytest.approx(math.sqrt(3))
-    with pytest.raises(UsageError, match="after clip_master_grads and before"):
+    with pytest.raises(UsageError, match="after gradients were clipped and before"):
         model.backward(model(torch.ones(1, 2)).sum())
     optimizer.zero_grad()
     model.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
+
+
+@pytest.mark.usefixtures("world")
+def test_clipping_is_by_the_norm_without_the_scale() -> None:
+    smp.init({"fp16": True})
+    model = smp.DistributedModel(nn.Linear(2, 1))
+    weight, bias = model.parameters()
+    optimizer = optimizer_of(model, dynamic_loss_scale=True, init_scale=128.0)
+    model.backward(model(torch.ones(1, 2)).sum())
+    assert smp.clip_grad_norm_(bias, 1.0) == pytest.approx(1.0)  # one parameter of the model
+    assert smp.clip_grad_norm_(optimizer.fp32_from_fp16_groups[0], 0.5) == pytest.approx(math.sqrt(3))
+    assert smp.clip_grad_norm_(model, 1.0) == pytest.approx(0.5)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[128.0, 128.0]]
+    optimizer.zero_grad()
+    model.backward(model(torch.ones(1, 2)).sum() * math.inf)
+    with pytest.raises(UsageError, match="the norm of the gradients is"):
+        smp.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert not math.isfinite(smp.clip_grad_norm_(model, 1.0))
+    optimizer.step()
+    assert optimizer.overflow
 
 
 @pytest.mark.usefixtures("world")

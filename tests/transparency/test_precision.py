@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,13 +115,22 @@ def train(case: Case, degree: int = 1, optimizer_first: bool = False, **config: 
             losses = [loss.item() for loss in train_step(model, *mine, case.accumulation).outputs]
             trace.losses += [loss for theirs in smp.allgather(losses, smp.DP_GROUP) for loss in theirs]
         if case.max_norm is not None:
-            trace.norms.append(float(optimizer.clip_master_grads(case.max_norm)))
+            trace.norms.append(clip(model, optimizer, case.max_norm, step))
         optimizer.step()
         trace.overflows.append(optimizer.overflow)
         trace.scales.append(optimizer.loss_scale)
     record(trace, model, optimizer)
     smp.shutdown()
     return trace
+
+
+def clip(model: Any, optimizer: Any, max_norm: float, step: int) -> float:
+    """Clip in one of the ways that scripts do it; return -1 for a norm that is not finite."""
+    if step % 3 == 0:
+        return float(optimizer.clip_master_grads(max_norm))
+    members = [each for group in optimizer.param_groups for each in group["params"]]
+    norm = float(smp.clip_grad_norm_(model if step % 3 == 1 else members, max_norm))
+    return norm if math.isfinite(norm) else -1.0
 
 
 def record(trace: Trace, model: Any, optimizer: Any) -> None:
