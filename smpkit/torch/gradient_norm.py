@@ -34,8 +34,8 @@ def clip_grad_norm_(
     optimizer's step, with the same parameters as far as they hold them; all get the same norm.
 
     With `fp16` and `bf16` these are, as for `optimizer.clip_master_grads`, the float32 gradients that the optimizer
-    will use, without the loss scale. Those of half-precision weights, `parameter.grad`, stay as they are. After an overflow
-    the norm is not finite, nothing is clipped, and the optimizer will skip the step.
+    will use, without the loss scale. Those of half-precision weights, `parameter.grad`, stay as they are. After an
+    overflow the norm is not finite, nothing is clipped, and the optimizer will skip the step.
 
     Args:
         parameters: the model, or the parameters whose gradients count.
