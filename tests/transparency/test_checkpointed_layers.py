@@ -199,14 +199,18 @@ def checkpointed(build: Callable[[], nn.Module], how: str) -> nn.Module:
     return model
 
 
-def compare_hugging_face(how: str) -> list[int]:
-    """Compare, and return how often the first modules of this rank's layers ran in each model."""
+OFFLOADING = dataclasses.replace(SETUP, options={"offload_activations": True, "activation_loading_horizon": 1})
+
+
+def compare_hugging_face(how: str) -> list[tuple[int, int]]:
+    """Compare, and return for each model how often the first modules of this rank's layers ran, and the bytes out."""
     counts = []
     for build in (hugging_face.gpt2, hugging_face.llama):
-        counts.append(0)
+        runs: list[None] = []
+        moved = [0]
 
-        def counting(*_: Any) -> None:
-            counts[-1] += 1
+        def counting(*_: Any, runs: list[None] = runs) -> None:
+            runs.append(None)
 
         def made(build: Callable[[], nn.Module] = build, counting: Callable[..., None] = counting) -> nn.Module:
             model = checkpointed(build, how)
@@ -214,17 +218,25 @@ def compare_hugging_face(how: str) -> list[int]:
                 next(layer.children()).register_forward_pre_hook(counting)
             return model
 
-        plain = train_plainly(Case(build, tokens, hugging_face.loss_inside_step), SETUP)
-        check_same(train(Case(made, tokens, hugging_face.loss_inside_step), SETUP, 2), plain)
+        def step(model: Any, ids: Tensor, labels: Tensor, moved: list[int] = moved) -> Tensor:
+            if isinstance(model, smp.DistributedModel):  # the step before; this one has just begun
+                moved.append(smp.offload_report().bytes_out)
+            return hugging_face.loss_inside_step(model, ids, labels)
+
+        plain = train_plainly(Case(build, tokens, step), SETUP)
+        check_same(train(Case(made, tokens, step), OFFLOADING, 2), plain)
+        counts.append((len(runs), max(moved)))
     return counts
 
 
 @pytest.mark.parametrize("how", ["ours", "theirs", "theirs, reentrant"])
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 def test_layers_of_hugging_face_models(how: str) -> None:
-    # 4 layers, 2 steps of 4 microbatches, twice each; more with the trace of the first step.
     for model in zip(*run_ranks(compare_hugging_face, 2, how, timeout=120), strict=True):
-        assert sum(model) >= 4 * 2 * 4 * 2
+        # 4 layers, 2 steps of 4 microbatches, twice each; more with the trace of the first step.
+        assert sum(runs for runs, _ in model) >= 4 * 2 * 4 * 2
+        # Inputs of 2 samples, 5 tokens and 8 numbers leave the first rank; the last one soon needs its own again.
+        assert model[0][1] >= 2 * 2 * (2 * 5 * 8 * 8)
 
 
 # --- modules that lie on several ranks --------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from smpkit.torch.pipeline.random import operations_again, will_be_recomputed
 from smpkit.torch.pipeline.specs import map_tensors
 from smpkit.torch.state import state
 
-__all__ = ["run_checkpointed"]
+__all__ = ["Region", "run_checkpointed"]
 
 
 def run_checkpointed(
@@ -45,7 +45,7 @@ def run_checkpointed(
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    region = _Region(function, modules, args, kwargs, preserve_rng_state)
+    region = Region(function, modules, args, kwargs, preserve_rng_state)
     if not _needs_backward(region.tensors, modules):
         return function(*args, **kwargs)
     tensors, region.tensors = region.tensors, []  # from here on only torch holds them, and those who offload
@@ -65,7 +65,7 @@ class _Slot:
         self.index = index
 
 
-class _Region:
+class Region:
     """A call without its tensors."""
 
     def __init__(

@@ -12,6 +12,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch import recorder
+from smpkit.torch.checkpointing.foreign import adopt
 from smpkit.torch.deadline import waiting
 from smpkit.torch.offload import active
 from smpkit.torch.offload.build import make_engine
@@ -40,6 +41,7 @@ class Offloading:
         self._engine.on_stall = _record_stall
         self._asked = False
         active.install(self._engine)
+        adopt()
         _forget_at_shutdown()
 
     def begin_step(self, module: nn.Module) -> None:

@@ -13,6 +13,7 @@ from smpkit.errors import UsageError
 from smpkit.plan.assignment import Assignment
 from smpkit.plan.partition import assign, partition
 from smpkit.torch.announce import announce
+from smpkit.torch.checkpointing.foreign import adopt
 from smpkit.torch.checkpointing.whole import check_places
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.deadline import waiting
@@ -26,7 +27,6 @@ from smpkit.torch.pipeline.executor import Executor, Policy
 from smpkit.torch.pipeline.inputs import inputs_of_first
 from smpkit.torch.pipeline.located import current
 from smpkit.torch.pipeline.random import RandomStreams
-from smpkit.torch.pipeline.reentrant import follow_values
 from smpkit.torch.pipeline.specs import map_tensors, signature
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.transport import Transport
@@ -109,7 +109,7 @@ class Pipeline:
             _of_first_pipeline if state.tp_size > 1 else None,
         )
         install(self._root, placement, stage)
-        follow_values()
+        adopt()
         watch(stage, state.group(CommGroup.PP_GROUP))
         policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)
         self._executor = Executor(stage, policy)
