@@ -1,7 +1,8 @@
 """Run a function on several real ranks (processes, gloo) and collect what each returned.
 
-Ranks are forked from a server that has torch imported already, so a world of four starts in a tenth of a second. The
-store that the ranks meet at lives in the test process (as torchrun's agent store does), so no port is ever raced for.
+Ranks are forked from a server that has imported what they need (`preloaded.py`), so a world of four starts in a tenth
+of a second. The store that the ranks meet at lives in the test process (as torchrun's agent store does), so no port is
+ever raced for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "smpkit.torch"])
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 class RankFailed(AssertionError):
