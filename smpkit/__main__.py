@@ -1,8 +1,40 @@
-"""`python -m smpkit` is `smpkit`."""
+"""Where `smpkit` and `python -m smpkit` begin, with what must be right before the command line is loaded."""
 
 from __future__ import annotations
 
-from smpkit.cli.main import main
+import os
+import sys
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """Load the command line, run it with the arguments of the process, and exit."""
+    _open_standard_streams()
+    try:
+        from smpkit.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)
+    run()
+
+
+def _open_standard_streams() -> None:
+    """Open the streams that the caller closed (`>&-`): else the next file that is opened takes their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if not _is_open(number):
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
 
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -25,6 +26,15 @@ from smpkit.config.words import printable
 from smpkit.errors import SmpkitError
 
 __all__ = ["exit_code_of"]
+
+_OF_THE_MACHINE = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+        *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ETXTBSY),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
+    }
+)
+"""What a full disk, a folder of somebody else's or an exhausted machine says; no bug of smpkit's."""
 
 
 def exit_code_of(action: Callable[[], Any]) -> int:
@@ -42,6 +52,8 @@ def exit_code_of(action: Callable[[], Any]) -> int:
         return error.exit_code
     except BrokenPipeError:
         return _reader_gone()
+    except OSError as error:
+        return _machine(error) if error.errno in _OF_THE_MACHINE else _bug(error)
     except Exception as error:
         return _bug(error)
     return result if isinstance(result, int) else 0
@@ -64,9 +76,29 @@ def _usage(error: click.ClickException) -> int:
 
 
 def _reader_gone() -> int:
-    """Be quiet if the reader of a pipe has enough, also when Python flushes the rest at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Be quiet if the reader of a pipe has enough."""
+    _drop_output()
     return 1
+
+
+def _machine(error: OSError) -> int:
+    """Say what the machine refused, and to which file; what could not be written is dropped."""
+    reason = (error.strerror or str(error)).lower()
+    if error.filename is None:  # writing to a stream that is open
+        _drop_output()
+        print_failure(f"cannot write: {reason}")
+    else:
+        print_failure(f"cannot use `{printable(os.fsdecode(error.filename))}`: {reason}")
+    return 1
+
+
+def _drop_output() -> None:
+    """Keep Python from failing once more when it flushes the rest at exit."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # a stream of a test, which has no file
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def _bug(error: Exception) -> int:

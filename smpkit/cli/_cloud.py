@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from smpkit_estimator.job import Job
     from smpkit_estimator.log_reader import LogLine
 
-__all__ = ["CloudChoice", "cloud_options", "follow_job", "print_lines"]
+__all__ = ["CloudChoice", "cloud_options", "follow_job", "print_lines", "tell_if_interrupted"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -72,6 +73,18 @@ def cloud_options(function: _Function) -> _Function:
     )
     decorated: Any = profile(region(backend(command)))
     return decorated  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def tell_if_interrupted(job: Job) -> Iterator[None]:
+    """Say, if Ctrl-C comes while a job is being started, that there may be one: its name was not printed yet."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console = _console.current()
+        console.note(f"\n`{job.name}` was being started, and may have been")
+        console.hint(f"`smpkit status {job.name}` tells, `smpkit stop {job.name}` stops it")
+        raise
 
 
 def follow_job(job: Job) -> int:

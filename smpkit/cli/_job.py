@@ -21,7 +21,7 @@ from smpkit.cli import _console
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
 
-__all__ = ["job_arguments", "read_job"]
+__all__ = ["job_arguments", "looks_like_a_file", "read_job"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -50,3 +50,8 @@ def read_job(file: Path, overrides: Sequence[str]) -> LoadedJob:
     for notice in job.notices:
         _console.current().warn(notice)
     return job
+
+
+def looks_like_a_file(text: str) -> bool:
+    """Tell whether a file is meant and not the name of a managed job, which has neither dots nor slashes."""
+    return "." in text or "/" in text or Path(text).is_file()

@@ -1,14 +1,17 @@
-"""Lengths of time on the command line: `90s`, `10m`, `2h`, `1d`."""
+"""Numbers on the command line: lengths of time as `90s`, `10m`, `2h`, `1d`, and amounts."""
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import timedelta
 
 import click
 
-__all__ = ["LENGTH"]
+__all__ = ["AMOUNT", "LENGTH"]
 
+_LONGEST = timedelta(days=36_500)
+_LARGEST = 1e9
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
@@ -17,4 +20,18 @@ def LENGTH(value: str) -> timedelta:  # noqa: N802  the type of an option, which
     found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", value)
     if found is None:
         raise click.BadParameter(f"`{value}` is not a length of time such as `90s`, `10m`, `2h`, `1d`")
-    return timedelta(**{_UNITS[found[2]]: float(found[1])})
+    length = timedelta(**{_UNITS[found[2]]: float(found[1])})
+    if length > _LONGEST:
+        raise click.BadParameter(f"`{value}` is longer than {_LONGEST.days:,} days")
+    return length
+
+
+def AMOUNT(value: str) -> float:  # noqa: N802
+    """Read a finite number that is not negative, for `click.option(type=AMOUNT)`."""
+    try:
+        amount = float(value)
+    except ValueError:
+        amount = math.nan
+    if not 0 <= amount <= _LARGEST:
+        raise click.BadParameter(f"`{value}` is not a number from 0 to {_LARGEST:,.0f}")
+    return amount

@@ -9,16 +9,17 @@ from typing import Any
 import click
 
 from smpkit.cli._cloud import CloudChoice, cloud_options
-from smpkit.cli._job import read_job
+from smpkit.cli._job import looks_like_a_file, read_job
+from smpkit.cli._time import AMOUNT
 
 __all__ = ["cost"]
 
 
 @click.command()
 @click.argument("job")
-@click.option("--price", type=click.FloatRange(0), required=True, help="Price of one instance for one hour.")
+@click.option("--price", type=AMOUNT, required=True, help="Price of one instance for one hour.")
 @click.option("--currency", default="USD", show_default=True, help="Currency of the price.")
-@click.option("--hours", type=click.FloatRange(0), help="For a job file: expected hours. Default: its longest time.")
+@click.option("--hours", type=AMOUNT, help="For a job file: expected hours. Default: its longest time.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a setting, as of `validate`.")
 @click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON.")
 @cloud_options
@@ -39,7 +40,7 @@ def cost(
     in it.
     """
     path = Path(job)
-    estimate = _of_file(path, overrides, hours) if path.is_file() else _of_job(job, cloud)
+    estimate = _of_file(path, overrides, hours) if looks_like_a_file(job) else _of_job(job, cloud)
     estimate |= {"price_per_hour": price, "currency": currency}
     estimate["estimate"] = round(estimate["instances"] * estimate["hours"] * price, 2)
     if as_json:

@@ -7,7 +7,7 @@ import json
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job
+from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job, tell_if_interrupted
 
 __all__ = ["resume"]
 
@@ -54,8 +54,9 @@ def resume(
     console = _console.current()
     newest = old.latest_checkpoint
     console.note(f"Resuming from {newest}" if newest else "No checkpoint there yet: starting from the beginning")
-    arn = opened.create_job(request.body)
     started = Job(request.job_name, opened)
+    with tell_if_interrupted(started):
+        arn = opened.create_job(request.body)
     click.echo(json.dumps({"name": started.name, "arn": arn, "resumed_from": job}) if as_json else started.name)
     if follow:
         return follow_job(started)

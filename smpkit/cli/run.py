@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._job import job_arguments, read_job
 from smpkit.cli.image import recipe_from, recipe_options
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
@@ -84,13 +85,16 @@ def _run_here(job: LoadedJob, arguments: tuple[str, ...], keep: bool, events: bo
 
 
 def _check_launcher(plan: LocalPlan) -> None:
-    """Find what would stop mpirun before anything is started, so that exit code 2 always means the configuration."""
+    """Find what would stop the launcher before anything is started."""
     if plan.job.distribution.launcher == "mpirun":
         from smpkit_container.command import find_mpirun
         from smpkit_container.mpi_options import parse_custom_options
 
         parse_custom_options(plan.job.distribution.custom_mpi_options)
         find_mpirun(plan.job.environment.get("PATH"))
+    elif importlib.util.find_spec("torch") is None:
+        hint = "`pip install 'smpkit[torch]'`, or `--docker` to run in the training image"
+        raise UnsupportedError("torch is not installed beside smpkit, so torchrun cannot start the ranks", hint=hint)
 
 
 def summary(plan: LocalPlan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING
 import click
 
 from smpkit.cli import _console
-from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job
+from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job, tell_if_interrupted
 from smpkit.cli._job import job_arguments, read_job
 from smpkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
+    from smpkit.config.section import KeyPath
     from smpkit_estimator.backends.sagemaker import Cloud
     from smpkit_estimator.submission import Submission
 
@@ -58,8 +60,9 @@ def submit(
         click.echo(_printed(submission, as_json), nl=False)
         return 0
     _announce(loaded, opened)
-    arn = send(submission, opened)
     job = Job(submission.request.job_name, opened)
+    with tell_if_interrupted(job):
+        arn = send(submission, opened)
     result = {"name": job.name, "arn": arn, "region": opened.region, "source": submission.archive_uri}
     click.echo(json.dumps(result, indent=2) if as_json else job.name)
     if follow:
@@ -79,12 +82,13 @@ def _planned(loaded: LoadedJob, cloud: Cloud, name: str | None) -> Submission:
     try:
         return plan_submission(loaded.config, loaded.folder, cloud, job_name=name)
     except ConfigError as error:
-        raise ConfigError([_located(problem, loaded) for problem in error.problems], subject=error.subject) from None
+        origins = {**loaded.origins, ("name",): "--name"} if name is not None else loaded.origins
+        raise ConfigError([_located(problem, origins) for problem in error.problems], subject=error.subject) from None
 
 
-def _located(problem: Problem, loaded: LoadedJob) -> Problem:
+def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:
     for length in range(len(problem.path), 0, -1):
-        origin = loaded.origins.get(problem.path[:length])
+        origin = origins.get(problem.path[:length])
         if origin not in (None, "default"):
             from smpkit.config.locate import LocatedProblem
 

@@ -12,7 +12,11 @@ from smpkit.config.explain import validation_error
 from smpkit.config.words import quoted
 from smpkit.errors import Problem
 
-__all__ = ["BucketUri", "ContainerPath", "JobName", "Location", "Pattern", "Script", "Word", "name_from"]
+__all__ = ["JOB_NAME", "BucketUri", "ContainerPath", "JobName", "Location", "Pattern", "Script", "Word", "name_from"]
+
+
+JOB_NAME = r"(?=.{1,63}$)[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
+"""What a whole name of a job matches; the service's own pattern allows hyphens beyond its 63 characters."""
 
 
 def _refuse(message: str, hint: str | None = None) -> Exception:
@@ -20,7 +24,7 @@ def _refuse(message: str, hint: str | None = None) -> Exception:
 
 
 def _job_name(value: str) -> str:
-    if re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", value) is None or len(value) > 63:
+    if re.fullmatch(JOB_NAME, value) is None:
         message = "must have 1 to 63 letters, digits and hyphens, the first and last no hyphen"
         raise _refuse(f"{message}, got {quoted(value)}", f"for example `{name_from(value)}`")
     return value
@@ -52,8 +56,14 @@ def _location(value: str) -> str:
         raise _refuse(
             f"must be a folder or an S3 URI, and a name has at most {_MAX_NAME_BYTES} bytes, got {quoted(value)}"
         )
-    if "://" in value and re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", value) is None:
+    if "://" in value and not value.startswith("s3://"):
         raise _refuse(f"must be a folder or an S3 URI, got {quoted(value)}", "for example `s3://bucket/folder`")
+    bucket = value.removeprefix("s3://").partition("/")[0]
+    if value.startswith("s3://") and re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket) is None:
+        what = (
+            f"must name a bucket, which has 3 to 63 lower-case letters, digits, dots and hyphens, got {quoted(value)}"
+        )
+        raise _refuse(what, "for example `s3://bucket/folder`")
     return value
 
 

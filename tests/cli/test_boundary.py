@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -101,6 +102,24 @@ def test_a_report_that_cannot_be_written_is_not_another_bug(
     assert capsys.readouterr().err == "error: a bug in smpkit: ZeroDivisionError\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot write: no space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b\n"), "cannot use `/a/b\\n`: permission denied"),
+    ],
+    ids=["full disk", "no permission"],
+)
+def test_what_the_machine_refuses_is_no_bug(error: OSError, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(raising(error)) == 1
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_a_file_that_smpkit_itself_misses_is_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert exit_code_of(raising(FileNotFoundError(errno.ENOENT, "No such file or directory", "x"))) == 3
+
+
 SCRIPT = """\
 import sys, time
 import click
@@ -135,3 +154,28 @@ def test_a_reader_that_leaves_a_pipe_causes_no_noise() -> None:
         error = process.stderr.read()
         process.wait(30)
     assert (process.returncode, error) == (1, b"")
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    line = f"{sys.executable} -m smpkit {command}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_sentence() -> None:
+    done = shell("--version >/dev/full")
+    assert (done.returncode, done.stderr) == (1, "error: cannot write: no space left on device\n")
+
+
+def test_streams_that_the_caller_closed_are_not_taken_by_files() -> None:
+    done = shell("schema <&- >&- 2>&-; echo $?")
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_ctrl_c_while_the_command_line_loads_is_said_like_any_other(tmp_path: Path) -> None:
+    """A `click` that is interrupted while it is imported stands in for the moment."""
+    (tmp_path / "click.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "smpkit", "schema"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")

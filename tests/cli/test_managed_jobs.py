@@ -373,3 +373,52 @@ def test_the_demonstration_lives_on_between_processes(use: Use, tmp_path: Path) 
     done = process("wait", "demo-fail", **around)
     assert (done.returncode, "ValueError: hidden size 2050" in done.stderr) == (1, True)
     assert "[rank 0] step 3/20" in process("logs", "demo-fail", **around).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["jobs", "--since", "999999d"],
+        ["logs", "job", "--since", "999999d"],
+        ["jobs", "--limit", "9" * 30],
+        ["cost", "job.yaml", "--price", "nan"],
+        ["cost", "job.yaml", "--price", "inf"],
+        ["cost", "job.yaml", "--price", "1", "--hours", "-1"],
+        ["cost", "missing.yaml", "--price", "1"],
+        ["status", "job.yaml"],
+        ["stop", "a b"],
+        ["logs", "-f", "x" * 64],
+        ["submit", "job.yaml", "--name", "a b"],
+    ],
+    ids=" ".join,
+)
+def test_a_value_that_cannot_be_meant_is_refused_before_the_cloud_is_asked(
+    use: Use, smpkit: Smpkit, arguments: list[str]
+) -> None:
+    fake = use()
+    result = smpkit(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.stderr
+    assert fake.faults.calls == {}
+
+
+def test_a_wrong_name_on_the_command_line_is_not_laid_to_the_file(use: Use, smpkit: Smpkit) -> None:
+    use()
+    assert smpkit("submit", "job.yaml", "--name", "a b").stderr.startswith("--name: name: `a b` does not fit")
+
+
+@pytest.mark.parametrize("command", ["submit", "resume"])
+def test_ctrl_c_while_a_job_is_started_tells_its_name(
+    use: Use, smpkit: Smpkit, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request may have been taken; without its name the user could not stop what costs money."""
+    use()
+    smpkit("submit", "job.yaml", "--name", "job")
+
+    def interrupted(_: Cloud, body: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Cloud, "create_job", interrupted)
+    result = smpkit(command, "job.yaml" if command == "submit" else "job", "--name", "next")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert "`next` was being started, and may have been" in result.stderr
+    assert "`smpkit stop next` stops it" in result.stderr

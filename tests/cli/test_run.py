@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Smpkit
+
 SMPKIT = [sys.executable, "-c", "from smpkit.cli.main import main; main()"]
 
 JOB = """
@@ -133,3 +135,15 @@ def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived the command"
         time.sleep(0.05)
+
+
+def test_without_torch_it_says_what_to_install(tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "print()", "entry_point: train.py\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    result = smpkit("run", "job.yaml")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: torch is not installed beside smpkit, so torchrun cannot start the ranks\n"
+        "hint: `pip install 'smpkit[torch]'`, or `--docker` to run in the training image\n"
+    )

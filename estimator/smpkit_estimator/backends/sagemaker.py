@@ -7,12 +7,15 @@ for a session: `backends.fake.FakeSageMaker` does.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, BinaryIO, Protocol
 
 import smpkit
+from smpkit.config.texts import JOB_NAME
+from smpkit.config.words import quoted
 from smpkit.errors import CloudError, UsageError
 from smpkit_estimator.backends.sagemaker_errors import (
     CloudProblem,
@@ -126,8 +129,11 @@ class Cloud:
         """Return what the service knows about a job.
 
         Raises:
-            UsageError: there is no such job.
+            UsageError: there is no such job, or none can have this name.
         """
+        if re.fullmatch(JOB_NAME, name) is None:
+            hint = "`smpkit submit` prints the name of a job, `smpkit jobs` lists them"
+            raise UsageError(f"{quoted(name)} cannot be the name of a job", hint=hint)
         try:
             answer: dict[str, Any] = self._tried("sagemaker", "describe_training_job", TrainingJobName=name)
         except CloudProblem as error:

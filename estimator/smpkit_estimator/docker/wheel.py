@@ -27,7 +27,7 @@ def pack_wheel(folder: Path) -> Path:
     metadata = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     files = {**dict(_sources()), f"{info}/METADATA": metadata.encode()}
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: smpkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nsmpkit = smpkit.cli.main:main\n"
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nsmpkit = smpkit.__main__:main\n"
     record = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in files.items()]
     files[f"{info}/RECORD"] = ("\n".join([*record, f"{info}/RECORD,,"]) + "\n").encode()
     path = folder / f"smpkit-{version}-py3-none-any.whl"
