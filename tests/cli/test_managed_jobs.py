@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -171,6 +172,40 @@ def test_watch_shows_every_phase(use: Use, smpkit: Smpkit) -> None:
     first = ["Starting", "Downloading", "Training"]
     assert phases == [*first, "Interrupted", *first, "Uploading"]
     assert "interrupted 1 time\n" in result.stdout
+
+
+def test_watch_repaints_in_place_on_a_terminal(use: Use, tmp_path: Path) -> None:
+    use()
+    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
+    process("submit", "job.yaml", "--name", "demo", **around)
+    environ = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | around | {"TERM": "xterm"}
+    reader, writer = pty.openpty()
+    command = [str(Path(sys.executable).with_name("smpkit")), "status", "--watch", "demo"]
+    with subprocess.Popen(command, env=environ, stdout=writer, stderr=subprocess.PIPE, text=True) as watching:
+        os.close(writer)
+        shown = read_all(reader).decode()
+        assert watching.stderr is not None
+        said = watching.stderr.read()
+    assert (watching.returncode, said) == (0, "")
+    hidden, back = shown.index("\x1b[?25l"), shown.index("\x1b[?25h")
+    end = shown.index("Completed", back)
+    assert hidden < back < end  # the cursor comes back, what was painted is taken away, and the end stays
+    assert "\x1b[2K" in shown[hidden:end]
+    assert "since it was created" not in shown[end:]
+
+
+def read_all(descriptor: int) -> bytes:
+    """Read from a terminal until its program has ended."""
+    found = b""
+    while True:
+        try:
+            part = os.read(descriptor, 4096)
+        except OSError:  # how Linux says that nobody writes to a terminal any more
+            part = b""
+        if not part:
+            os.close(descriptor)
+            return found
+        found += part
 
 
 @pytest.mark.parametrize(
