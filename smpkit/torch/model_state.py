@@ -10,6 +10,7 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.gathering import merge_everywhere, merge_on_first
+from smpkit.torch.partitioning.apply import home_of
 from smpkit.torch.partitioning.delayed import fill, is_delayed
 from smpkit.torch.sharded_tensors import as_local, as_shards, as_whole
 from smpkit.torch.state import state
@@ -70,11 +71,18 @@ class ModelState(nn.Module):
         return (pair for pair in self.module.named_buffers() if pair[1].device.type != "meta")
 
     def local_modules(self) -> Iterator[nn.Module]:
-        return self.module.modules()
+        """Iterate over the modules that this rank holds, and those above them."""
+        return (module for _, module in self.local_named_modules())
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        named: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
-        return named
+        """Iterate over the modules that this rank holds, and those above them, with their names."""
+        assignment = None if self.pipeline is None else self.pipeline.assignment
+        placement = {} if assignment is None else assignment.partition_of
+        return (
+            (name, module)
+            for name, module in self.module.named_modules()
+            if home_of(name, placement) in (None, state.pp_rank)
+        )
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any

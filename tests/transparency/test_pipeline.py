@@ -39,6 +39,10 @@ def train(degree: int, microbatches: int, pipeline: str) -> Trace:
     held = {name for name, _ in model.local_named_parameters()}
     trace.gradients = {name: gradient for name, gradient in trace.gradients.items() if name in held}
     trace.weights = {name: weight for name, weight in trace.weights.items() if name in held}
+    modules = {name for name, _ in model.local_named_modules()}
+    assert modules >= {name.rpartition(".")[0] for name in held}
+    others = {name for name, _ in model.named_parameters()} - held
+    assert not modules & {name.rpartition(".")[0] for name in others}
     smp.shutdown()
     return trace
 

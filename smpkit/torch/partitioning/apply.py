@@ -9,7 +9,7 @@ from torch import nn
 
 from smpkit.torch.partitioning.delayed import initialize
 
-__all__ = ["holders_of", "keep_own_parts"]
+__all__ = ["holders_of", "home_of", "keep_own_parts"]
 
 
 def holders_of(root: nn.Module, placement: Mapping[str, int], size: int) -> dict[int, frozenset[int]]:
@@ -48,14 +48,15 @@ def keep_own_parts(
             nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
             parameter.data = torch.full((), nothing, dtype=parameter.dtype).expand(parameter.shape)
     for name, module in root.named_modules():
-        home = _home_of(name, placement)
+        home = home_of(name, placement)
         target = device if home is None or home == rank else torch.device("meta")
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != target:
                 module._buffers[key] = buffer.to(target)
 
 
-def _home_of(name: str, placement: Mapping[str, int]) -> int | None:
+def home_of(name: str, placement: Mapping[str, int]) -> int | None:
+    """Return the rank that holds a module; None if it lies above those that are placed."""
     while True:
         if name in placement:
             return placement[name]

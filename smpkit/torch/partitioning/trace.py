@@ -128,6 +128,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
         _log.info("no tracing pass: the step needs values (%s); partitioning by parameter sizes", error)
         return {}
     finally:
+        saved.forget()
         for handle in handles:
             handle.remove()
     for call in checkpointed.calls:
@@ -159,14 +160,24 @@ class _SavedBytes:
         # The tensors are kept, or the address of a storage that is gone could be that of another one later on.
         self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in self._parameters}
         self._modes: set[int] = set()
+        self._packed: list[torch.Tensor] = []
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> int:
         if isinstance(tensor, FakeTensor) and id(tensor.fake_mode) not in self._modes:
             self._meet(tensor.fake_mode)
         if _storage_key(tensor) not in self._seen:
             self._seen[_storage_key(tensor)] = tensor
             self.total += tensor.untyped_storage().nbytes()
-        return tensor
+        self._packed.append(tensor)
+        return len(self._packed) - 1
+
+    def forget(self) -> None:
+        """Let go of the tensors: the graphs that they belong to hold this object, where no collector looks for cycles.
+
+        Otherwise the model, and the threads that end with it, would stay for ever.
+        """
+        self._seen.clear()
+        self._packed.clear()
 
     def _meet(self, mode: FakeTensorMode) -> None:
         """Know the parameters again as this mode shows them to operations: it makes one fake tensor of each."""
@@ -176,8 +187,8 @@ class _SavedBytes:
                 shown = mode.from_tensor(parameter)
                 self._seen[_storage_key(shown)] = shown
 
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    def unpack(self, number: int) -> torch.Tensor:
+        return self._packed[number]
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from smpkit.errors import UsageError
 from smpkit.torch import deadline
 from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.state import state
 
 __all__ = ["Ways", "disagreement", "watch", "ways_of"]
 
@@ -61,17 +62,20 @@ def ways_of(stage: Stage) -> Ways:
 
 
 def watch(stage: Stage, ranks: Sequence[int]) -> None:
-    """Look after the waits of `stage` from a thread of its own, for as long as it exists.
+    """Look after the waits of `stage` from a thread of its own, until it is gone or `smp.shutdown()` is called.
 
     Args:
         ranks: the global ranks of the pipeline.
     """
-    threading.Thread(target=_watch, args=(weakref.ref(stage), list(ranks)), name="smpkit-watch", daemon=True).start()
+    over = threading.Event()
+    state.forgetters.append(over.set)
+    arguments = weakref.ref(stage), list(ranks), over
+    threading.Thread(target=_watch, args=arguments, name="smpkit-watch", daemon=True).start()
 
 
-def _watch(reference: weakref.ref[Stage], ranks: list[int]) -> None:
-    while _look(reference(), ranks):
-        time.sleep(_PATIENCE_SECONDS / 2)
+def _watch(reference: weakref.ref[Stage], ranks: list[int], over: threading.Event) -> None:
+    while _look(reference(), ranks) and not over.wait(_PATIENCE_SECONDS / 2):
+        pass
 
 
 def _look(stage: Stage | None, ranks: list[int]) -> bool:
