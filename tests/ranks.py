@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preloaded"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 class RankFailed(AssertionError):
@@ -57,8 +57,8 @@ def run_ranks(
             "OMP_NUM_THREADS": "1",
             **(env or {}),
         }
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_rank_main, args=(theirs, variables, function, args), daemon=True)
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_rank_main, args=(theirs, variables, function, args), daemon=True)
         process.start()
         theirs.close()
         ranks.append((process, ours))

@@ -221,7 +221,7 @@ class _ModuleBeingLoaded(ModuleType):
         if name == "Trainer" and name in super().__getattribute__("__dict__"):
             self.__class__ = ModuleType  # type: ignore[assignment]
             _replace(self)
-        return super().__getattribute__(name)
+        return ModuleType.__getattribute__(self, name)  # not `super()`: the class may just have changed
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

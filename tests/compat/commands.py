@@ -52,6 +52,7 @@ def run_on_ranks(script: str, *arguments: str, ranks: int, parameters: Mapping[s
 def _as_main(script: str, arguments: Sequence[str], parameters: str) -> None:
     sys.path.append(str(DROP_IN_PATH))
     os.environ["SM_HP_MP_PARAMETERS"] = parameters
+    os.environ["SM_FRAMEWORK_PARAMS"] = '{"sagemaker_mpi_enabled": true}'  # as `smpkit compat` does
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

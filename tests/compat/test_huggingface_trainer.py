@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smpkit.torch.cuda_on_cpu import _on_cpu
-from tests.compat.commands import run_script
+from tests.compat.commands import run_on_ranks, run_script
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="Trainer needs accelerate, of the `dev` extra"
@@ -21,10 +21,19 @@ SCRIPT = "huggingface_trainer.py"
 PIPELINE = {"partitions": 2, "ddp": True, "microbatches": 2}
 
 
-def _train(folder: Path, *arguments: str, ranks: int = 1, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+def _train(
+    folder: Path,
+    *arguments: str,
+    ranks: int = 1,
+    parameters: dict[str, Any] | None = None,
+    through_compat: bool = False,
+) -> dict[str, Any]:
     report = folder / f"report-{ranks}-{len(list(folder.glob('report*')))}.json"
     given = ("--output_dir", str(folder / f"out-{ranks}"), "--report", str(report), *arguments)
-    run_script(SCRIPT, *given, ranks=ranks, parameters=parameters, timeout=170)
+    if through_compat:
+        run_script(SCRIPT, *given, ranks=ranks, parameters=parameters, timeout=170)
+    else:
+        run_on_ranks(SCRIPT, *given, ranks=ranks, parameters=parameters or {})
     result: dict[str, Any] = json.loads(report.read_text())
     return result
 
@@ -60,7 +69,7 @@ def test_a_pipeline_with_replicas_trains_as_one_process(tmp_path: Path) -> None:
 def test_a_pipeline_of_divided_modules_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     alone = _train(tmp_path)
     divided = {**PIPELINE, "tensor_parallel_degree": 2, "prescaled_batch": True}
-    _same(alone, _train(tmp_path, "--tensor_parallel", "1", ranks=4, parameters=divided))
+    _same(alone, _train(tmp_path, "--tensor_parallel", "1", ranks=4, parameters=divided, through_compat=True))
     _same_weights(tmp_path / "out-1", tmp_path / "out-4")
 
 

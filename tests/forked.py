@@ -1,0 +1,47 @@
+"""Run a module's command line as `subprocess.run([python, "-m", ...])` does, in a process that has torch already."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import CONTEXT
+
+__all__ = ["run_module"]
+
+
+def run_module(command: Sequence[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python ... -m module arguments...` here, forked; what Python itself is told before `-m` means nothing.
+
+    Raises subprocess.TimeoutExpired.
+    """
+    at = command.index("-m")
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder) / name for name in ("out", "err"))
+        process = CONTEXT.Process(
+            target=_main, args=(command[at + 1 :], str(Path.cwd()), str(out), str(err)), daemon=True
+        )
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(command, timeout)
+        texts = [path.read_text(encoding="utf-8") for path in (out, err)]
+    return subprocess.CompletedProcess(command, process.exitcode, *texts)
+
+
+def _main(words: Sequence[str], folder: str, out: str, err: str) -> None:
+    os.chdir(folder)
+    for number, name in ((1, out), (2, err)):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
