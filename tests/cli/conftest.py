@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from smpkit.cli import _planned
 from smpkit.cli.main import cli
+from tests.forked import run_module
 
 JOB = """\
 entry_point: train.py
@@ -50,8 +53,10 @@ Smpkit = Callable[..., Result]
 
 
 @pytest.fixture
-def smpkit() -> Smpkit:
-    """Run the command line in this process."""
+def smpkit(monkeypatch: pytest.MonkeyPatch) -> Smpkit:
+    """Run the command line in this process, and the one that describes a model in a fork that has torch already."""
+    forked = SimpleNamespace(run=run_module, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(_planned, "subprocess", forked)
 
     def run(*arguments: str, **extra: Any) -> Result:
         return CliRunner().invoke(cli, list(arguments), **extra)

@@ -7,7 +7,7 @@ import pytest
 
 from smpkit.cli.plan import _OPTIMIZERS
 from smpkit.plan.memory import OPTIMIZERS
-from tests.cli.conftest import Smpkit
+from tests.cli.conftest import Smpkit, process
 
 REPORT = """\
 train: 16 ranks on 2 hosts
@@ -148,13 +148,17 @@ def test_json_counts_every_byte_of_a_model(zoo: Path, smpkit: Smpkit) -> None:
     ids=["nothing", "both", "set", "ranks", "hosts", "zero", "units", "raises", "form", "module"],
 )
 def test_what_cannot_be_is_said(arguments: list[str], code: int, message: str, zoo: Path, smpkit: Smpkit) -> None:
-    from tests.cli.conftest import process
+    result = smpkit("plan", *arguments)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
-    done = process("plan", *arguments, NO_COLOR="1")
-    assert done.returncode == code
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+
+@pytest.mark.usefixtures("zoo")
+def test_a_model_is_described_by_a_process_of_its_own() -> None:
+    described = process("plan", "--pp", "2", "--model", "zoo:Net", "--json")
+    assert json.loads(described.stdout)["ranks"] == 2
 
 
 @pytest.mark.usefixtures("zoo")
