@@ -139,9 +139,9 @@ def test_gradients_are_averaged_over_their_group_and_scaled_once(size: int) -> N
 def differ(what: str) -> None:
     smp.init({"ddp": True, "tensor_parallel_degree": TP})
     module = Kinds(smp.tp_rank())
-    if smp.rank() == 3 and what == "piece":
+    if (smp.rank() == 3 and what == "piece") or (smp.rdp_rank() == 1 and what == "replica"):
         piece = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        mark(piece, Shard((6,), 0, (), 1, TP, CommGroup.RDP_GROUP, 1 / TP))
+        mark(piece, Shard((6,), 0, (), smp.tp_rank(), TP, CommGroup.RDP_GROUP, 1 / TP))
         module.register_parameter("piece", piece)
     if smp.rank() == 3 and what == "scale":
         mark(module.get_parameter("partial"), Shard((2,), None, (), 1, TP, CommGroup.DP_GROUP, 1.0))
@@ -151,7 +151,8 @@ def differ(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("piece", r"ranks [01] and [01]: `parameter piece \[[46]\]"),
+        ("piece", r"ranks 2 and 3 of a tensor-parallel group: `parameter piece \[4\] .*` against `.* \[6\]"),
+        ("replica", r"data-parallel ranks 1 and 3: `parameter piece \(2,\).* against `parameter piece \(3,\)"),
         ("scale", r"ranks 0 and 3: .*x 2.*` against .*x 1\.0`"),
     ],
 )

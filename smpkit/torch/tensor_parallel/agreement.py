@@ -77,11 +77,12 @@ def agree(root: nn.Module, names: Sequence[str]) -> Agreement:
     everybody: list[Any] = [None] * state.tp_size
     with waiting("the comparison of models between tensor-parallel ranks", group):
         dist.all_gather_object(everybody, (mine, _checksums(root), torch.initial_seed()), group=group)
-    for rank, (theirs, _, _) in enumerate(everybody):
-        if theirs != mine:
+    first, first_rank = everybody[0][0], dist.get_global_rank(group, 0)
+    for rank, (theirs, _, _) in zip(dist.get_process_group_ranks(group), everybody, strict=True):
+        if theirs != first:
             raise UsageError(
-                f"the model differs between tensor-parallel ranks {state.tp_rank} and {rank}:"
-                f" {_first_difference(mine, theirs)}",
+                f"the model differs between ranks {first_rank} and {rank} of a tensor-parallel group:"
+                f" {_first_difference(first, theirs)}",
                 hint="build the same model on every rank",
             )
     return Agreement(all(sums == everybody[0][1] for _, sums, _ in everybody), everybody[0][2])

@@ -149,7 +149,8 @@ def check_same_shape(x: torch.Tensor) -> None:
         dist.all_gather(everybody, mine, group=group)
     shapes = [[size for size in each.tolist() if size >= 0] for each in everybody]
     if any(shape != shapes[0] for shape in shapes):
-        said = ", ".join(f"{shape} on tp_rank {rank}" for rank, shape in enumerate(shapes))
+        ranks = dist.get_process_group_ranks(group)
+        said = ", ".join(f"{shape} on rank {rank}" for rank, shape in zip(ranks, shapes, strict=True))
         raise UsageError(
             f"the tensor-parallel ranks brought batches of different shapes: {said}",
             hint="give every rank as many samples of the same length: `drop_last=True`, padding to a fixed length",

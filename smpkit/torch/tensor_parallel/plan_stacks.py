@@ -223,7 +223,8 @@ def _agree(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     with waiting(f"comparison of the inputs of `{name}` between tensor-parallel ranks", group):
         dist.all_gather_object(everybody, mine, group=group)
     if any(each != mine for each in everybody):
-        said = "; ".join(f"{_described(each)} on tp_rank {rank}" for rank, each in enumerate(everybody))
+        ranks = dist.get_process_group_ranks(group)
+        said = "; ".join(f"{_described(each)} on rank {rank}" for rank, each in zip(ranks, everybody, strict=True))
         raise UsageError(
             f"the tensor-parallel ranks called `{name}` with different inputs: {said}",
             hint="give every rank as many samples of the same length, and the same arguments",

@@ -108,7 +108,7 @@ def test_values_and_gradients_of_every_exchange() -> None:
         shapes = [(4, 6), (4, 6), (4, 12), (4, 3), (8, 6), (4, 3), (8, 3)]
         assert found["fake"] == found["meta"] == dict(zip(KINDS, shapes, strict=True))
         assert "dimension 1 is 3, which the 2 tensor-parallel ranks do not divide" in found["uneven"]
-        assert "different shapes: [2, 3] on tp_rank 0, [3, 3] on tp_rank 1" in found["unequal"]
+        assert "different shapes: [2, 3] on rank 0, [3, 3] on rank 1" in found["unequal"]
 
 
 def count_messages() -> dict[str, Any]:

@@ -78,7 +78,7 @@ def other_shapes() -> None:
     model = wrapped(fresh())
     tokens, _ = samples(0)
     with pytest.raises(
-        UsageError, match=r"different inputs: input_ids \[2, 6\] on tp_rank 0; input_ids \[3, 6\] on tp_rank 1"
+        UsageError, match=r"different inputs: input_ids \[2, 6\] on rank 0; input_ids \[3, 6\] on rank 1"
     ):
         model.get_module()(input_ids=tokens[: 2 + smp.tp_rank()])
     smp.shutdown()

@@ -305,7 +305,7 @@ def other_marks() -> None:
 
 
 def test_ranks_with_other_marks_hear_what_differs() -> None:
-    with pytest.raises(RankFailed, match="the model differs between tensor-parallel ranks 0 and 1"):
+    with pytest.raises(RankFailed, match="the model differs between ranks 0 and 1 of a tensor-parallel group"):
         run_ranks(other_marks, 2)
 
 
