@@ -66,6 +66,7 @@ class Index:
         degrees: pipeline, virtual pipeline and tensor degree it was saved with.
         smpkit: version that wrote it.
         files: name -> size in bytes.
+        elsewhere: files of this checkpoint that lie on the file systems of other hosts -> where.
         format: version of this layout.
         random: seed and step of the streams of random numbers, so that dropout goes on as if nothing had happened.
         partition: which unit was on which pipeline rank, as `Assignment.to_json` has it; None before the first step.
@@ -77,6 +78,7 @@ class Index:
     degrees: Mapping[str, int]
     smpkit: str
     files: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     format: int = _FORMAT
     random: Mapping[str, int] = field(default_factory=dict)
     partition: str | None = None
@@ -235,3 +237,10 @@ def as_checkpoint_error(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{doing}: {error.strerror or error}") from error
+    except RuntimeError as error:
+        if not re.search("inline_container|PytorchStreamWriter", str(error)):
+            raise
+        # torch's writer, which notices that what it wrote is not there, or hides the OSError of the file given to it.
+        hidden = error.__context__ if isinstance(error.__context__, OSError) else None
+        reason = (hidden and hidden.strerror) or "not all of it could be written, as on a disk without room"
+        raise CheckpointError(f"{doing}: {reason}") from error

@@ -27,7 +27,7 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.precision import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
-from smpkit.torch.sharded_data_parallel import shard_model
+from smpkit.torch.sharded_data_parallel import ShardedDataParallel, shard_model
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 from smpkit.torch.tensor_parallel.replace import distribute
@@ -143,10 +143,12 @@ class DistributedModel(ModelState):
             self._run_hooks(self._post_partition_hooks)
             if self.data_parallel is not None:
                 self.data_parallel.begin_plain_pass(self.training)
-        if self._half is None:
-            return self.module(*args, **kwargs)
-        args, kwargs = cast_inputs((args, kwargs), self._half)
-        return cast_outputs(self.module(*args, **kwargs), self._half)
+        gathering = isinstance(self.data_parallel, ShardedDataParallel)
+        with _abandoned_on_error(self.data_parallel if gathering else None):
+            if self._half is None:
+                return self.module(*args, **kwargs)
+            args, kwargs = cast_inputs((args, kwargs), self._half)
+            return cast_outputs(self.module(*args, **kwargs), self._half)
 
     def backward(
         self,
@@ -178,7 +180,7 @@ class DistributedModel(ModelState):
             run.backwards += 1
         self._in_backward = True
         try:
-            with recorded_backward():
+            with recorded_backward(), _abandoned_on_error(self.data_parallel):
                 torch.autograd.backward(roots, grads)
         finally:
             self._in_backward = False
@@ -401,6 +403,17 @@ def _answer_to_module(module: nn.Module) -> None:
     """
     if not hasattr(module, "module"):
         object.__setattr__(module, "module", module)
+
+
+@contextlib.contextmanager
+def _abandoned_on_error(replica: DataParallel | None) -> Iterator[None]:
+    """Forget a pass outside any step that an exception ends; the step sees to its own."""
+    try:
+        yield
+    except BaseException:
+        if replica is not None and state.step is None:
+            replica.abandon()
+        raise
 
 
 def _loss_scale() -> float:

@@ -23,10 +23,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.data_parallel import DataParallel, Reduction, broadcast_held
+from smpkit.torch.deadline import waiting
 from smpkit.torch.holders import Held, find_held
 from smpkit.torch.initialize import extra_group
 from smpkit.torch.partitioning.delayed import initialize
@@ -113,13 +115,18 @@ class ShardedDataParallel(DataParallel):
         super().__init__(module, [], reduction)
         assert isinstance(module, FSDPModule)
         self._root = module
+        self._has_columns = state.rdp_size > state.cfg.sharded_data_parallel_degree
         now = dict(module.named_parameters())
         self._replaced = {key: (before, now[name]) for key, (before, name) in replaced.items()}
         for before, after in self._replaced.values():
             shard = shard_of(before)
             if shard is not None:
                 mark(after, shard)
-        self._failed = False
+        self._ran = False
+        """Whether the model has been called: only then `fully_shard` has something to forget."""
+        module.register_forward_pre_hook(self._note_run)
+        self._failed_with: frozenset[str] | None = None
+        """The parameters that were gathered when a pass failed, until the next one begins."""
 
     def adopt(self, groups: Sequence[dict[str, Any]]) -> None:
         """Let the parameter groups of an optimizer that was made before the model was divided hold the parts."""
@@ -127,11 +134,7 @@ class ShardedDataParallel(DataParallel):
             group["params"] = [self._replaced.get(id(each), (each, each))[1] for each in group["params"]]
 
     def begin_step(self, training: bool) -> None:
-        if self._failed:
-            raise UsageError(
-                "a step failed, and what it left in sharded data parallelism cannot be told from the next one's",
-                hint="resume from a checkpoint in a new process",
-            )
+        self._agree_on_failure()
         super().begin_step(training)
 
     def before_backward(self, run: StepRun) -> None:
@@ -143,12 +146,60 @@ class ShardedDataParallel(DataParallel):
 
     def begin_plain_pass(self, training: bool) -> None:
         """Get ready for a backward outside any step, which averages over all replicas: averages add up."""
+        self._agree_on_failure()
         if torch.is_grad_enabled():
             self._root.set_requires_all_reduce(True)
             self._begin_pass(training)
 
     def abandon(self) -> None:
-        self._failed = torch.is_grad_enabled()
+        """Divide again what a failed pass had gathered, and drop what of its gradients was not reduced yet.
+
+        Without a message to other ranks, which may not have failed: the next pass asks them.
+        """
+        gathered = {n: each for n, each in self._root.named_parameters() if not isinstance(each, DTensor)}
+        self._failed_with = frozenset(gathered) | (self._failed_with or frozenset())
+        for each in gathered.values():
+            each.grad = None
+        if self._ran and hasattr(self._root, "reset_iter_state"):  # since torch 2.13
+            self._root.reset_iter_state()
+        done = self._passes % self._passes_per_reduction
+        if done and self._has_columns:
+            # Their gradients lay beside the parameters, reduced over a row and not yet over the columns.
+            self._passes -= done
+            warnings.warn(
+                f"a step failed, and the gradients of the {done} before it in this accumulation are lost with it:"
+                " accumulation begins anew",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _note_run(self, *_: object) -> None:
+        self._ran = True
+
+    def _agree_on_failure(self) -> None:
+        """After a failed pass, go on if all ranks failed at the same place: then no message is on its way.
+
+        Raises:
+            UsageError: they did not, or this torch cannot forget a failed pass.
+        """
+        if self._failed_with is None:
+            return
+        if not hasattr(self._root, "reset_iter_state"):
+            raise UsageError(
+                f"a step failed, and torch {torch.__version__} cannot go on with sharded data parallelism after that",
+                hint="install torch 2.13 or later, or resume from a checkpoint in a new process",
+            )
+        everybody: list[Any] = [None] * dist.get_world_size(self.group)
+        with waiting("the agreement of ranks on a step that failed, which must fail on all of them", self.group):
+            dist.all_gather_object(everybody, sorted(self._failed_with), group=self.group)
+        for rank, theirs in zip(dist.get_process_group_ranks(self.group), everybody, strict=True):
+            if theirs != everybody[0]:
+                raise UsageError(
+                    f"a step failed at one place on rank {dist.get_global_rank(self.group, 0)} and at another on rank"
+                    f" {rank}, which sharded data parallelism cannot go on after",
+                    hint="resume from a checkpoint in a new process",
+                )
+        self._failed_with = None
 
     def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:  # noqa: ARG002 - the base's arguments
         raise UnsupportedError(

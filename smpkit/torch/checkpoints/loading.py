@@ -34,7 +34,7 @@ from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.module import whole_shape
 from smpkit.torch.unread import read_later
 
-__all__ = ["load_model", "load_optimizer"]
+__all__ = ["load_loss_scale", "load_model", "load_optimizer"]
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -43,7 +43,8 @@ __all__ = ["load_model", "load_optimizer"]
 def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MODEL) -> None:
     """Fill the parameters and buffers that this rank holds, in place.
 
-    Parameters without memory yet are filled when the model is partitioned.
+    Parameters without memory yet are filled when the model is partitioned, and so are those whose files lie on other
+    hosts only: it may turn out that this rank does not hold them.
 
     Args:
         strict: names must be the same.
@@ -55,7 +56,8 @@ def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MO
     own = model.module.state_dict(keep_vars=True)
     sources = _sources(model.module, own, reader, prefix, strict)
     _check_shapes(own, sources, reader)
-    later = [name for name in sources if model_waits(model) and is_delayed(own[name])]
+    waits = model_waits(model)
+    later = [name for name, source in sources.items() if waits and (is_delayed(own[name]) or _lacks(reader, source))]
     _fill(model, reader, {name: source for name, source in sources.items() if name not in later})
     if later:
         read_later(lambda: _fill(model, reader, {name: sources[name] for name in later}))
@@ -70,6 +72,10 @@ def model_waits(model: Model) -> bool:
 
 _Source = str | Make
 """The name in the checkpoint, or what makes the whole tensor."""
+
+
+def _lacks(reader: PieceReader, source: _Source) -> bool:
+    return isinstance(source, str) and reader.lacks(source)
 
 
 def _sources(
@@ -192,6 +198,12 @@ def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> N
         read_later(lambda: _load_states(optimizer, model, reader, groups))
     else:
         _load_states(optimizer, model, reader, groups)
+
+
+def load_loss_scale(optimizer: Optimizer, reader: PieceReader) -> None:
+    """Load of an optimizer's state the loss scale alone, where the checkpoint and the optimizer have one."""
+    if SCALER in reader.metadata.state_dict_metadata and optimizer.masters is not None:
+        optimizer.masters.scaler.load_state_dict(read_into(reader, {}, [SCALER])[SCALER])
 
 
 def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:

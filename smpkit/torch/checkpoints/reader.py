@@ -14,7 +14,7 @@ import io
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +38,17 @@ from smpkit.torch.checkpoints.contents import Entry
 from smpkit.torch.checkpoints.places import view_of
 from smpkit.torch.saving import read_file
 
-__all__ = ["PIECES", "CheckpointReader", "Piece", "PieceReader", "StateReader", "describe", "merged", "metadata_of"]
+__all__ = [
+    "PIECES",
+    "CheckpointReader",
+    "Piece",
+    "PieceReader",
+    "StateReader",
+    "describe",
+    "merged",
+    "metadata_of",
+    "of_files",
+]
 
 PIECES: Final = "pieces.json"
 
@@ -81,6 +91,13 @@ class PieceReader(StorageReader):
     def _open(self, path: Path) -> Any:
         """Open a file, without reading all of it."""
 
+    def lacks(self, name: str) -> bool:
+        """Tell whether a part of a tensor is in a file that is not in this folder."""
+        return False
+
+    def _check_files(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError if a file is not there that can be missing."""
+
     def _tensor(self, content: Any, key: Sequence[str | int], offsets: Sequence[int], sizes: Sequence[int]) -> Any:
         """Return a box of a tensor of an open file."""
         return view_of(_find(content, key), offsets, sizes)
@@ -117,6 +134,7 @@ class PieceReader(StorageReader):
         for item in plan.items:
             piece = pieces[item.storage_index]
             by_file.setdefault(piece.file, []).append((piece, item))
+        self._check_files(by_file)
         for file, wanted in by_file.items():
             content = self._open(self.folder / file)
             for piece, item in wanted:
@@ -154,13 +172,37 @@ class CheckpointReader(PieceReader):
         CheckpointError: the folder is no complete checkpoint, or is damaged.
     """
 
+    _elsewhere: Mapping[str, str] = {}
+    _lacking: Container[str] | None = None
+
     def _describe(self) -> Metadata:
-        files = frozenset(read_index(self.folder).files)
+        index = read_index(self.folder)
+        self._elsewhere, self._lacking = index.elsewhere, None
+        files = frozenset(index.files) | index.elsewhere.keys()
         try:
             said = json.loads((self.folder / PIECES).read_text())
             return metadata_of(said, files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / PIECES} cannot be read: {error!r}") from error
+
+    def lacks(self, name: str) -> bool:
+        """Tell whether a part of a tensor is in a file that lies on another host only."""
+        pieces: Mapping[MetadataIndex, Piece] = self.metadata.storage_data
+        if self._lacking is None:
+            self._lacking = {index.fqn for index, piece in pieces.items() if self._is_absent(piece.file)}
+        return name in self._lacking
+
+    def _is_absent(self, file: str) -> bool:
+        return file in self._elsewhere and not (self.folder / file).is_file()
+
+    def _check_files(self, names: Iterable[str]) -> None:
+        if lacking := sorted(filter(self._is_absent, names)):
+            told = ", ".join(f"`{name}` (saved by {self._elsewhere[name]})" for name in lacking)
+            raise CheckpointError(
+                f"{self.folder} lacks {told}",
+                hint="when it was saved, hosts had a folder each: copy these files here from there, or resume on the "
+                "same hosts with the same degrees",
+            )
 
     def _open(self, path: Path) -> Any:
         return read_file(path, "cpu", mmap=True)
@@ -204,6 +246,12 @@ def describe(entries: Iterable[Entry], file: str) -> dict[str, Any]:
             dtype = str(entry.value.dtype).removeprefix("torch.")
             said[entry.name] = {"dtype": dtype, "shape": entry.shape, "pieces": pieces}
     return said
+
+
+def of_files(pieces: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    """Return what of `describe` is about some of the files."""
+    left = {name: [each for each in said["pieces"] if each[0] in names] for name, said in pieces.items()}
+    return {name: {**pieces[name], "pieces": each} for name, each in left.items() if each}
 
 
 def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

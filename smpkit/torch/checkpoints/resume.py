@@ -11,12 +11,13 @@ from typing import Any
 from smpkit.errors import CheckpointError
 from smpkit.plan.assignment import Assignment
 from smpkit.torch import checkpoint_files as files
-from smpkit.torch.checkpoints.loading import load_model, load_optimizer
+from smpkit.torch.checkpoints.loading import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
 from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.checkpoints.together import Model, Optimizer, all_succeed, the_model
 from smpkit.torch.comm import allgather
 from smpkit.torch.model_state import PARTIAL_KEY
+from smpkit.torch.rendezvous import name_ranks
 from smpkit.torch.saving import read_file, read_mapped
 from smpkit.torch.state import state
 from smpkit.torch.unread import forget_unread
@@ -45,7 +46,9 @@ def resume_from_checkpoint(
         partial: a checkpoint of parts; else one file, `path/tag`, which may be a plain `torch.save` of a state dict.
         strict: names must match exactly.
         load_optimizer: load the optimizer's state too, if the checkpoint is partial.
-        load_sharded_optimizer_state: accepted for SMP v1 scripts; sharded states load like any others.
+        load_sharded_optimizer_state: with sharded data parallelism, False loads of the optimizer only the loss scale,
+            as in SMP v1 (the float32 weights are the model's own): moments and settings of groups start afresh. Without
+            it, it has no effect.
         translate_function: applied to the state dict of a full checkpoint before it is loaded.
 
     Raises:
@@ -53,7 +56,7 @@ def resume_from_checkpoint(
             lacks what a rank needs now.
         UsageError: there is no model.
     """
-    del load_sharded_optimizer_state
+    states = load_sharded_optimizer_state or state.cfg.sharded_data_parallel_degree == 1
     model, folder = the_model(), Path(path)
     name = _choose(folder, tag, partial)
     optimizer = state.optimizer if load_optimizer else None
@@ -61,7 +64,7 @@ def resume_from_checkpoint(
     def load() -> Any:
         forget_unread()
         if partial:
-            return _load_partial(folder / name, model, optimizer, strict)
+            return _load_partial(folder / name, model, optimizer, strict, states)
         return _load_full(folder, name, model, strict, translate_function)
 
     return all_succeed(f"checkpoint `{name}` in {folder} was not loaded", load)
@@ -97,6 +100,12 @@ def _choose(folder: Path, tag: str | None, partial: bool) -> str:
     # Hosts with folders of their own may have different ones; of one name, different saves.
     common = [name for name, save in seen[0][0].items() if all(theirs.get(name) == save for theirs, _ in seen)]
     newest = seen[0][1]
+    lacking = [rank for rank, (theirs, _) in enumerate(seen) if not theirs]
+    if 0 < len(lacking) < len(seen):
+        raise CheckpointError(
+            f"there is no complete checkpoint in {folder} on {name_ranks(lacking)}, though there is one on the others",
+            hint="resume on the hosts that saved, or keep checkpoints on a file system that all hosts share",
+        )
     if not common:
         raise CheckpointError(f"there is no complete checkpoint in {folder}", hint="ask smp.latest_checkpoint")
     chosen: str = newest if newest in common else common[0]
@@ -124,15 +133,17 @@ def _warn_if_not_newest(folder: Path, chosen: str, newest: str | None, partial: 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _load_partial(folder: Path, model: Model, optimizer: Optimizer | None, strict: bool) -> Any:
+def _load_partial(folder: Path, model: Model, optimizer: Optimizer | None, strict: bool, states: bool) -> Any:
     index = files.read_index(folder)
     if problem := files.damage(folder, index):
         raise CheckpointError(problem)
     reader = CheckpointReader(folder)
     content = read_file(folder / USER_CONTENT, "cpu") if USER_CONTENT in index.files else None
     load_model(model, reader, strict)
-    if optimizer is not None:
+    if optimizer is not None and states:
         load_optimizer(optimizer, model, reader)
+    elif optimizer is not None:
+        load_loss_scale(optimizer, reader)
     model.load_random_state(index.random)
     _resume_partition(model, index)
     return {} if content is None else content

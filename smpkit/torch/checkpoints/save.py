@@ -9,7 +9,7 @@ All ranks together::
     leaders        write `newest`, remove checkpoints beyond `num_kept_partial_checkpoints`
 
 So an interrupted save is never visible and never harms an older checkpoint. Hosts may share the folder or have one
-each; each file system gets what its own ranks need to resume.
+each; each file system gets what its own ranks need to resume, and `pieces.json` says of the rest where it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import socket
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +32,7 @@ import torch
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch import checkpoint_files as files
 from smpkit.torch.checkpoints.contents import Entry, model_entries, nested, optimizer_entries
-from smpkit.torch.checkpoints.reader import PIECES, describe, merged
+from smpkit.torch.checkpoints.reader import PIECES, describe, merged, of_files
 from smpkit.torch.checkpoints.sharing import Sharing, find_sharing
 from smpkit.torch.checkpoints.together import Model, Optimizer, all_succeed, the_model
 from smpkit.torch.checkpoints.whole import write_whole_file
@@ -82,7 +84,7 @@ def save_checkpoint(
         if not partial:
             write_whole_file(save.staged / tag, job.model, save.shared, failure, translate=translate_if_full)
         own = all_succeed(failure, lambda: _write_parts(save, job))
-        parts = [part for rank, part in enumerate(allgather(own)) if rank in save.shared.here]
+        parts = allgather(own)
         all_succeed(failure, lambda: _publish(save, parts, job))
     except BaseException:
         _discard(save)
@@ -135,6 +137,7 @@ class _Save:
 class _Part:
     """What one rank has written: the sizes of its files, and what they hold."""
 
+    host: str = field(default_factory=socket.gethostname)
     sizes: Mapping[str, int] = field(default_factory=dict)
     pieces: Mapping[str, Any] = field(default_factory=dict)
 
@@ -174,9 +177,9 @@ def _write_parts(save: _Save, job: _Job) -> _Part:
             parts.append(_write_part(save, "fp16_states", half))
     if save.shared.leads and job.user_content is not None:
         name = USER_CONTENT if save.partial else f"user_content_{save.tag}"
-        parts.append(_Part({name: _write_user_content(save.staged / name, job.user_content)}))
+        parts.append(_Part(sizes={name: _write_user_content(save.staged / name, job.user_content)}))
     sizes = {name: size for part in parts for name, size in part.sizes.items()}
-    return _Part(sizes, merged(part.pieces for part in parts))
+    return _Part(sizes=sizes, pieces=merged(part.pieces for part in parts))
 
 
 def _write_part(save: _Save, kind: str, entries: Sequence[Entry]) -> _Part:
@@ -187,7 +190,7 @@ def _write_part(save: _Save, kind: str, entries: Sequence[Entry]) -> _Part:
         return _Part()
     name = f"{kind}_{_rank_info(kind)}.pt"
     size = _write(save.staged / name, {**nested(own), PARTIAL_KEY: True})
-    return _Part({name: size}, describe(own, name))
+    return _Part(sizes={name: size}, pieces=describe(own, name))
 
 
 def _rank_info(kind: str) -> str:
@@ -223,27 +226,46 @@ def _write_user_content(path: Path, content: Any) -> int:
     return size
 
 
-def _publish(save: _Save, parts: Iterable[_Part], job: _Job) -> None:
-    """Make the checkpoint visible on this rank's file system."""
+def _publish(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
+    """Make the checkpoint visible on this rank's file system.
+
+    Args:
+        parts: of all ranks.
+    """
     if not save.shared.leads or not save.staged.exists():  # gone: another leader, who saw our marker late, was faster
         return
     with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
         if save.partial:
-            _finish_folder(save, list(parts), job)
+            _finish_folder(save, parts, job)
             files.publish_folder(save.staged, save.path / save.name)
         else:
             _publish_full(save)
 
 
 def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
-    """Write what the files of a partial checkpoint are."""
-    pieces = json.dumps(merged(part.pieces for part in parts)).encode()
-    sizes = {name: size for part in parts for name, size in part.sizes.items()}
+    """Write what the files of a partial checkpoint are, those on other file systems too."""
+    here = [part for rank, part in enumerate(parts) if rank in save.shared.here]
+    sizes = {name: size for part in here for name, size in part.sizes.items()}
+    elsewhere: dict[str, str] = {}
+    there = []
+    for rank, part in enumerate(parts):
+        new = {name for name in part.sizes if name not in sizes and name not in elsewhere}
+        elsewhere |= dict.fromkeys(new, f"rank {rank} on {part.host}")
+        there.append(of_files(part.pieces, new))
+    pieces = json.dumps(merged([*(part.pieces for part in here), *there])).encode()
     sizes[PIECES] = files.synced_write(save.staged / PIECES, lambda file: file.write(pieces))
-    files.write_index(save.staged, _index(save, sizes, job))
+    files.write_index(save.staged, _index(save, sizes, elsewhere, job))
+    if elsewhere:
+        warnings.warn(
+            f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
+            " degrees; for others, bring the files of all hosts together in one folder, or save on a file system that"
+            " all hosts share",
+            UserWarning,
+            stacklevel=5,
+        )
 
 
-def _index(save: _Save, sizes: Mapping[str, int], job: _Job) -> files.Index:
+def _index(save: _Save, sizes: Mapping[str, int], elsewhere: Mapping[str, str], job: _Job) -> files.Index:
     orders = [index.order for _, index in files.complete_partials(save.path)]
     assignment = job.model.pipeline.assignment if job.model.pipeline is not None else None
     return files.Index(
@@ -257,6 +279,7 @@ def _index(save: _Save, sizes: Mapping[str, int], job: _Job) -> files.Index:
         },
         smpkit=metadata.version("smpkit"),
         files=sizes,
+        elsewhere=elsewhere,
         random=job.model.random_state(),
         partition=None if assignment is None else assignment.to_json(),
     )

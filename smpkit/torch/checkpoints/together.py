@@ -35,6 +35,8 @@ class Model(Protocol):
 class Optimizer(Protocol):
     """What is asked of a wrapped optimizer."""
 
+    masters: Any
+
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
     def local_state_dict(self, gather_if_shard: bool = ...) -> dict[str, Any]: ...

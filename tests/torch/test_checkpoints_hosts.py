@@ -1,0 +1,112 @@
+"""Hosts that share no folder: each keeps what its own ranks need, and says where the rest is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import CheckpointError
+from tests.ranks import run_ranks
+
+
+class Halves(nn.Module):
+    """A layer for each of two pipeline ranks, and a buffer that both have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.second(self.first(x)).square().sum())
+
+
+@smp.step
+def train_step(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    model.backward(loss)
+    return loss
+
+
+def begin(degree: int) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    by_hand = {"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
+    smp.init({"ddp": True, "microbatches": 2, **(by_hand if degree == 2 else {})})
+    module = Halves()
+    if degree == 2:
+        smp.set_partition(module.second, 1)
+    model = smp.DistributedModel(module)
+    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def train(model: Any, optimizer: Any, step: int) -> dict[str, Tensor]:
+    optimizer.zero_grad()
+    train_step(model, torch.eye(2).repeat(2, 1) * (1 + step) + torch.arange(4.0)[:, None])
+    optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def resumed(folder: Path, degree: int = 2) -> dict[str, Tensor]:
+    model, optimizer = begin(degree)
+    assert smp.resume_from_checkpoint(folder) == {"step": 1}
+    weights = train(model, optimizer, 1)
+    smp.barrier()
+    smp.shutdown()
+    return weights
+
+
+def refused(folder: Path) -> str:
+    begin(1)
+    with pytest.raises(CheckpointError) as caught:
+        smp.resume_from_checkpoint(folder)
+    smp.shutdown()
+    return str(caught.value)
+
+
+def move_between_hosts(path: Path) -> tuple[list[str], str, dict[str, str], list[dict[str, Tensor]]]:
+    model, optimizer = begin(2)
+    host = smp.rank() // smp.local_size()
+    own, other = path / f"host_{host}", path / f"host_{1 - host}"
+    train(model, optimizer, 0)
+    with pytest.warns(UserWarning, match="each host keeps the parts of its own ranks") as warned:
+        smp.save_checkpoint(own, "one", user_content={"step": 1})
+    kept = sorted(each.name for each in (own / "one_partial").iterdir())
+    weights = [train(model, optimizer, 1)]
+    smp.barrier()
+    smp.shutdown()
+    weights.append(resumed(own))
+    messages = {"degree 1": refused(own)}
+    begin(2)
+    with pytest.raises(CheckpointError) as caught:
+        smp.resume_from_checkpoint(own if host else path / "nowhere")
+    messages["one host"] = str(caught.value)
+    smp.shutdown()
+    begin(2)
+    for name in ("model", "optimizer"):
+        shutil.copy(own / "one_partial" / f"{name}_{host}_0.pt", other / "one_partial")
+    smp.barrier()
+    smp.shutdown()
+    weights += [resumed(other), resumed(own, 1)]
+    return kept, str(warned[0].message), messages, weights
+
+
+def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
+    told = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
+    for host, (kept, warning, messages, weights) in enumerate(told):
+        files = [f"model_{host}_0.pt", f"optimizer_{host}_0.pt"]
+        assert kept == ["index.json", *files, "pieces.json", "user_content.pt"]
+        assert "bring the files of all hosts together" in warning
+        assert f"lacks `model_{1 - host}_0.pt` (saved by rank {1 - host} on " in messages["degree 1"]
+        assert "copy these files here" in messages["degree 1"]
+        assert "there is no complete checkpoint in" in messages["one host"]
+        assert "on rank 0, though there is one on the others" in messages["one host"]
+        for found in weights[1:]:
+            assert found.keys() == weights[0].keys()
+            for name, value in weights[0].items():
+                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
