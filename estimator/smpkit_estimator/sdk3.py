@@ -42,6 +42,8 @@ except ModuleNotFoundError as error:
 __all__ = ["Smpkit"]
 
 _CODE = "/opt/ml/input/data/code"
+_DRIVERS = "/opt/ml/input/data/sm_drivers/distributed_drivers"
+_DRIVER = "smpkit_driver.py"
 
 
 class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are not read
@@ -74,8 +76,14 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
 
     @property
     def driver_script(self) -> str:
-        """The program in it that SDK v3's start script runs on every host."""
-        return "smpkit_driver.py"
+        """The line with which SDK v3's start script starts the program in it, and our own line after that.
+
+        The shell that runs the script is the container's first process, which hears SIGTERM and would keep it to
+        itself: the ranks could not save before they are killed. So the program only looks whether smpkit is in the
+        image, and the next line lets the launcher take the shell's place, and hear SIGTERM itself. (An older bash that
+        runs the script in a process of its own goes on keeping it; 5.2 does not.)
+        """
+        return f"{_DRIVER} check\nexec $SM_PYTHON_CMD {_DRIVERS}/{_DRIVER}"
 
     def hyperparameters(self, entry_script: str, values: Mapping[str, Any] | None = None) -> dict[str, str]:
         """Return the hyperparameters for `ModelTrainer`: the script's own and what the launcher needs.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +70,64 @@ def test_the_request_of_a_model_trainer(tmp_path: Path) -> None:
     driver = next(key for key in uploads if key.endswith("distributed_drivers/smpkit_driver.py"))
     assert b"smpkit_container" in uploads[driver]
     start = next(text for key, text in uploads.items() if key.endswith("sm_train.sh"))
-    assert b"distributed_drivers/smpkit_driver.py" in start
+    assert b"\nexec $SM_PYTHON_CMD /opt/ml/input/data/sm_drivers/distributed_drivers/smpkit_driver.py\n" in start
+
+
+LAUNCHER = """\
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("launcher", sys.argv[1:], os.getpid(), flush=True)
+signal.pause()
+"""
+"""Stands in for `smpkit_container`, whose way with SIGTERM has tests of its own."""
+
+CONTAINER = """\
+mount -t tmpfs none /opt && mkdir -p /opt/ml/input && cp -r {tree}/. /opt/ml/input/ &&
+exec env -i PATH={path} PYTHONPATH={modules} TRAINING_JOB_NAME=job /bin/bash -c "$0"
+"""
+
+
+@with_sdk3
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, to be a first process")
+@pytest.mark.parametrize("there", [True, False], ids=["smpkit in the image", "not there"])
+def test_sigterm_reaches_the_launcher_through_the_sdks_own_start_script(tmp_path: Path, there: bool) -> None:
+    """Surprise 7: the shell that SDK v3 makes the first process would keep SIGTERM, and the ranks would be killed."""
+    from sagemaker.train.constants import DEFAULT_CONTAINER_ARGUMENTS
+
+    request, uploads = sent_by_model_trainer(tmp_path)
+    tree, modules = tmp_path / "tree", tmp_path / "modules"
+    for key, content in uploads.items():
+        place = tree / "data" / key.partition("/input/")[2]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    (tree / "config").mkdir()
+    resources = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "eth0"}
+    resources["current_instance_type"] = "ml.p4d.24xlarge"
+    contents = {"resourceconfig": resources, "inputdataconfig": {}, "hyperparameters": request["HyperParameters"]}
+    for name, value in contents.items():
+        (tree / "config" / f"{name}.json").write_text(json.dumps(value))
+    modules.mkdir()
+    if there:
+        (modules / "smpkit_container").mkdir()
+        (modules / "smpkit_container" / "__main__.py").write_text(LAUNCHER)
+    path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys._base_executable} "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "pip3").symlink_to("python3")
+    script = CONTAINER.format(tree=tree, path=path, modules=modules)
+    # SageMaker replaces the image's entry point by `/bin/bash`, with these arguments.
+    command = ["unshare", "--pid", "--fork", "--mount", "--mount-proc", "/bin/bash", "-ec", script]
+    command += DEFAULT_CONTAINER_ARGUMENTS[1:]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as container:
+        assert container.stdout is not None
+        said = ""
+        for line in container.stdout:
+            said += line
+            if line.startswith("launcher"):
+                [first] = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+                os.kill(int(first), signal.SIGTERM if line == "launcher ['train'] 1\n" else signal.SIGKILL)
+    assert container.returncode == (7 if there else 1), said
+    assert ("error: smpkit is not in this image" in said) is not there
 
 
 @with_sdk3
