@@ -44,11 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def optimizer_table(num_parameters: int) -> str:
-    found = optimizers.measure(num_parameters, repetitions=10)
-    bare = found["torch fused AdamW, fp32 only"]
-    lines = ["| | million parameters per second of one core | time / bare torch fused AdamW |", "|---|---|---|"]
-    for name, seconds in found.items():
-        lines.append(f"| {name} | {num_parameters / seconds / 1e6:.0f} | {seconds / bare:.2f} |")
+    counts = (1, 2)
+    found = [optimizers.measure(num_parameters, count, repetitions=10) for count in counts]
+    lines = ["| | ns per parameter, 1 thread | / torch | 2 threads | / torch |", "|---|---|---|---|---|"]
+    for name in found[0]:
+        cells = []
+        for each in found:
+            seconds = each.get(name)
+            bare = each[optimizers.BASE]
+            cells += (
+                ["-", "-"] if seconds is None else [f"{seconds / num_parameters * 1e9:.2f}", f"{seconds / bare:.2f}"]
+            )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return f"AdamW on {num_parameters / 1e6:.1f} million parameters.\n\n" + "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Processor time of one AdamW step on the CPU: what one pass over memory costs beside the ways there are."""
+"""Time of one AdamW step on the CPU: what one pass over memory costs beside the ways there are."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpkit.torch.offload_model.kernels import Adam, Span, one_pass, tiled
+from smpkit.torch.offload_model.kernels import Adam, Kernel, Span, one_pass, tiled
+from smpkit.torch.offload_model.workers import Workers
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+BASE = "torch fused AdamW, fp32 only"
+PEER = "DeepSpeedCPUAdam, fp32 only"
 
 
-def measure(num_parameters: int, repetitions: int) -> dict[str, float]:
-    """Return, by contestant, the least processor seconds of a step in this thread; they take turns."""
-    torch.set_num_threads(1)
-    contestants = make_contestants(num_parameters)
+def measure(num_parameters: int, num_threads: int, repetitions: int) -> dict[str, float]:
+    """Return, by contestant, the least seconds of a step; they take turns on the same weights and gradients."""
+    torch.set_num_threads(num_threads)
+    contestants = make_contestants(num_parameters, num_threads)
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for step in contestants.values():
         step()  # compiles, and touches all memory
     for _ in range(repetitions):
         for name, step in contestants.items():
-            start = time.thread_time()
+            start = time.perf_counter()
             step()
-            found[name].append(time.thread_time() - start)
+            found[name].append(time.perf_counter() - start)
     return {name: min(times) for name, times in found.items()}
 
 
-def make_contestants(num_parameters: int) -> dict[str, Callable[[], object]]:
+def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     gradient = torch.randn(num_parameters)
     narrow, weight = gradient.bfloat16(), torch.zeros(num_parameters, dtype=torch.bfloat16)
@@ -56,27 +59,57 @@ def make_contestants(num_parameters: int) -> dict[str, Callable[[], object]]:
         fused(wide)
         weight.copy_(master)
 
-    compiled = torch.compile(inductor_step, dynamic=True, fullgraph=True)
-    constants = [torch.tensor(each) for each in rule.constants]
     wide_span = Span(gradient, master, (first, second), None)
     narrow_span = Span(narrow, master, (first, second), weight)
+
+    def ours(kernel: Kernel, span: Span) -> Callable[[], object]:
+        workers = Workers(num_threads)
+        workers.kernel = lambda _: kernel  # type: ignore[method-assign, assignment]
+
+        def step() -> None:
+            for update in workers.run([(rule, span)], lambda: None, ()):
+                update.result()
+
+        return step
+
     contestants: dict[str, Callable[[], object]] = {
-        "torch fused AdamW, fp32 only": lambda: fused(gradient),
-        "smpkit, fp32 only": lambda: one_pass(rule, wide_span),
-        "smpkit, one pass with both casts": lambda: one_pass(rule, narrow_span),
-        "smpkit without a compiler, tiles with both casts": lambda: tiled(rule, narrow_span),
-        "torch.compile, one pass with both casts": lambda: compiled(narrow, master, first, second, weight, *constants),
+        BASE: lambda: fused(gradient),
+        "smpkit, fp32 only": ours(one_pass, wide_span),
+        "smpkit, one pass with both casts": ours(one_pass, narrow_span),
+        "smpkit without a compiler, tiles with both casts": ours(tiled, narrow_span),
         "cast, torch fused AdamW, cast": three_passes,
     }
+    if num_threads == 1:  # it runs in the thread that calls it
+        compiled = torch.compile(inductor_step, dynamic=True, fullgraph=True)
+        constants = [torch.tensor(each) for each in rule.constants]
+        contestants["torch.compile, one pass with both casts"] = lambda: compiled(
+            narrow, master, first, second, weight, *constants
+        )
+    theirs = deepspeed_step(master, gradient)
+    if theirs is not None:
+
+        def three_passes_of_theirs() -> None:
+            gradient.copy_(narrow)
+            theirs()
+            weight.copy_(master)
+
+        contestants[PEER] = theirs
+        contestants["cast, DeepSpeedCPUAdam, cast"] = three_passes_of_theirs
+    return contestants
+
+
+def deepspeed_step(master: Tensor, gradient: Tensor) -> Callable[[], object] | None:
+    """Return a step of DeepSpeedCPUAdam on the same memory, where it is installed and compiles."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
-        parameter = torch.nn.Parameter(master.clone())
+        parameter = torch.nn.Parameter(master)
         parameter.grad = gradient
-        contestants["DeepSpeedCPUAdam, fp32 only"] = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01).step
-    except Exception as error:  # it compiles when it is imported, and fails in many ways where it cannot
+        step: Callable[[], object] = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01).step
+    except Exception as error:  # it compiles when it is made, and fails in many ways where it cannot
         print(f"DeepSpeedCPUAdam is left out: {type(error).__name__}: {str(error).splitlines()[0]}")
-    return contestants
+        return None
+    return step
 
 
 def inductor_step(

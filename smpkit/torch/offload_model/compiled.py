@@ -27,6 +27,7 @@ Function = Callable[[Sequence[int], int, Sequence[float]], None]
 
 _LOG: Final = logging.getLogger(__name__)
 _SECONDS: Final = 60.0
+_MOST_ARRAYS: Final = 5
 
 _TYPES: Final = {
     torch.float32: "float",
@@ -38,6 +39,9 @@ _SOURCE: Final = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 struct BFloat16 {
   uint16_t bits;
@@ -59,24 +63,28 @@ struct BFloat16 {
 #ifdef HAS_WEIGHT
 #define STORE(value) weight[i] = (value)
 #else
+#define WEIGHT float
 #define STORE(value)
 #endif
 
-extern "C" void adam(void** arrays, int64_t length, const float* c) {
-  const GRADIENT* __restrict gradient = (const GRADIENT*)arrays[0];
-  float* __restrict master = (float*)arrays[1];
-  float* __restrict first = (float*)arrays[2];
-  float* __restrict second = (float*)arrays[3];
-#ifdef HAS_WEIGHT
-  WEIGHT* __restrict weight = (WEIGHT*)arrays[4];
-#endif
+// One step of elements [start, end). `weight` is where the working copy of `start` goes.
+#define RULE(name) \
+  static inline __attribute__((always_inline)) void name##_part( \
+      void** arrays, int64_t start, int64_t end, WEIGHT* __restrict weight, const float* c)
+#define ARRAY(type, number) ((type*)arrays[number] + start)
+
+RULE(adam) {
+  const GRADIENT* __restrict gradient = ARRAY(const GRADIENT, 0);
+  float* __restrict master = ARRAY(float, 1);
+  float* __restrict first = ARRAY(float, 2);
+  float* __restrict second = ARRAY(float, 3);
   const float enter1 = 1 - c[0], beta2 = c[1], enter2 = 1 - c[1], eps = c[2], decay = c[3], l2 = c[4], size = c[5];
-  const float root = c[6], factor = c[7];
-  for (int64_t i = 0; i < length; i++) {
+  const float correction = 1 / c[6], factor = c[7];  // dividing once per element: the divider is what is busiest
+  for (int64_t i = 0; i < end - start; i++) {
     const float x = (float)gradient[i] * factor + l2 * master[i];
     const float m = first[i] + enter1 * (x - first[i]);
     const float v = second[i] * beta2 + enter2 * x * x;
-    const float p = master[i] * decay - size * (m / (std::sqrt(v) / root + eps));
+    const float p = master[i] * decay - size * (m / (std::sqrt(v) * correction + eps));
     first[i] = m;
     second[i] = v;
     master[i] = p;
@@ -84,29 +92,23 @@ extern "C" void adam(void** arrays, int64_t length, const float* c) {
   }
 }
 
-extern "C" void sgd(void** arrays, int64_t length, const float* c) {
-  const GRADIENT* __restrict gradient = (const GRADIENT*)arrays[0];
-  float* __restrict master = (float*)arrays[1];
-#ifdef HAS_WEIGHT
-  WEIGHT* __restrict weight = (WEIGHT*)arrays[2];
-#endif
+RULE(sgd) {
+  const GRADIENT* __restrict gradient = ARRAY(const GRADIENT, 0);
+  float* __restrict master = ARRAY(float, 1);
   const float lr = c[0], l2 = c[1], factor = c[6];
-  for (int64_t i = 0; i < length; i++) {
+  for (int64_t i = 0; i < end - start; i++) {
     const float p = master[i] - lr * ((float)gradient[i] * factor + l2 * master[i]);
     master[i] = p;
     STORE(p);
   }
 }
 
-extern "C" void sgd_momentum(void** arrays, int64_t length, const float* c) {
-  const GRADIENT* __restrict gradient = (const GRADIENT*)arrays[0];
-  float* __restrict master = (float*)arrays[1];
-  float* __restrict momentum = (float*)arrays[2];
-#ifdef HAS_WEIGHT
-  WEIGHT* __restrict weight = (WEIGHT*)arrays[3];
-#endif
+RULE(sgd_momentum) {
+  const GRADIENT* __restrict gradient = ARRAY(const GRADIENT, 0);
+  float* __restrict master = ARRAY(float, 1);
+  float* __restrict momentum = ARRAY(float, 2);
   const float lr = c[0], l2 = c[1], keep = c[2], enter = c[3], of_gradient = c[4], of_momentum = c[5], factor = c[6];
-  for (int64_t i = 0; i < length; i++) {
+  for (int64_t i = 0; i < end - start; i++) {
     const float x = (float)gradient[i] * factor + l2 * master[i];
     const float b = keep * momentum[i] + enter * x;
     const float p = master[i] - lr * (of_gradient * x + of_momentum * b);
@@ -115,10 +117,46 @@ extern "C" void sgd_momentum(void** arrays, int64_t length, const float* c) {
     STORE(p);
   }
 }
+
+using Part = void (*)(void**, int64_t, int64_t, WEIGHT*, const float*);
+
+template <Part part>
+static inline __attribute__((always_inline)) void run(void** arrays, WEIGHT* weight, int64_t length, const float* c) {
+  int64_t start = 0;
+#if defined(HAS_WEIGHT) && defined(__AVX__)
+  // The working copy is only written, so it goes past the caches: they would read it from memory first.
+  constexpr int64_t block = 512, lane = 32 / sizeof(WEIGHT);
+  if ((uintptr_t)weight % 32 == 0) {
+    for (; start + block <= length; start += block) {
+      alignas(64) WEIGHT copy[block];
+      part(arrays, start, start + block, copy, c);
+      for (int64_t i = 0; i < block; i += lane)
+        _mm256_stream_si256((__m256i*)(weight + start + i), _mm256_load_si256((const __m256i*)(copy + i)));
+    }
+    _mm_sfence();
+  }
+#endif
+  part(arrays, start, length, weight + start, c);
+}
+
+extern "C" void adam(void** arrays, int64_t length, const float* c) {
+  run<adam_part>(arrays, (WEIGHT*)arrays[4], length, c);
+}
+
+extern "C" void sgd(void** arrays, int64_t length, const float* c) {
+  run<sgd_part>(arrays, (WEIGHT*)arrays[2], length, c);
+}
+
+extern "C" void sgd_momentum(void** arrays, int64_t length, const float* c) {
+  run<sgd_momentum_part>(arrays, (WEIGHT*)arrays[3], length, c);
+}
 """
 
 # Without -ffast-math: NaN and infinity must come out as they do in torch. These three only let loops be vectorised.
 _FLAGS: Final = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+
+_WIDTH: Final = {False: "-mprefer-vector-width=256", True: "-mprefer-vector-width=512"}
+"""By whether there is a working copy: x86 divides faster in halves, and packs narrow numbers faster as a whole."""
 
 
 def function(name: str, gradient: torch.dtype, weight: torch.dtype | None) -> Function | None:
@@ -140,7 +178,7 @@ def _bound(library: ctypes.CDLL, name: str) -> Function:
     raw = library[name]
 
     def call(arrays: Sequence[int], length: int, constants: Sequence[float]) -> None:
-        pointers = (ctypes.c_void_p * len(arrays))(*arrays)
+        pointers = (ctypes.c_void_p * _MOST_ARRAYS)(*arrays)
         raw(pointers, ctypes.c_int64(length), (ctypes.c_float * len(constants))(*constants))
 
     return call
@@ -154,8 +192,8 @@ def _library(gradient: str, weight: str | None) -> ctypes.CDLL | None:
         _LOG.warning("no C++ compiler was found (CXX, c++, g++, clang++), so the optimizer's kernels are not compiled")
         return None
     types = [f"-DGRADIENT={gradient}", *(["-DHAS_WEIGHT=1", f"-DWEIGHT={weight}"] if weight is not None else [])]
-    for processor in ("-march=native", "-mcpu=native", "-O3"):
-        library = _compile([compiler, *_FLAGS, processor, *types])
+    for processor in (["-march=native", _WIDTH[weight is not None]], ["-march=native"], ["-mcpu=native"], []):
+        library = _compile([compiler, *_FLAGS, *processor, *types])
         if library is not None:
             return library
     _LOG.warning("%s cannot compile the optimizer's kernels for %s", compiler, gradient)

@@ -19,8 +19,10 @@ from smpkit.torch.offload_model import compiled
 
 __all__ = ["Adam", "Kernel", "Rule", "Sgd", "Span", "choose_kernel", "tiled"]
 
-_TILE: Final = 32768
-"""Elements: fits the second-level cache with its state, and torch does not split it over threads of its own."""
+_TILE: Final = 131072
+"""Elements: few enough for the caches, many enough that calls into torch take little of the time."""
+_UNSPLIT_TILE: Final = 32768
+"""The most that torch does not split over threads of its own."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,11 @@ Kernel = Callable[[Rule, Span], None]
 def tiled(rule: Rule, span: Span) -> None:
     """Apply a rule tile by tile, so that every tile is read from memory once."""
     length = span.master.numel()
+    size = min(length, _TILE if torch.get_num_threads() == 1 else _UNSPLIT_TILE)
     # One scratch for all tiles: the allocator would ask the system for so much memory anew each time.
-    scratch = torch.empty(min(length, _TILE), dtype=span.master.dtype)
-    for start in range(0, length, _TILE):
-        tile = span.part(start, min(start + _TILE, length))
+    scratch = torch.empty(size, dtype=span.master.dtype)
+    for start in range(0, length, max(1, size)):
+        tile = span.part(start, min(start + size, length))
         gradient = scratch[: tile.master.numel()].copy_(tile.gradient)
         if rule.factor != 1.0:
             gradient.mul_(rule.factor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -15,7 +16,7 @@ from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS
 
 __all__ = ["Workers"]
 
-_CHUNK: Final = 1 << 20  # elements of one piece of work: half a millisecond, so threads end together
+_CHUNK: Final = 1 << 20  # elements of one piece of work: half a millisecond
 
 
 class Workers:
@@ -43,18 +44,26 @@ class Workers:
             ready: returns when the gradients are there; called in the threads.
             after: earlier work on the same memory.
         """
+        # Made now, for the spans of later steps may be others; taken from the left until there are none, so threads end
+        # together and pay for a piece only its slicing.
+        pieces = deque(
+            (rule, span.part(start, start + _CHUNK), self.kernel(span))
+            for rule, span in spans
+            for start in range(0, span.master.numel(), _CHUNK)
+        )
 
-        def work(rule: Rule, piece: Span, kernel: Kernel) -> None:
+        def work() -> None:
             for earlier in after:
                 earlier.result(DEADLINE_SECONDS)
             ready()
-            kernel(rule, piece)
+            while True:
+                try:
+                    rule, piece, kernel = pieces.popleft()
+                except IndexError:
+                    return
+                kernel(rule, piece)
 
-        return [
-            self._pool.submit(work, rule, span.part(start, start + _CHUNK), self._kernel(span))
-            for rule, span in spans
-            for start in range(0, span.master.numel(), _CHUNK)
-        ]
+        return [self._pool.submit(work) for _ in range(min(self.num_threads, len(pieces)))]
 
     def wait(self, work: Future[None], what: str) -> None:
         """Block until some work is done.
@@ -69,7 +78,8 @@ class Workers:
                 raise
             raise DeadlineError(f"the computation waited {DEADLINE_SECONDS:.0f} s for {what}") from None
 
-    def _kernel(self, span: Span) -> Kernel:
+    def kernel(self, span: Span) -> Kernel:
+        """Return what applies rules to such spans; the first time, measure what is fastest."""
         key = (span.gradient.dtype, None if span.weight is None else span.weight.dtype)
         if key not in self._kernels:
             self._kernels[key] = choose_kernel(*key)

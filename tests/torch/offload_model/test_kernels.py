@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from smpkit.torch.offload_model import compiled, kernels
 from smpkit.torch.offload_model.kernels import Adam, Kernel, Rule, Sgd, Span
 
-LENGTH = 70_001  # two tiles of the fallback and a rest, no multiple of a vector
+LENGTH = 140_001  # a tile of the fallback and a rest, no multiple of a vector
 KERNELS = [kernels.one_pass, kernels.tiled]
 ADAM: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False}
@@ -44,6 +44,33 @@ def torch_run(rule: type[torch.optim.Optimizer], gradients: list[Tensor], **opti
 def some_gradients(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     torch.manual_seed(1)
     return [torch.randn(LENGTH).to(dtype) for _ in range(3)]
+
+
+def test_the_fallback_leaves_nothing_to_torchs_threads() -> None:
+    """Updates run in threads of their own; each of those would start as many again."""
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            results.append(run(kernels.tiled, [adam(True, 1)], some_gradients()[:1], 2, torch.bfloat16))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0].master, results[1].master)
+
+
+def test_a_working_copy_may_lie_anywhere() -> None:
+    """Past the caches only whole lanes are written; a start between them is written as ever."""
+    gradient = some_gradients(torch.bfloat16)[0]
+    expected = run(kernels.one_pass, [adam(True, 1)], [gradient], 2, torch.bfloat16)
+    assert expected.weight is not None
+    for offset in (1, 5, 16):
+        torch.manual_seed(0)
+        weight = torch.full((LENGTH + offset + 1,), 7.0, dtype=torch.bfloat16)
+        state = (torch.zeros(LENGTH), torch.zeros(LENGTH))
+        kernels.one_pass(adam(True, 1), Span(gradient, torch.randn(LENGTH), state, weight[offset:-1]))
+        assert torch.equal(weight[offset:-1], expected.weight)
+        assert weight[offset - 1] == weight[-1] == 7.0
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda each: each.__name__)
