@@ -1,0 +1,33 @@
+"""The pages that are written from the code are what the code says, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import smpkit.cli.reference
+import smpkit.torch.reference
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("benchmarks/*/*.md"))]
+
+
+@pytest.mark.parametrize("module", [smpkit.cli.reference, smpkit.torch.reference], ids=lambda module: module.__name__)
+def test_pages_from_the_code_are_not_stale(module: object) -> None:
+    path = ROOT / module.DEFAULT_PATH  # type: ignore[attr-defined]
+    assert module.main([str(path), "--check"]) == 0, "run scripts/docs"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in PAGES if ROOT / "docs" in path.parents]
+    assert [page for page in pages if page != "index.md" and f"({page})" not in index] == []
