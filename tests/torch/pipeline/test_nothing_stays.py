@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import Any, Final
+
+import torch
+from torch import nn
 
 import smpkit.torch as smp
 from smpkit.torch.pipeline.stage import Stage
@@ -26,3 +30,50 @@ def test_stages_and_their_threads_end_with_the_training() -> None:
     for stages, threads in run_ranks(train_twice, 2):
         assert stages == 0
         assert threads == ["MainThread"]
+
+
+MODES: Final[list[dict[str, Any]]] = [
+    {"pipeline_parallel_degree": 2},
+    {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble", "offload_activations": True},
+    {"tensor_parallel_degree": 2, "shard_optimizer_state": True},
+    {"sharded_data_parallel_degree": 2},
+]
+
+
+@smp.step
+def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def tensors_while_training(mode: dict[str, Any]) -> list[int]:
+    """Return how many tensors there are after some steps, and after as many again."""
+    smp.init({"ddp": True, "microbatches": 2, **mode})
+    torch.manual_seed(0)
+    with smp.tensor_parallelism(smp.tp_size() > 1):
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = smp.DistributedModel(net)
+    if mode.get("offload_activations"):
+        smp.set_activation_checkpointing(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    counts = []
+    for step in range(16):
+        optimizer.zero_grad()
+        train_step(model, torch.randn(4, 8)).reduce_mean()
+        optimizer.step()
+        if step in (7, 15):
+            gc.collect()
+            counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    smp.shutdown()
+    return counts
+
+
+def tensors_in_all_modes() -> list[list[int]]:
+    return [tensors_while_training(mode) for mode in MODES]
+
+
+def test_steps_leave_no_tensors_behind() -> None:
+    for modes in run_ranks(tensors_in_all_modes, 2):
+        for mode, (early, late) in zip(MODES, modes, strict=True):
+            assert late <= early + 4, mode  # one that each of the eight steps left would be eight
