@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from smpkit_container.environment import Environment
 __all__ = ["fetch_source", "install_requirements", "unpack"]
 
 _MAX_UNPACKED_BYTES = 8 << 30
+_CHUNK_BYTES = 1 << 20
 _PIP_SECONDS = 1800
 
 
@@ -46,8 +48,9 @@ def unpack(archive: Path, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tarfile.open(archive, "r:*") as tar:
+        with tarfile.open(archive, "r:gz") as tar:
             members = tar.getmembers()
+            _read_to_the_end(tar)
             for member in members:
                 _check(member)
             if sum(member.size for member in members) > _MAX_UNPACKED_BYTES:
@@ -57,7 +60,7 @@ def unpack(archive: Path, folder: Path) -> None:
                 member.uid = member.gid = 0
                 member.uname = member.gname = ""
                 tar.extract(member, folder, set_attrs=member.isfile())
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise LaunchError(f"the source archive cannot be unpacked: {error}") from error
 
 
@@ -86,6 +89,13 @@ def _check(member: tarfile.TarInfo) -> None:
         raise LaunchError(f"the source archive holds `{member.name}`, which leads out of its folder")
     if not (member.isfile() or member.isdir()):
         raise LaunchError(f"the source archive holds `{member.name}`, which is neither a file nor a folder")
+
+
+def _read_to_the_end(tar: tarfile.TarFile) -> None:
+    """Read what follows the last member: only behind it stands the checksum, and `tarfile` does not go there."""
+    assert tar.fileobj is not None
+    while tar.fileobj.read(_CHUNK_BYTES):
+        pass
 
 
 def _download(uri: str, target: Path, region: str | None) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import tarfile
 from pathlib import Path
 
@@ -59,6 +60,27 @@ def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(LaunchError, match="cannot be unpacked"):
         unpack(packed, tmp_path / "code")
+
+
+def test_no_bit_of_an_archive_may_be_another(tmp_path: Path) -> None:
+    """Only gzip's checksum tells of a changed bit in a file's content; it stands behind what `tarfile` reads."""
+    noise = random.Random(0)
+    content = noise.randbytes(20_000)
+    info = tarfile.TarInfo("data")
+    info.size = len(content)
+    packed = tmp_path / "a.tar.gz"
+    with tarfile.open(packed, "w:gz") as tar:
+        tar.addfile(info, io.BytesIO(content))
+    whole = packed.read_bytes()
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[noise.randrange(20, len(whole))] ^= 1 << noise.randrange(8)
+        packed.write_bytes(damaged)
+        with pytest.raises(LaunchError, match="cannot be unpacked"):
+            unpack(packed, tmp_path / "code")
+    packed.write_bytes(whole)
+    unpack(packed, tmp_path / "code")
+    assert (tmp_path / "code" / "data").read_bytes() == content
 
 
 def test_code_that_is_there_is_left_alone(tmp_path: Path) -> None:
