@@ -23,6 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "speed": {"optimize": "speed"},
     "memory": {"optimize": "memory"},
     "prescaled": {"prescaled_batch": True},
+    "prescaled memory": {"prescaled_batch": True, "optimize": "memory"},
 }
 
 
