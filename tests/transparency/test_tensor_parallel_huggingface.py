@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
+from smpkit.errors import UnsupportedError
 from smpkit.torch.tensor_parallel.whole_state import with_original_names
 from tests.ranks import run_ranks
 from tests.transparency.models import Trace, assert_same
@@ -53,6 +54,13 @@ def scores_in_full(attention: Any, query: Tensor, key: Tensor, value: Tensor, ma
     return weights @ value, weights
 
 
+def routed_in_full(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose experts as Mixtral and Qwen3-MoE do, without their rounding to float32."""
+    logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    chances, chosen = logits.softmax(-1).topk(router.top_k, dim=-1)
+    return logits, chances / chances.sum(-1, keepdim=True), chosen
+
+
 def randomized(model: Any) -> nn.Module:
     """Give a model random weights, biases and norms too, so that every gradient counts, and take its rounding away."""
     model = model.double()
@@ -66,6 +74,8 @@ def randomized(model: Any) -> nn.Module:
             vars(module)["forward"] = functools.partial(norm_in_full, module)
         if hasattr(module, "_attn"):
             vars(module)["_attn"] = functools.partial(scores_in_full, module)
+        if type(module).__name__.endswith("TopKRouter"):
+            vars(module)["forward"] = functools.partial(routed_in_full, module)
     made: nn.Module = model
     return made
 
@@ -123,6 +133,8 @@ def causal(name: str, **more: Any) -> nn.Module:
     return randomized(getattr(transformers, f"{name}ForCausalLM")(config))
 
 
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "experts_implementation": "eager"}  # others know no float64
+
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "Llama": lambda: causal("Llama"),
     "tied Llama": lambda: causal("Llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
@@ -131,6 +143,8 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "Qwen3": lambda: causal("Qwen3", head_dim=8),
     "Phi": lambda: causal("Phi", resid_pdrop=0.0, embd_pdrop=0.0),
     "Phi3": lambda: causal("Phi3"),
+    "Mixtral": lambda: causal("Mixtral", num_local_experts=4, **EXPERTS),
+    "Qwen3Moe": lambda: causal("Qwen3Moe", num_experts=4, moe_intermediate_size=12, head_dim=8, **EXPERTS),
     "GPT2": lambda: gpt("GPT2LMHeadModel"),
     "checkpointed GPT2": lambda: gpt("GPT2LMHeadModel", tie_word_embeddings=False),
     "checkpointed Llama": lambda: causal("Llama"),
@@ -141,8 +155,8 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "Bert": lambda: masked("Bert"),
     "Roberta": lambda: masked("Roberta"),
 }
-PLANS = [name for name in BUILDERS if name.split()[-1] in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi", "Phi3")]
-FAMILIES = [name for name in BUILDERS if name not in PLANS]
+FAMILIES = [name for name in BUILDERS if name.split()[-1] in ("GPT2", "GPTJ", "GPTNeo", "GPTNeoX", "Bert", "Roberta")]
+PLANS = [name for name in BUILDERS if name not in FAMILIES]
 
 
 def checkpoint_layers(module: Any) -> None:
@@ -287,6 +301,59 @@ def test_four_ranks() -> None:
             ("GPT2", (2, 2, False, "memory")),
         ],
     )
+
+
+def balanced(prescaled: bool) -> Trace:
+    """Train with experts whose load is balanced, for one step."""
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": prescaled})
+    module = balancing()
+    vars(module).pop("_loss_function", None)
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
+    tokens, mask = samples(0)
+    mine = slice(None) if prescaled else groups_of_samples(2, 1)[smp.tp_rank()]
+    loss = train_step(model, tokens[mine], mask[mine]).reduce_mean()
+    losses = [sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size()]
+    trace = Trace(losses, whole_gradients(model), {})
+    smp.shutdown()
+    return trace
+
+
+def balancing() -> Any:
+    return causal("Mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=3.0, **EXPERTS)
+
+
+def balanced_and_refused() -> list[Trace]:
+    traces = [balanced(prescaled) for prescaled in (False, True)]
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "memory"})
+    module = balancing()
+    smp.set_tensor_parallelism(module)
+    model = smp.DistributedModel(module)
+    tokens, _ = samples(0)
+    with pytest.raises(UnsupportedError, match=r"asked for `output_router_logits`, but .* \(boundary: sequence\)"):
+        model(input_ids=tokens)
+    with pytest.raises(UnsupportedError, match="asked for `output_hidden_states`"):
+        model(input_ids=tokens, output_router_logits=False, output_hidden_states=True)
+    with pytest.raises(UnsupportedError, match=r"asked for `output_attentions`, but .* some of the heads"):
+        model(input_ids=tokens, output_router_logits=False, output_attentions=True)
+    smp.shutdown()
+    return traces
+
+
+def test_experts_are_balanced_over_the_samples_of_each_rank() -> None:
+    """Loads are summed up in float32."""
+    for prescaled, *traces in zip((False, True), *run_ranks(balanced_and_refused, 2, timeout=120), strict=True):
+        module, (tokens, mask) = balancing(), samples(0)
+        groups = groups_of_samples(1 if prescaled else 2, 1)
+        parts = [
+            module(input_ids=tokens[each], attention_mask=mask[each], labels=labels_of(tokens, mask)[each])["loss"]
+            for each in groups
+        ]
+        loss = torch.stack(parts).mean()
+        loss.backward()
+        plain = Trace([loss.item()], {name: each.grad for name, each in module.named_parameters()}, {})
+        for trace in traces:
+            assert_same(trace, plain, 1e-6)
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ Before and after the layers, the gradient of a weight is that of this rank's own
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -128,15 +128,48 @@ class _OwnGradient(torch.autograd.Function):
 # --- the model around it --------------------------------------------------------------------------------------------
 
 
-def install_base(base: nn.Module, name: str, *, several: bool) -> None:
+def install_base(base: nn.Module, name: str, boundaries: Collection[Boundary], *, several: bool) -> None:
     """Let a model run on the inputs of all ranks of the group, where each brings its own.
 
     Args:
+        boundaries: what its layers hand on.
         several: it has several lists of layers, which read each other's results.
     """
+    base.register_forward_pre_hook(_Asked(name, boundaries), with_kwargs=True)
     if not state.cfg.prescaled_batch:
         base.register_forward_pre_hook(_Gathering(name, several), with_kwargs=True)
         base.register_forward_hook(_end, always_call=True)
+
+
+_BESIDE: Final = {
+    "output_attentions": frozenset[Boundary](),  # each rank has those of its own heads
+    "output_hidden_states": frozenset({Boundary.REPLICATE}),
+    "output_router_logits": frozenset({Boundary.REPLICATE, Boundary.BATCH}),
+}
+"""What a model can be asked for besides its result, and where this rank's is that of its samples."""
+
+
+class _Asked:
+    """Refuses to hand out what is not what the caller means: a hook before a model's forward."""
+
+    def __init__(self, name: str, boundaries: Collection[Boundary]) -> None:
+        self.name, self.boundaries = name, boundaries
+
+    def __call__(self, module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now = {boundary_now(boundary) for boundary in self.boundaries}
+        for what, valid in _BESIDE.items():
+            asked = kwargs.get(what)
+            if (getattr(module.config, what, False) if asked is None else asked) and not now <= valid:
+                held = ", ".join(sorted(boundary.value for boundary in now))
+                hint = "set `prescaled_batch: true` and `optimize: speed`" if valid else "leave it out"
+                raise UnsupportedError(
+                    f"`{self.name}` ({type(module).__name__}) was asked for `{what}`, but between its layers each"
+                    f" tensor-parallel rank holds other values than those of its samples (boundary: {held})"
+                    if valid
+                    else f"`{self.name}` ({type(module).__name__}) was asked for `{what}`, but each tensor-parallel"
+                    " rank has some of the heads",
+                    hint=hint,
+                )
 
 
 class _Running(threading.local):

@@ -42,6 +42,7 @@ WHOLE: Final = frozenset(
     {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "sequence_parallel", "local_params"}
 )
 """Styles that leave a layer whole: what they say of its gradient is true of every whole layer in a block."""
+_EXPERTS: Final = "moe_tp_experts"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def distribute_by_plan(root: nn.Module, _config: Mapping[str, Any] | None = None
     for name, boundary in boundaries.items():
         install_stack(root.get_submodule(name), boundary)
     for base, several in _bases(root, boundaries).items():
-        install_base(root.get_submodule(base), base or type(root).__name__, several=several)
+        inside = {boundary for name, boundary in boundaries.items() if _base_of(root, name) == base}
+        install_base(root.get_submodule(base), base or type(root).__name__, inside, several=several)
     for block in blocks:
         _divide(root, block, boundaries[block.stack])
     divided = {name for block in blocks for name in (*block.layers, *block.parameters)}
@@ -116,11 +118,17 @@ def _boundaries(root: nn.Module, stacks: set[str]) -> dict[str, Boundary]:
     equal = Boundary.REPLICATE if state.cfg.prescaled_batch else Boundary.GATHERED
     chosen = {name: equal if several[_base_of(root, name)] else stack_boundary() for name in sorted(stacks)}
     for name, boundary in chosen.items():
-        if boundary is Boundary.GATHERED and _drops(root.get_submodule(_base_of(root, name))):
-            # Ranks with samples of their own have random numbers of their own: they would drop other values of what
-            # has to be equal on all. Of its own samples each may drop what it likes.
+        base = root.get_submodule(_base_of(root, name))
+        # Ranks with samples of their own have random numbers of their own: they would drop other values of what has to
+        # be equal on all. Of its own samples each may drop what it likes. Experts stay whole: each rank runs its own
+        # samples through them, not those of the whole group, and balances these.
+        if boundary is Boundary.GATHERED and (_drops(base) or _expert_names(styles_of(base))):
             chosen[name] = Boundary.BATCH
     return chosen
+
+
+def _expert_names(styles: Mapping[str, str]) -> list[str]:
+    return [name for name, style in styles.items() if style == _EXPERTS]
 
 
 def _drops(base: nn.Module) -> bool:
@@ -153,6 +161,21 @@ def _tell(root: nn.Module, styles: Mapping[str, str], divided: set[str]) -> None
     if whole:
         names = ", ".join(f"`{name}` ({style})" for name, style in whole)
         _log.info("%s: not divided over tensor-parallel ranks: %s", type(root).__name__, names)
+    experts = {id(each): each for name in _expert_names(styles) for each in root.get_submodule(name).parameters()}
+    if experts:
+        own, every = sum(map(_bytes, experts.values())), sum(map(_bytes, root.parameters()))
+        _log.warning(
+            "%s: experts are not divided by tensor parallelism: each rank holds all of them, %.1f MiB of its %.1f MiB"
+            " of parameters, with their gradients and optimizer states; shard these with `shard_optimizer_state` or"
+            " `sharded_data_parallel_degree`",
+            type(root).__name__,
+            own / 2**20,
+            every / 2**20,
+        )
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 # --- blocks ---------------------------------------------------------------------------------------------------------
