@@ -32,6 +32,7 @@ from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 from smpkit.torch.tensor_parallel.replace import distribute
 from smpkit.torch.tensor_parallel.same_call import SameCall
+from smpkit.torch.tensor_parallel.successors import adopt_successors
 from smpkit.torch.unread import read_now
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class DistributedModel(ModelState):
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         module = distribute(module)
+        if state.optimizer is not None:
+            adopt_successors(state.optimizer.optimizer)
         name_original_forwards(module)
         sharded = state.cfg.sharded_data_parallel_degree > 1  # then it is placed a block at a time, as its own masters
         self._half = half_dtype(state.cfg)

@@ -19,6 +19,7 @@ from smpkit.torch.precision import half_dtype
 from smpkit.torch.sharded_data_parallel import ShardedDataParallel
 from smpkit.torch.sharded_state import StateShards
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.successors import adopt_successors
 from smpkit.torch.unread import read_now
 
 __all__ = ["DistributedOptimizer"]
@@ -63,6 +64,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if half is torch.bfloat16:
             scaler = StaticLossScaler()
         self.optimizer = optimizer
+        if state.model is not None:
+            adopt_successors(optimizer)
         if state.model is not None and isinstance(state.model.data_parallel, ShardedDataParallel):
             state.model.data_parallel.adopt(optimizer.param_groups)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)

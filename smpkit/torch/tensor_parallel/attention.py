@@ -183,11 +183,12 @@ class DistributedAttentionLayer(DistributedModule):
         Args:
             inputs: `(hidden_states, attention_mask)`, or with `cross_attention` `(hidden_states, cross_states, mask)`.
                 States are (batch, length, hidden_size). Masks are added to the scores, and None or broadcast to (batch,
-                heads of this rank, length, length): (batch, 1, 1, length) as a rule.
+                heads of this rank, length, length): (batch, 1, 1, length) as a rule. Where positions rotate queries and
+                keys, they may come third: (batch, length), or (1, length); else they are 0, 1, 2, ...
         """
-        hidden, states, mask = self._inputs(inputs)
+        hidden, states, mask, positions = self._inputs(inputs)
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        output: torch.Tensor = leave(self.share(normal, states, mask), self.boundary)
+        output: torch.Tensor = leave(self.share(normal, states, mask, positions), self.boundary)
         if self.dense.bias is not None:
             output = output + self.dense.bias
         output = self.dropout(output)
@@ -198,15 +199,25 @@ class DistributedAttentionLayer(DistributedModule):
 
     def _inputs(
         self, inputs: tuple[torch.Tensor | None, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        expected = 3 if self.cross_attention else 2
-        if not isinstance(inputs, (tuple, list)) or len(inputs) != expected or inputs[0] is None:  # type: ignore[redundant-expr]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        rotates = bool(self.options.rotary_dim) and not self.cross_attention
+        expected = (3,) if self.cross_attention else (2, 3) if rotates else (2,)
+        if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
             names = "(hidden_states, cross_states, mask)" if self.cross_attention else "(hidden_states, attention_mask)"
-            raise UsageError(f"DistributedAttentionLayer takes one tuple {names}")
-        return inputs[0], inputs[1] if self.cross_attention else None, inputs[-1]
+            more = ", or with position_ids for a third" if rotates else ""
+            raise UsageError(f"DistributedAttentionLayer takes one tuple {names}{more}")
+        if self.cross_attention:
+            return inputs[0], inputs[1], inputs[2], None
+        return inputs[0], None, inputs[1], inputs[2] if len(inputs) == 3 else None
 
     def share(
-        self, hidden: torch.Tensor, states: torch.Tensor | None, mask: torch.Tensor | None, *, entered: bool = False
+        self,
+        hidden: torch.Tensor,
+        states: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        *,
+        entered: bool = False,
     ) -> torch.Tensor:
         """Return what this rank's heads add to the output of all samples, before `leave` and the bias.
 
@@ -222,7 +233,9 @@ class DistributedAttentionLayer(DistributedModule):
             )
         dtype, options = query.dtype, self.options
         if options.rotary_dim:
-            turn = (options.rotary_dim, options.rotary_base)
+            if positions is not None and not self.in_stack:
+                positions = gather_mask(positions, query.shape[0] // state.tp_size, self.boundary)
+            turn = (options.rotary_dim, options.rotary_base, positions)
             query = rotated(query, *turn, interleaved=options.rotary_interleaved)
             key = rotated(key, *turn, interleaved=options.rotary_interleaved)
         if options.attention_in_fp32 and dtype.itemsize < 4:

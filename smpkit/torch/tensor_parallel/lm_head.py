@@ -143,10 +143,14 @@ class DistributedTransformerLMHead(DistributedModule):
         Args:
             inputs: `(input_ids, attention_mask, token_type_ids, position_ids, labels)`, or with cross attention
                 `(input_ids, attention_mask, token_type_ids, position_ids, cross_states, cross_mask, labels)`; all but
-                `input_ids` may be None. Masks of (batch, length) are 1 where positions may be attended to, as in
-                Hugging Face's models; masks of four dimensions are added to the scores. With a causal mask each label
-                is compared with the logits of the position before, so that `labels` may be `input_ids`; labels of -100
-                count for nothing.
+                `input_ids` may be None. Positions, (batch, length) or (1, length), are looked up in the position
+                embedding and rotate queries and keys; None is 0, 1, 2, .... Masks of (batch, length) are 1 where
+                positions may be attended to, as in Hugging Face's models; masks of four dimensions are added to the
+                scores. With a causal mask each label is compared with the logits of the position before, so that
+                `labels` may be `input_ids`; labels of -100 count for nothing.
+
+        Raises:
+            UsageError: the tuple has another length, or positions are given that nothing here reads.
         """
         ids, mask, token_types, positions, states, cross_mask, labels = self._inputs(inputs)
         hidden = self._embedded(ids, token_types, positions)
@@ -154,6 +158,8 @@ class DistributedTransformerLMHead(DistributedModule):
         if self.add_cross_attention:
             assert states is not None
             hidden = self.transformer((hidden, self._states(states), *masks))[0]
+        elif positions is not None and self.transformer.rotates:
+            hidden = self.transformer((hidden, masks[0], self._of_stack(positions, ids.shape[0])))[0]
         else:
             hidden = self.transformer((hidden, masks[0]))[0]
         if self.layernorm is not None:
@@ -175,6 +181,13 @@ class DistributedTransformerLMHead(DistributedModule):
         for name in needed:
             if given[name] is None:
                 raise UsageError(f"DistributedTransformerLMHead needs `{name}`")
+        rotates = self.transformer.rotates and not self.add_cross_attention
+        if given["position_ids"] is not None and self.position_embedding is None and not rotates:
+            raise UsageError(
+                "`position_ids` are given, but this model has no position embedding, and positions do not rotate"
+                " queries and keys",
+                hint="leave them out; num_positions or rotary_dim make a model that reads them",
+            )
         return [*inputs] if self.add_cross_attention else [*inputs[:4], None, None, inputs[4]]
 
     def _embedded(
@@ -213,7 +226,11 @@ class DistributedTransformerLMHead(DistributedModule):
             return None
         if mask.dim() == 2:
             mask = (1 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
-        return mask if self.inner is self.boundary else gather_mask(mask, num_samples, self.boundary)
+        return self._of_stack(mask, num_samples)
+
+    def _of_stack(self, given: torch.Tensor, num_samples: int) -> torch.Tensor:
+        """Return a mask or positions of the samples that the stack has."""
+        return given if self.inner is self.boundary else gather_mask(given, num_samples, self.boundary)
 
     def _states(self, states: torch.Tensor) -> torch.Tensor:
         return into_stack(states, self.boundary, self.inner, whole=True)

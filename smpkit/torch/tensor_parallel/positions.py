@@ -34,14 +34,21 @@ def alibi_slopes(num_heads: int, bias_max: float, device: torch.device) -> torch
     return torch.cat([slopes[1::2], slopes[0::2]])[:num_heads]
 
 
-def rotated(x: torch.Tensor, rotary_dim: int, base: float, *, interleaved: bool) -> torch.Tensor:
+def rotated(
+    x: torch.Tensor, rotary_dim: int, base: float, positions: torch.Tensor | None = None, *, interleaved: bool
+) -> torch.Tensor:
     """Return queries or keys (batch, heads, length, head size), their first features rotated by their positions.
 
     Angles are computed in float32, as the models do that were trained with them.
+
+    Args:
+        positions: (batch, length), or (1, length) for all samples; None: 0, 1, 2, ...
     """
     turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     exponents = torch.arange(0, rotary_dim, 2, device=x.device, dtype=torch.int64).float() / rotary_dim
-    angles = torch.outer(torch.arange(x.shape[2], device=x.device).float(), 1.0 / (base**exponents))
+    if positions is None:
+        positions = torch.arange(x.shape[2], device=x.device).unsqueeze(0)
+    angles = (positions.float().unsqueeze(-1) * (1.0 / (base**exponents))).unsqueeze(1)  # for all heads
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     if interleaved:
         even, odd = turned[..., 0::2], turned[..., 1::2]

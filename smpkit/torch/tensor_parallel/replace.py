@@ -34,9 +34,10 @@ from smpkit.torch.tensor_parallel.registry import (
     rewrite_for,
     with_overrides,
 )
+from smpkit.torch.tensor_parallel.successors import note_successors
 from smpkit.torch.tensor_parallel.weights import take_weights
 
-__all__ = ["distribute", "entry_of", "twins_of"]
+__all__ = ["distribute", "distribute_alone", "entry_of", "twins_of"]
 
 _ENTRY: Final = "_smp_entry"
 
@@ -66,6 +67,22 @@ def distribute(root: nn.Module) -> nn.Module:
     if state.rank == 0:
         announce(_report(finder))
     return _put_in_place(root, finder.targets)
+
+
+def distribute_alone(root: nn.Module) -> tuple[nn.Module, list[str]]:
+    """Do what `distribute` does on this rank, without weights and without the others, and say what: for a plan.
+
+    Raises:
+        UsageError: a marked module cannot be made as registered.
+    """
+    finder = _Finder(root)
+    finder.look_at(root, "")
+    for target in finder.targets:
+        if target.rewrite is not None:
+            target.rewrite.distribute(target.module, target.marking.config)
+        else:
+            _replace(root, target, None)
+    return _put_in_place(root, finder.targets), list(_report(finder))
 
 
 def entry_of(module: nn.Module) -> Entry | None:
@@ -182,18 +199,20 @@ def _make(module: nn.Module, entry: Entry, marking: Marking) -> nn.Module:
 # --- replace ----------------------------------------------------------------------------------------------------------
 
 
-def _replace(root: nn.Module, target: _Target, agreement: Agreement) -> None:
-    """Give a distributed module the weights and the ways of the one whose place it takes."""
+def _replace(root: nn.Module, target: _Target, agreement: Agreement | None) -> None:
+    """Give a distributed module the weights and the ways of the one whose place it takes; None: no weights."""
     module, entry, replacement = target.module, target.entry, target.replacement
     assert entry is not None
     assert replacement is not None
-    take_weights(root, target.name, module, replacement, entry.to_distributed, agreement)
+    if agreement is not None:
+        take_weights(root, target.name, module, replacement, entry.to_distributed, agreement)
     _keep_frozen(module, replacement)
     replacement.train(module.training)
     convert_calls(replacement, entry.forward_hook, entry.return_hook)
     object.__setattr__(replacement, _ENTRY, entry)
     if entry.finish is not None:
         entry.finish(module, replacement)
+    note_successors(target.name, module, replacement, entry.to_distributed)
 
 
 def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:

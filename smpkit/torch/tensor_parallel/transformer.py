@@ -188,23 +188,27 @@ class DistributedTransformerLayer(DistributedModule):
 
         Args:
             inputs: `(hidden_states, attention_mask)`, or with cross attention `(hidden_states, cross_states,
-                attention_mask, cross_mask)`; see DistributedAttentionLayer.
+                attention_mask, cross_mask)`, or with rotation `(hidden_states, attention_mask, position_ids)`; see
+                DistributedAttentionLayer.
         """
-        hidden, states, mask, cross_mask = unpacked(inputs, cross=self.cross_attention is not None)
+        cross, rotates = self.cross_attention is not None, bool(self.options.rotary_dim)
+        hidden, states, mask, cross_mask, positions = unpacked(inputs, cross=cross, rotates=rotates)
         if self.options.parallel_residual:
-            return (self._in_parallel(hidden, mask), *inputs[1:])
-        hidden = self.attention((hidden, mask))
+            return (self._in_parallel(hidden, mask, positions), *inputs[1:])
+        hidden = self.attention((hidden, mask) if positions is None else (hidden, mask, positions))
         if self.cross_attention is not None:
             hidden = self.cross_attention((hidden, states, cross_mask))
         return (self.output(hidden), *inputs[1:])
 
-    def _in_parallel(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _in_parallel(
+        self, hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
         """Add both branches up on each rank, then between ranks: one exchange in (two with two norms), one out."""
         attention, output = self.attention, self.output
         assert attention.pre_layernorm is not None
         entered = enter(attention.pre_layernorm(hidden), self.boundary)
         other = entered if output.pre_layernorm is None else enter(output.pre_layernorm(hidden), self.boundary)
-        shares = attention.share(entered, None, mask, entered=True) + output.share(other)
+        shares = attention.share(entered, None, mask, positions, entered=True) + output.share(other)
         result = leave(shares, self.boundary)
         for linear in (attention.dense, output.dense2):
             result = result if linear.bias is None else result + linear.bias
@@ -260,6 +264,7 @@ class DistributedTransformer(DistributedModule):
             raise UsageError(f"window_sizes has {len(window_sizes)} entries for {num_layers} layers")
         self.inner = stack_boundary() if inner is None else inner
         self.add_cross_attention = add_cross_attention
+        self.rotates = bool(options.get("rotary_dim"))
         both = pre_layernorm and post_layernorm
         self.input_layernorm = layernorm_if(both, hidden_size, layernorm_epsilon, self.inner)
         self.seq_layers = nn.Sequential()
@@ -290,40 +295,45 @@ class DistributedTransformer(DistributedModule):
 
     def forward(self, inputs: Values) -> Values:
         """Return the tuple that comes in, with other hidden states; see DistributedTransformerLayer."""
-        hidden, states, mask, cross_mask = unpacked(inputs, cross=self.add_cross_attention)
-        num_samples = hidden.shape[0]
-        masks = [None if each is None else gather_mask(each, num_samples, self.boundary) for each in (mask, cross_mask)]
+        hidden, states, mask, cross_mask, positions = unpacked(
+            inputs, cross=self.add_cross_attention, rotates=self.rotates
+        )
+        mask, cross_mask, positions = (
+            None if each is None else gather_mask(each, hidden.shape[0], self.boundary)
+            for each in (mask, cross_mask, positions)
+        )
         hidden = into_stack(hidden, self.boundary, self.inner)
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
         if states is None:
-            hidden = self.seq_layers((hidden, masks[0]))[0]
+            hidden = self.seq_layers((hidden, mask) if positions is None else (hidden, mask, positions))[0]
         else:
             states = into_stack(states, self.boundary, self.inner, whole=True)
-            hidden = self.seq_layers((hidden, states, *masks))[0]
+            hidden = self.seq_layers((hidden, states, mask, cross_mask))[0]
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)
         return (out_of_stack(hidden, self.boundary, self.inner), *inputs[1:])
 
 
 def unpacked(
-    inputs: Values, *, cross: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return hidden states, cross states, mask and cross mask of a layer's one argument.
+    inputs: Values, *, cross: bool, rotates: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return hidden states, cross states, mask, cross mask and positions of a layer's one argument.
 
     Raises:
         UsageError: it is not such a tuple.
     """
-    expected = 4 if cross else 2
-    if not isinstance(inputs, (tuple, list)) or len(inputs) != expected or inputs[0] is None:  # type: ignore[redundant-expr]
+    expected = (4,) if cross else (2, 3) if rotates else (2,)
+    if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
         names = "(hidden_states, cross_states, attention_mask, cross_mask)"
+        more = ", or with position_ids for a third" if rotates and not cross else ""
         raise UsageError(
-            f"a transformer layer takes one tuple {names if cross else '(hidden_states, attention_mask)'}",
+            f"a transformer layer takes one tuple {names if cross else '(hidden_states, attention_mask)'}{more}",
             hint="pass None for a mask that is not needed",
         )
     if cross:
-        return inputs[0], inputs[1], inputs[2], inputs[3]
-    return inputs[0], None, inputs[1], None
+        return inputs[0], inputs[1], inputs[2], inputs[3], None
+    return inputs[0], None, inputs[1], None, inputs[2] if len(inputs) == 3 else None
 
 
 def into_stack(x: torch.Tensor, outer: Boundary, inner: Boundary, *, whole: bool = False) -> torch.Tensor:

@@ -103,7 +103,7 @@ def _call(
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
-    use_cache: bool | None = None,  # noqa: ARG001 - no cache is made
+    use_cache: bool | None = None,
     output_attentions: bool | None = None,
     output_hidden_states: bool | None = None,
     return_dict: bool | None = None,
@@ -116,6 +116,7 @@ def _call(
         position_ids,
         labels,
         cross,
+        use_cache=use_cache,
         return_dict=return_dict,
         past_key_values=past_key_values,
         token_type_ids=token_type_ids,

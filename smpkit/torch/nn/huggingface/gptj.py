@@ -101,7 +101,7 @@ def _call(
     position_ids: torch.Tensor | None = None,
     inputs_embeds: torch.Tensor | None = None,
     labels: torch.Tensor | None = None,
-    use_cache: bool | None = None,  # noqa: ARG001 - no cache is made
+    use_cache: bool | None = None,
     output_attentions: bool | None = None,
     output_hidden_states: bool | None = None,
     return_dict: bool | None = None,
@@ -112,7 +112,7 @@ def _call(
         attention_mask,
         position_ids,
         labels,
-        rotates=True,
+        use_cache=use_cache,
         return_dict=return_dict,
         past_key_values=past_key_values,
         token_type_ids=token_type_ids,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.nn.huggingface.generation import generate
 from smpkit.torch.nn.huggingface.names import Name, translation
 from smpkit.torch.tensor_parallel.cross_entropy import gather_logits
 from smpkit.torch.tensor_parallel.lazy_logits import with_lazy_logits
@@ -45,6 +46,9 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
         """Return a `CausalLMOutputWithCrossAttentions`, or without a head a `BaseModelOutputWithPast`."""
         from transformers import modeling_outputs
 
+        config: Any = self.config
+        if inputs[1] is None and inputs[3] is not None and not getattr(config, "use_cache", True):
+            inputs = (inputs[0], _apart(inputs[3]), *inputs[2:])
         result = super().forward(inputs)
         if self.lm_head is None:
             assert isinstance(result, torch.Tensor)
@@ -54,6 +58,19 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
             output = modeling_outputs.CausalLMOutputWithCrossAttentions(loss=result[0], logits=result[1])
             return with_lazy_logits(output, gather)
         return modeling_outputs.CausalLMOutputWithCrossAttentions(logits=gather(result))
+
+    def generate(self, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
+        """Return what `generate` of the replaced model would, for the same arguments, computed without a cache.
+
+        All ranks of the tensor-parallel group call this together. Where each brings its own samples, each gets its rows
+        of what the samples of the whole group become, padded to the longest of these. Samples are drawn with the random
+        numbers of the first rank.
+
+        Raises:
+            UsageError: over a pipeline, or without a prompt.
+            UnsupportedError: of a model without a head, with a cache, or with `max_time`.
+        """
+        return generate(self, **({} if inputs is None else {"inputs": inputs}), **arguments)
 
 
 class HuggingFaceEncoder(DistributedTransformer):
@@ -114,7 +131,9 @@ def register_model(
 
 def _hand_over(original: nn.Module, distributed: nn.Module) -> None:
     """Give the distributed module what scripts read from a model."""
-    object.__setattr__(distributed, "config", original.config)
+    for name in ("config", "generation_config"):
+        if hasattr(original, name):
+            object.__setattr__(distributed, name, getattr(original, name))
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -126,7 +145,7 @@ def refuse_arguments(**given: Any) -> None:
         if value is not None and value is not False and not (isinstance(value, int) and value == 0):
             raise UnsupportedError(
                 f"a model that tensor parallelism has replaced cannot be called with `{name}`",
-                hint="leave it out; to generate text, load the weights (`original_state_dict`) into the original model",
+                hint="leave it out, or load the weights (`original_state_dict`) into the original model",
             )
 
 
@@ -137,7 +156,7 @@ def call_of(
     labels: torch.Tensor | None,
     cross: tuple[torch.Tensor | None, ...] = (),
     *,
-    rotates: bool = False,
+    use_cache: bool | None,
     return_dict: bool | None = None,
     **refused: Any,
 ) -> tuple[tuple[Any], dict[str, Any]]:
@@ -145,14 +164,28 @@ def call_of(
 
     Args:
         cross: states and their mask, for models with cross attention.
-        rotates: positions rotate queries and keys, and are those of the sequence.
+        use_cache: no cache is made, but with False positions tell of several sequences packed into a sample.
         return_dict: only False matters, which is refused.
         refused: arguments that must not be given.
     """
-    refuse_arguments(**refused, position_ids=position_ids if rotates else None)
+    refuse_arguments(**refused)
     if return_dict is False:
         raise UnsupportedError(
             "a model that tensor parallelism has replaced cannot be called with `return_dict=False`",
             hint="leave it out: `output[0]` reads what comes first of either",
         )
+    if position_ids is not None and attention_mask is None and use_cache is False:
+        attention_mask = _apart(position_ids)
     return ((input_ids, attention_mask, None, position_ids, *cross, labels),), {}
+
+
+def _apart(positions: torch.Tensor) -> torch.Tensor:
+    """Return the mask, added to scores, that keeps sequences packed into one sample apart.
+
+    Hugging Face's models do so where they make no cache. A sequence ends where the next position is not one more. No
+    value is looked at, so that shapes alone can be traced.
+    """
+    begins = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
+    sequence = begins.cumsum(-1)
+    others = sequence.unsqueeze(1) != sequence.unsqueeze(2)
+    return torch.zeros(others.shape, device=positions.device).masked_fill(others, -torch.inf).unsqueeze(1)

@@ -1,0 +1,159 @@
+"""`generate` of a Hugging Face model that tensor parallelism has replaced: Hugging Face's own, around the new forward.
+
+It asks an object for its logits again and again. That object is here of the class that was replaced, without weights,
+and its forward is the distributed model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.deadline import waiting
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.boundary import Boundary, check_same_shape, stack_boundary
+from smpkit.torch.tensor_parallel.replace import entry_of
+
+__all__ = ["generate"]
+
+_OF_SAMPLES: Final = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids")
+_SHELL: Final = "_smp_shell"
+
+
+def generate(model: nn.Module, **arguments: Any) -> Any:
+    """Return what `generate` of the replaced model would, computed without a cache; see HuggingFaceLMHead.generate.
+
+    Raises:
+        UsageError: over a pipeline, or without a prompt.
+        UnsupportedError: of a model without a head, with a cache, or with `max_time`.
+    """
+    _check(model, arguments)
+    arguments["use_cache"] = False
+    apart = not state.cfg.prescaled_batch
+    if apart:  # all ranks go through all samples, so that they stop together, and keep their own in the end
+        for name in _OF_SAMPLES:
+            value = arguments.get(name)
+            if isinstance(value, torch.Tensor):
+                check_same_shape(value)
+                arguments[name] = collectives.gather_equal(value.to(state.device), 0)
+    with _random_numbers_of_first():
+        made = _shell_of(model).generate(**arguments)
+    return _own(made) if apart else made
+
+
+def _check(model: nn.Module, arguments: dict[str, Any]) -> None:
+    if getattr(model, "lm_head", None) is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no head, so it cannot generate", hint="use a ...LMHeadModel"
+        )
+    if state.pp_size > 1:
+        raise UsageError(
+            "`generate` was called on a model that lies on several pipeline ranks",
+            hint="load `model.original_state_dict()` into the original class, and generate there",
+        )
+    if arguments.get("use_cache"):
+        raise UnsupportedError(
+            "a model that tensor parallelism has replaced keeps no cache, so it cannot `generate(use_cache=True)`",
+            hint="leave `use_cache` out, or load `model.original_state_dict()` into the original class",
+        )
+    if arguments.get("max_time") or getattr(arguments.get("generation_config"), "max_time", None):
+        raise UnsupportedError(
+            "`max_time` would let tensor-parallel ranks stop at different tokens", hint="limit `max_new_tokens`"
+        )
+    if arguments.get("inputs") is None and arguments.get("input_ids") is None:
+        raise UsageError("`generate` was called without a prompt", hint="pass `input_ids`, at least a first token each")
+
+
+def _own(made: Any) -> Any:
+    """Return this rank's samples of what all were generated into."""
+    if isinstance(made, torch.Tensor):
+        length = made.shape[0] // state.tp_size
+        return made.narrow(0, length * state.tp_rank, length)
+    if isinstance(made, tuple):
+        return tuple(map(_own, made))
+    return type(made)(**{name: _own(value) for name, value in made.items()}) if isinstance(made, dict) else made
+
+
+@contextlib.contextmanager
+def _random_numbers_of_first() -> Iterator[None]:
+    """Let all ranks of the group draw the numbers that the first one does, whose generators move on."""
+    group, on_gpu = collectives.tp_group(), state.device.type == "cuda"
+    before = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
+    first = [each.to(state.device, copy=True) for each in before]
+    with waiting("the random numbers of tp_rank 0", group):
+        for each in first:
+            dist.broadcast(each, group=group, group_src=0)
+    _set_random_numbers([each.cpu() for each in first])
+    try:
+        yield
+    finally:
+        if state.tp_rank:
+            _set_random_numbers(before)
+
+
+def _set_random_numbers(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def _divisible(of_positions: torch.Tensor) -> torch.Tensor:
+    """Return values with zeros behind, which no earlier position sees, where sequences are divided over the ranks."""
+    missing = -of_positions.shape[1] % state.tp_size if stack_boundary() is Boundary.SEQUENCE else 0
+    return functional.pad(of_positions, (0, missing)) if missing else of_positions
+
+
+# --- the object that Hugging Face asks --------------------------------------------------------------------------------
+
+
+def _shell_of(model: nn.Module) -> Any:
+    shell: Any = vars(model).get(_SHELL)
+    if shell is None:
+        entry, config = entry_of(model), getattr(model, "config", None)
+        assert entry is not None
+        kind: Any = entry.original_class
+        made: Any = type(kind.__name__, (_Shell, kind), {"__module__": kind.__module__})
+        with torch.random.fork_rng([]), torch.device("meta"):
+            shell = made(config)
+        vars(shell)["_smp_model"] = model  # past nn.Module's registration, in both directions
+        vars(model)[_SHELL] = shell
+    # Users change it on the model that they hold.
+    shell.generation_config = getattr(model, "generation_config", shell.generation_config)
+    return shell
+
+
+class _Shell:
+    """A model without weights that hands calls on."""
+
+    @property
+    def device(self) -> torch.device:
+        return state.device
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        model: nn.Module = vars(self)["_smp_model"]
+        named = {"attention_mask": attention_mask, "position_ids": position_ids, "token_type_ids": token_type_ids}
+        given = {name: value for name, value in named.items() if value is not None}
+        if state.cfg.prescaled_batch:
+            last = input_ids.shape[1] - 1
+            named = {name: _divisible(value) for name, value in {"input_ids": input_ids, **given}.items()}
+            return CausalLMOutputWithPast(logits=model(**named, **others)["logits"][:, last : last + 1])
+        own = {name: _own(value) if len(value) == len(input_ids) else value for name, value in given.items()}
+        logits = model(input_ids=_own(input_ids), **own, **others)["logits"][:, -1:]
+        return CausalLMOutputWithPast(logits=collectives.gather_equal(logits, 0))

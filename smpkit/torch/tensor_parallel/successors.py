@@ -1,0 +1,190 @@
+"""Optimizers that were made before the model was wrapped: they get the parameters that took the place of theirs.
+
+Which those are, the translation of weights tells: it is run on tensors without data, and what it reads to make a weight
+is what the weight took the place of.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.registry import Translation
+from smpkit.torch.tensor_parallel.shards import shard_of
+
+__all__ = ["adopt_successors", "note_successors"]
+
+_HINT: Final = "make the optimizer of `model.parameters()` after smp.DistributedModel"
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """One module that another has taken the place of; its parameters live on only if somebody else has them."""
+
+    name: str
+    before: Mapping[str, weakref.ref[nn.Parameter]]
+    shapes: Mapping[str, torch.Tensor]
+    """Its state dict, without data."""
+    now: nn.Module
+    translation: Translation | None
+
+    def full(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+
+_replaced: Final[list[_Replaced]] = []
+
+
+def note_successors(name: str, module: nn.Module, replacement: nn.Module, translation: Translation | None) -> None:
+    """Remember what took the place of a module of a name, and how its weights come from that one's."""
+    if not _replaced:
+        state.forgetters.append(_replaced.clear)
+    before = {key: weakref.ref(each) for key, each in module.named_parameters(remove_duplicate=False)}
+    values: Mapping[str, torch.Tensor] = module.state_dict(keep_vars=True)
+    shapes = {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in values.items()}
+    _replaced.append(_Replaced(name, before, shapes, replacement, translation))
+
+
+def adopt_successors(optimizer: Any) -> None:
+    """Put into the groups of an optimizer what took the place of the parameters that it was made with.
+
+    Raises:
+        UsageError: it has states of them already, is not one of torch's, or it is not clear what belongs where.
+    """
+    known = ((ref(), found, key) for found in _replaced for key, ref in found.before.items())
+    old = {id(each): (found, key) for each, found, key in known if each is not None}
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    gone = [each for group in groups for each in group["params"] if id(each) in old]
+    _check_states(optimizer, gone)
+    if not gone:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found, key = old[id(gone[0])]
+        raise UsageError(
+            f"{type(optimizer).__name__} was made before smp.DistributedModel, which has replaced `{found.full(key)}`"
+            f" and {len(gone) - 1} other parameters of its",
+            hint=_HINT,
+        )
+    group_of = {id(each): index for index, group in enumerate(groups) for each in group["params"]}
+    heirs: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for found in {id(each): each for each, _ in (old[id(each)] for each in gone)}.values():
+        for name, heir, sources in _heirs(found):
+            if any(id(each) in group_of for each in sources):
+                _check_group(found.full(name), sources, found, group_of)
+                for each in sources:
+                    heirs.setdefault(id(each), []).append((found.full(name), heir))
+    for group in groups:
+        _renew(group, heirs)
+
+
+def _renew(group: dict[str, Any], heirs: Mapping[int, list[tuple[str, nn.Parameter]]]) -> None:
+    """Change a group's list in place: some optimizers have a second reference to it."""
+    names = group.get("param_names")
+    renewed: dict[int, tuple[str | None, nn.Parameter]] = {}
+    for index, parameter in enumerate(group["params"]):
+        kept = [(None if names is None else names[index], parameter)]
+        for name, heir in heirs.get(id(parameter), kept):
+            renewed.setdefault(id(heir), (name, heir))
+    group["params"][:] = [parameter for _, parameter in renewed.values()]
+    if names is not None:
+        names[:] = [name for name, _ in renewed.values()]
+
+
+def _heirs(found: _Replaced) -> Iterator[tuple[str, nn.Parameter, list[nn.Parameter]]]:
+    """Yield the parameters of a distributed module with their names and what they took the place of.
+
+    Raises:
+        UsageError: it cannot be told.
+    """
+    names: dict[int, set[str]] = {}
+    ours = dict(found.now.named_parameters(remove_duplicate=False))
+    for name, keys in _sources(found):
+        if name in ours:
+            names.setdefault(id(ours[name]), set()).update(keys)
+    for name, heir in found.now.named_parameters():
+        before = {key: found.before[key]() for key in sorted(names.get(id(heir), ())) if key in found.before}
+        sources = [each for each in before.values() if each is not None]
+        if heir.requires_grad and not sources:
+            raise UsageError(
+                "the optimizer was made before smp.DistributedModel, and it is not known what"
+                f" `{found.full(name)}` took the place of",
+                hint=_HINT,
+            )
+        yield name, heir, sources
+
+
+def _sources(found: _Replaced) -> Iterator[tuple[str, set[str]]]:
+    """Yield the names of distributed weights, each with the names that its translation reads."""
+    if found.translation is None:
+        return
+    reading = _Reading(found.shapes)
+    try:
+        for name, made in found.translation(reading, found.now):
+            if callable(made):
+                made()
+            yield name, set(reading.read)
+            reading.read.clear()
+    except Exception as error:  # a translation of the user's may need values
+        raise UsageError(
+            "the optimizer was made before smp.DistributedModel, and the translation of"
+            f" `{found.name or 'the model'}` cannot say what its weights are made of ({type(error).__name__}: {error})",
+            hint=_HINT,
+        ) from error
+
+
+class _Reading(Mapping[str, torch.Tensor]):
+    """A state dict that knows what has been read of it."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._values = values
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        value = self._values[key]
+        self.read.add(key)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _check_group(name: str, sources: list[nn.Parameter], found: _Replaced, group_of: Mapping[int, int]) -> None:
+    if len({group_of.get(id(each)) for each in sources}) > 1:
+        keys = [found.full(key) for key, ref in found.before.items() if any(ref() is each for each in sources)]
+        raise UsageError(
+            f"`{name}` took the place of {', '.join(f'`{key}`' for key in keys)}, which are not all in one parameter"
+            " group of the optimizer",
+            hint=_HINT,
+        )
+
+
+def _check_states(optimizer: Any, gone: list[nn.Parameter]) -> None:
+    """Refuse states of whole parameters, where this rank has pieces now."""
+    states: Mapping[Any, Any] = optimizer.state
+    for each in gone:
+        if states.get(each):
+            raise UsageError(
+                f"{type(optimizer).__name__} has states of parameters that smp.DistributedModel has divided", hint=_HINT
+            )
+    for each in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        shard = shard_of(each)
+        if shard is None or not shard.is_distributed or shard.shape == shard.local_shape:
+            continue
+        values = states.get(each) or {}
+        if any(isinstance(value, torch.Tensor) and tuple(value.shape) == shard.shape for value in values.values()):
+            raise UsageError(
+                f"{type(optimizer).__name__} has states of parameters that smp.DistributedModel has divided", hint=_HINT
+            )

@@ -1,0 +1,153 @@
+"""Optimizers made before the model is wrapped train what took the place of their parameters, on two real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from tests.ranks import run_ranks
+from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, labels_of, samples
+
+Make = Callable[[nn.Module], Any]
+
+
+def by_decay(module: nn.Module) -> torch.optim.Optimizer:
+    """Decay matrices only, and train norms faster, as scripts do."""
+    named = list(module.named_parameters())
+    groups = [
+        {"params": [each for _, each in named if each.dim() > 1], "weight_decay": 0.3},
+        {"params": [each for _, each in named if each.dim() < 2], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+
+
+@smp.step
+def train_step(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, attention_mask=mask, labels=labels_of(tokens, mask))["loss"]
+    model.backward(loss)
+    return loss
+
+
+def trained(name: str, order: str, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True, **config})
+    module = BUILDERS[name]()
+    vars(module).pop("_loss_function", None)
+    smp.set_tensor_parallelism(module)
+    inside = None if order == "last" else by_decay(module)
+    if order == "first":
+        optimizer = smp.DistributedOptimizer(inside)
+        model = smp.DistributedModel(module)
+    else:
+        model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(by_decay(model) if inside is None else inside)
+    for step in range(2):
+        optimizer.zero_grad()
+        train_step(model, *samples(step))
+        optimizer.step()
+    weights = {key: each.clone() for key, each in model.original_state_dict().items()}
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if not config:
+        assert held == {id(each) for each in model.parameters()}
+    smp.shutdown()
+    return weights
+
+
+def orders() -> None:
+    """Before, between and after: the same weights, with groups of their own, and in half precision."""
+    for name, config in (("GPT2", {}), ("GPTJ", {}), ("Llama", {}), ("GPT2", {"bf16": True})):
+        expected = trained(name, "last", config)
+        for order in ("first", "between"):
+            made = trained(name, order, config)
+            for key, each in expected.items():
+                assert torch.equal(made[key], each), (name, order, key)
+
+
+def start(module: nn.Module) -> nn.Module:
+    smp.init({"tensor_parallel_degree": 2, "ddp": True})
+    smp.set_tensor_parallelism(module)
+    return module
+
+
+def names_follow() -> None:
+    module = start(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    inside = torch.optim.SGD(module.named_parameters(), lr=0.1)
+    names = list(inside.param_groups[0]["param_names"])
+    same_list = inside.param_groups[0]["params"]
+    model = smp.DistributedModel(module)
+    smp.DistributedOptimizer(inside)
+    assert inside.param_groups[0]["param_names"] == names
+    assert inside.param_groups[0]["params"] is same_list
+    assert list(map(id, same_list)) == list(map(id, model.parameters()))
+    smp.shutdown()
+
+
+def refused(module: nn.Module, make: Make, expected: str, *, before: bool = False) -> None:
+    start(module)
+    inside = make(module)
+    if before:
+        smp.DistributedOptimizer(inside)
+        with pytest.raises(UsageError, match=expected):
+            smp.DistributedModel(module)
+    else:
+        smp.DistributedModel(module)
+        with pytest.raises(UsageError, match=expected) as caught:
+            smp.DistributedOptimizer(inside)
+        assert caught.value.hint == "make the optimizer of `model.parameters()` after smp.DistributedModel"
+    smp.shutdown()
+
+
+class Own:
+    """A script's own optimizer, with lists of its own."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.param_groups = [{"params": params}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+def apart(module: Any) -> torch.optim.Optimizer:
+    attention = module.transformer.h[0].attn
+    rest = [each for each in module.parameters() if each is not attention.k_proj.weight]
+    return torch.optim.SGD([{"params": rest}, {"params": [attention.k_proj.weight]}], lr=0.1)
+
+
+class Fresh(nn.Linear):
+    """A class whose replacement starts with weights of its own."""
+
+
+def refusals() -> None:
+    def adagrad(module: nn.Module) -> Any:
+        return torch.optim.Adagrad(module.parameters())
+
+    divided = "has states of parameters that smp.DistributedModel has divided"
+    refused(nn.Sequential(nn.Linear(4, 4)), adagrad, f"Adagrad {divided}")
+    refused(nn.Sequential(nn.Linear(4, 4)), adagrad, f"Adagrad {divided}", before=True)
+    refused(BUILDERS["Llama"](), adagrad, f"Adagrad {divided}")
+    owned = r"Own was made before smp.DistributedModel, which has replaced `0.weight` and 1 other parameters of its"
+    refused(nn.Sequential(nn.Linear(4, 4)), lambda module: Own([*module.parameters()]), owned)
+    keys = ", ".join(f"`transformer.h.0.attn.{each}_proj.weight`" for each in "kvq")
+    packed = rf"`transformer.seq_layers.0.attention.query_key_value.weight` took the place of {keys}, which are not all"
+    refused(BUILDERS["GPTJ"](), apart, packed)
+    smp.tp_register_with_module(
+        Fresh, smp.nn.DistributedLinear, init_hook=lambda inputs, outputs: ((inputs, outputs), {})
+    )
+    unknown = "it is not known what `0.weight` took the place of"
+    refused(nn.Sequential(Fresh(4, 4)), lambda module: torch.optim.SGD(module.parameters(), lr=0.1), unknown)
+
+
+def everything() -> None:
+    for case in (orders, names_follow, refusals):
+        case()
+
+
+def test_on_two_ranks() -> None:
+    run_ranks(everything, 2, timeout=120)
