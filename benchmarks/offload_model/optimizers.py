@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from smpkit.torch.offload_model.kernels import Adam, Kernel, Span, one_pass, tiled
+from smpkit.torch.offload_model.pages import zeros
 from smpkit.torch.offload_model.workers import Workers
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
@@ -34,17 +35,19 @@ def measure(num_parameters: int, num_threads: int, repetitions: int) -> dict[str
 
 def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
-    gradient = torch.randn(num_parameters)
-    narrow, weight = gradient.bfloat16(), torch.zeros(num_parameters, dtype=torch.bfloat16)
-    master, first, second = torch.randn(num_parameters), torch.zeros(num_parameters), torch.zeros(num_parameters)
+    gradient, master, first, second, wide = (zeros(num_parameters) for _ in range(5))
+    narrow, weight = (zeros(num_parameters, torch.bfloat16) for _ in range(2))
+    for each in (gradient, master):
+        each.normal_()
+    narrow.copy_(gradient)
     rule = Adam(**OPTIONS, decoupled=True, step=2, factor=1.0)
 
-    def fused(with_gradient: Tensor) -> None:
+    def fused(with_gradient: Tensor, memory: tuple[Tensor, ...] = (master, first, second)) -> None:
         torch._fused_adamw_(
-            [master],
+            [memory[0]],
             [with_gradient],
-            [first],
-            [second],
+            [memory[1]],
+            [memory[2]],
             [],
             [torch.tensor(2.0)],
             **OPTIONS,
@@ -52,7 +55,7 @@ def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callabl
             maximize=False,
         )
 
-    wide = torch.empty(num_parameters)
+    of_torch = [each.clone() for each in (gradient, master, first, second)]
 
     def three_passes() -> None:
         wide.copy_(narrow)
@@ -74,6 +77,7 @@ def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callabl
 
     contestants: dict[str, Callable[[], object]] = {
         BASE: lambda: fused(gradient),
+        "torch fused AdamW, fp32 only, in memory of torch": lambda: fused(of_torch[0], tuple(of_torch[1:])),
         "smpkit, fp32 only": ours(one_pass, wide_span),
         "smpkit, one pass with both casts": ours(one_pass, narrow_span),
         "smpkit without a compiler, tiles with both casts": ours(tiled, narrow_span),

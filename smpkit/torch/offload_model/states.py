@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from smpkit.errors import UsageError
 from smpkit.torch.offload_model.kernels import Rule, Span
 from smpkit.torch.offload_model.layout import Layout, Place
+from smpkit.torch.offload_model.pages import zeros
 from smpkit.torch.offload_model.pending import Arrived
 from smpkit.torch.offload_model.weights import SliceWeights
 
@@ -180,9 +181,9 @@ def _flats(weights: SliceWeights, layout: Layout, num_state: int) -> Iterator[_F
     """
     working = dict(zip(weights.layout.parameters, weights.layout.places, strict=True))
     total = sum(place.num_elements for place in layout.places)
-    states = [torch.zeros(total) for _ in range(num_state)]
+    states = [zeros(total) for _ in range(num_state)]
     needs_master = any(not _is_wide(p, working[p]) for p in layout.parameters)
-    masters = torch.zeros(total) if needs_master else torch.zeros(0)
+    masters = zeros(total) if needs_master else torch.zeros(0)
     start = 0
     for parameter, place in zip(layout.parameters, layout.places, strict=True):
         end = start + place.num_elements

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from smpkit.torch.offload.link import DONE, Event, Link
+from smpkit.torch.offload_model.pages import zero_bytes
 
 __all__ = ["DEADLINE_SECONDS", "HostMemory", "Traffic", "Transfers", "flat_bytes", "is_dense"]
 
@@ -87,7 +88,7 @@ class HostMemory:
     def zeros(self, num_bytes: int) -> Tensor:
         """Return bytes, all 0."""
         if not self._pinned or num_bytes == 0:
-            return torch.zeros(num_bytes, dtype=torch.uint8)
+            return zero_bytes(num_bytes)
         from smpkit.torch.offload.cuda import pinned_memory
 
         tensor, release = pinned_memory(num_bytes)
