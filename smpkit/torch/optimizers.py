@@ -8,30 +8,57 @@ many ranks these lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.plan.mesh import CommGroup
-from smpkit.torch.deadline import waiting
-from smpkit.torch.gradient_norm import global_norm
+from smpkit.torch.gradient_norm import global_norm, local_part
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.shards import shard_of
+from smpkit.torch.tensor_norms import norms_of
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
 Tensors = list[torch.Tensor]
 
 
-class _Fused(torch.optim.Optimizer):
-    """What the three have in common: steps counted for each parameter, first moments, many tensors at once."""
+@dataclass(frozen=True)
+class _Alike:
+    """Parameters of a group that have a gradient and have taken as many steps.
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, set_grad_none: bool, amsgrad: bool) -> None:
+    Args:
+        parameters: as the group has them.
+        states: of each, by name.
+        steps: how many they will have taken after this one.
+    """
+
+    parameters: Tensors
+    states: list[dict[str, torch.Tensor]]
+    steps: float
+
+    @cached_property
+    def weights(self) -> Tensors:
+        """What this rank holds of the parameters."""
+        return [local_part(each.detach()) for each in self.parameters]
+
+    @cached_property
+    def gradients(self) -> Tensors:
+        return [local_part(each.grad) for each in self.parameters if each.grad is not None]
+
+    def state(self, name: str) -> Tensors:
+        return [local_part(each[name]) for each in self.states]
+
+
+class _Fused(torch.optim.Optimizer, ABC):
+    """What the three have in common: steps counted for each parameter, moments, many tensors at once."""
+
+    def __init__(self, params: ParamsT, *, set_grad_none: bool, amsgrad: bool, **defaults: Any) -> None:
         if amsgrad:
             raise UnsupportedError(
                 f"{type(self).__name__} has no amsgrad variant", hint="use torch.optim.AdamW(..., amsgrad=True)"
@@ -55,19 +82,21 @@ class _Fused(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        self._begin()
+        for group in self.param_groups:
+            for alike in self._alike(group):
+                self._update(group, alike)
         return loss
 
-    def _update(self) -> None:
-        for group in self.param_groups:
-            for _, parameters in self._alike(group):
-                self._update_alike(group, parameters)
+    def _begin(self) -> None:
+        """Look at all gradients before any parameter changes."""
 
-    def _update_alike(self, group: dict[str, Any], parameters: Tensors) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _update(self, group: dict[str, Any], alike: _Alike) -> None:
+        """Change parameters of `group` and their states."""
 
-    def _alike(self, group: dict[str, Any]) -> Iterator[tuple[float, Tensors]]:
-        """Count a step and yield the parameters with gradients, those of the same count together, with that count."""
+    def _alike(self, group: dict[str, Any]) -> Iterator[_Alike]:
+        """Count a step and yield the parameters with gradients, those of the same count together."""
         by_step: dict[float, Tensors] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -82,16 +111,11 @@ class _Fused(torch.optim.Optimizer):
                 own.update(self._first_state(parameter))
             own["step"] += 1
             by_step.setdefault(float(own["step"]), []).append(parameter)
-        yield from sorted(by_step.items(), key=lambda item: item[0])
+        for steps, parameters in sorted(by_step.items(), key=lambda item: item[0]):
+            yield _Alike(parameters, [self.state[each] for each in parameters], steps)
 
     def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
-
-    def _states(self, parameters: Tensors, name: str) -> Tensors:
-        return [self.state[parameter][name] for parameter in parameters]
-
-    def _num_steps(self, parameters: Tensors) -> float:
-        return float(self.state[parameters[0]]["step"])
+        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 class FusedAdam(_Fused):
@@ -122,28 +146,23 @@ class FusedAdam(_Fused):
         set_grad_none: bool = True,
     ) -> None:
         self.adam_w_mode = adam_w_mode
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        super().__init__(
-            params, {**defaults, "weight_decay": weight_decay}, set_grad_none=set_grad_none, amsgrad=amsgrad
-        )
+        settings = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
 
-    def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-
-    def _update_alike(self, group: dict[str, Any], parameters: Tensors) -> None:
-        gradients, (beta1, beta2) = _gradients(parameters), group["betas"]
+    def _update(self, group: dict[str, Any], alike: _Alike) -> None:
+        beta1, beta2 = group["betas"]
         if not group["bias_correction"]:
-            updates = _adam_updates(self, group, parameters, gradients, 1.0 - beta1, self.adam_w_mode)
-            torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
+            updates = _adam_updates(group, alike, alike.gradients, 1.0 - beta1, self.adam_w_mode)
+            torch._foreach_add_(alike.weights, updates, alpha=-float(group["lr"]))
             return
-        done = self._num_steps(parameters) - 1.0  # torch's kernel counts this step itself
+        done = alike.steps - 1.0  # torch's kernel counts this step itself
         adam(
-            parameters,
-            gradients,
-            self._states(parameters, "exp_avg"),
-            self._states(parameters, "exp_avg_sq"),
+            alike.weights,
+            alike.gradients,
+            alike.state("exp_avg"),
+            alike.state("exp_avg_sq"),
             [],
-            [torch.full((), done, device=parameter.device) for parameter in parameters],
+            [torch.full((), done, device=weight.device) for weight in alike.weights],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -193,16 +212,12 @@ class FusedLAMB(_Fused):
     ) -> None:
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        more = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
-        super().__init__(params, {**defaults, **more}, set_grad_none=set_grad_none, amsgrad=amsgrad)
+        settings = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings |= {"grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
+        super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
 
-    def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-
-    def _update(self) -> None:
+    def _begin(self) -> None:
         self._norm = self._norm_of_all()
-        super()._update()
 
     def _norm_of_all(self) -> torch.Tensor | None:
         if not any(group["max_grad_norm"] > 0 for group in self.param_groups):
@@ -213,18 +228,19 @@ class FusedLAMB(_Fused):
         norm: torch.Tensor = torch.nn.utils.get_total_norm([each.grad for each in every])
         return norm
 
-    def _update_alike(self, group: dict[str, Any], parameters: Tensors) -> None:
-        gradients = _gradients(parameters)
+    def _update(self, group: dict[str, Any], alike: _Alike) -> None:
+        gradients = alike.gradients
         if self._norm is not None and group["max_grad_norm"] > 0:
             excess = (self._norm / group["max_grad_norm"]).clamp(min=1.0)
             gradients = list(torch._foreach_div(gradients, excess.to(gradients[0])))
         weight = 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
-        updates = _adam_updates(self, group, parameters, gradients, weight, self.adam_w_mode)
+        updates = _adam_updates(group, alike, gradients, weight, self.adam_w_mode)
         if self.use_nvlamb or group["weight_decay"] != 0:
-            of_weights, of_updates = _norms(parameters, parameters, 2.0), _norms(updates, parameters, 2.0)
+            of_weights = norms_of(alike.weights, alike.parameters, 2.0)
+            of_updates = norms_of(updates, alike.parameters, 2.0)
             ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
             torch._foreach_mul_(updates, list(ratios.unbind()))
-        torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
+        torch._foreach_add_(alike.weights, updates, alpha=-float(group["lr"]))
 
 
 FusedLamb = FusedLAMB
@@ -269,44 +285,41 @@ class FusedNovoGrad(_Fused):
         if norm_type not in (0, 2):
             raise UsageError(f"norm_type of FusedNovoGrad must be 2 or 0 (the largest absolute value), got {norm_type}")
         self.reg_inside_moment = reg_inside_moment
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        more = {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
-        super().__init__(
-            params, {**defaults, "weight_decay": weight_decay, **more}, set_grad_none=set_grad_none, amsgrad=amsgrad
-        )
+        settings = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        settings |= {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
+        super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
 
     def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": parameter.new_zeros(())}
+        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": local_part(parameter).new_zeros(())}
 
-    def _update_alike(self, group: dict[str, Any], parameters: Tensors) -> None:
+    def _update(self, group: dict[str, Any], alike: _Alike) -> None:
         beta1, _ = group["betas"]
-        gradients, momenta = _gradients(parameters), self._states(parameters, "exp_avg")
-        steps, lr, decay = self._num_steps(parameters), float(group["lr"]), group["weight_decay"]
-        divisors = list(self._divisors(group, parameters, gradients).unbind())
+        gradients, momenta = alike.gradients, alike.state("exp_avg")
+        divisors = list(self._divisors(group, alike).unbind())
         weight = 1.0 - beta1 if group["grad_averaging"] else 1.0
         if self.reg_inside_moment:
             gradients = list(torch._foreach_div(gradients, divisors))
-            torch._foreach_add_(gradients, parameters, alpha=decay)
+            torch._foreach_add_(gradients, alike.weights, alpha=group["weight_decay"])
         torch._foreach_mul_(momenta, beta1)
         torch._foreach_add_(momenta, gradients, alpha=weight)
-        updates = list(torch._foreach_div(momenta, 1.0 - beta1**steps if group["bias_correction"] else 1.0))
+        updates = list(torch._foreach_div(momenta, 1.0 - beta1**alike.steps if group["bias_correction"] else 1.0))
         if not self.reg_inside_moment:
             torch._foreach_div_(updates, divisors)
-            torch._foreach_add_(updates, parameters, alpha=decay)
-        torch._foreach_add_(parameters, updates, alpha=-lr)
+            torch._foreach_add_(updates, alike.weights, alpha=group["weight_decay"])
+        torch._foreach_add_(alike.weights, updates, alpha=-float(group["lr"]))
 
-    def _divisors(self, group: dict[str, Any], parameters: Tensors, gradients: Tensors) -> torch.Tensor:
+    def _divisors(self, group: dict[str, Any], alike: _Alike) -> torch.Tensor:
         """Bring the averages of norms up to date; return what gradients are divided by."""
         _, beta2 = group["betas"]
-        averages, steps = self._states(parameters, "exp_avg_sq"), self._num_steps(parameters)
-        norms = _norms(gradients, parameters, 2.0 if group["norm_type"] == 2 else math.inf)
-        old = norms if steps == 1 and not group["init_zero"] else torch.stack(averages)
+        averages = alike.state("exp_avg_sq")
+        norms = norms_of(alike.gradients, alike.parameters, 2.0 if group["norm_type"] == 2 else math.inf)
+        old = norms if alike.steps == 1 and not group["init_zero"] else torch.stack(averages)
         if group["norm_type"] == 2:
             new = (beta2 * old.square() + (1.0 - beta2) * norms.square()).sqrt()
         else:
             new = beta2 * old + (1.0 - beta2) * norms
         torch._foreach_copy_(averages, list(new.unbind()))
-        correction = math.sqrt(1.0 - beta2**steps) if group["bias_correction"] else 1.0
+        correction = math.sqrt(1.0 - beta2**alike.steps) if group["bias_correction"] else 1.0
         divisors: torch.Tensor = new / correction + group["eps"]
         return divisors
 
@@ -314,24 +327,17 @@ class FusedNovoGrad(_Fused):
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
-def _adam_updates(
-    optimizer: _Fused,
-    group: dict[str, Any],
-    parameters: Tensors,
-    gradients: Tensors,
-    weight: float,
-    decoupled: bool,
-) -> Tensors:
+def _adam_updates(group: dict[str, Any], alike: _Alike, gradients: Tensors, weight: float, decoupled: bool) -> Tensors:
     """Bring Adam's moments up to date and return what the parameters change by, without the learning rate.
 
     Args:
         weight: of the new gradient in the first moment.
     """
     beta1, beta2 = group["betas"]
-    first, second = optimizer._states(parameters, "exp_avg"), optimizer._states(parameters, "exp_avg_sq")
-    steps, decay = optimizer._num_steps(parameters), group["weight_decay"]
+    first, second = alike.state("exp_avg"), alike.state("exp_avg_sq")
+    steps, decay = alike.steps, group["weight_decay"]
     if decay and not decoupled:
-        gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+        gradients = list(torch._foreach_add(gradients, alike.weights, alpha=decay))
     torch._foreach_mul_(first, beta1)
     torch._foreach_add_(first, gradients, alpha=weight)
     torch._foreach_mul_(second, beta2)
@@ -344,28 +350,8 @@ def _adam_updates(
     if group["bias_correction"]:
         torch._foreach_div_(updates, 1.0 - beta1**steps)
     if decay and decoupled:
-        torch._foreach_add_(updates, parameters, alpha=decay)
+        torch._foreach_add_(updates, alike.weights, alpha=decay)
     return updates
-
-
-def _norms(tensors: Tensors, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of each tensor, shaped like a parameter; of pieces, that of the whole; all ranks call this."""
-    norms = torch.stack(list(torch._foreach_norm(tensors, norm_type)))
-    pieces = [(shard := shard_of(each)) is not None and shard.is_distributed for each in parameters]
-    if not state.initialized or state.tp_size == 1 or not any(pieces):
-        return norms
-    among = torch.tensor(pieces, device=norms.device)
-    group = state.process_group(CommGroup.TP_GROUP)
-    whole = norms.square() if norm_type == 2.0 else norms.clone()
-    with waiting("the norms of divided tensors", group):
-        dist.all_reduce(whole, op=dist.ReduceOp.SUM if norm_type == 2.0 else dist.ReduceOp.MAX, group=group)
-    if norm_type == 2.0:
-        whole = whole.sqrt()
-    return torch.where(among, whole, norms)
-
-
-def _gradients(parameters: Tensors) -> Tensors:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _of_model(parameter: torch.Tensor) -> torch.Tensor:

@@ -66,9 +66,20 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def train_plainly(accumulation: int, clip: float, model: nn.Module | None = None) -> dict[str, Tensor]:
+def optimizer_of(kind: str, parameters: Any) -> torch.optim.Optimizer:
+    """Make an optimizer; the latter two look at norms of whole tensors, of which ranks hold parts, or nothing."""
+    if kind == "LAMB":
+        return smp.optimizers.FusedLAMB(parameters, lr=0.05, max_grad_norm=0.1)
+    if kind == "NovoGrad":
+        return smp.optimizers.FusedNovoGrad(parameters, lr=0.01, norm_type=0, weight_decay=0.1)
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def train_plainly(
+    accumulation: int, clip: float, model: nn.Module | None = None, kind: str = "AdamW"
+) -> dict[str, Tensor]:
     model = model or build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = optimizer_of(kind, model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
         for turn in range(accumulation):
@@ -110,6 +121,7 @@ def train(
     plain: bool = False,
     first: bool = False,
     checkpointed: bool = False,
+    kind: str = "AdamW",
     **config: Any,
 ) -> dict[str, Tensor]:
     start(degree, **config)
@@ -117,11 +129,11 @@ def train(
     if smp.rank() > 0:
         for parameter in module.parameters():
             parameter.data.add_(1.0)  # replicas start different, so a missing broadcast shows
-    made_first = torch.optim.AdamW(module.parameters(), lr=0.05) if first else None
+    made_first = optimizer_of(kind, module.parameters()) if first else None
     model = smp.DistributedModel(module, backward_passes_per_step=accumulation)
     if checkpointed:
         smp.set_activation_checkpointing(module.blocks, strategy="each")
-    optimizer = smp.DistributedOptimizer(made_first or torch.optim.AdamW(model.parameters(), lr=0.05))
+    optimizer = smp.DistributedOptimizer(made_first or optimizer_of(kind, model.parameters()))
     run_steps(model, optimizer, range(STEPS), accumulation, plain=plain)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     smp.shutdown()
@@ -134,6 +146,8 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 2, {"microbatches": 2, "sdp_gradient_clipping": 0.05, "first": True}),
     (2, 2, {"plain": True, "sdp_gradient_clipping": 0.0}),
     (2, 1, {"microbatches": 2, "checkpointed": True, "sdp_param_persistence_threshold": 0}),
+    (2, 1, {"kind": "LAMB"}),
+    (4, 1, {"kind": "NovoGrad"}),
     (4, 1, {"microbatches": 2, "checkpointed": True, "offload_activations": True, "activation_loading_horizon": 1}),
 ]
 
@@ -151,7 +165,9 @@ def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 def test_weights_equal_plain_pytorch() -> None:
     ranks = run_ranks(train_cases, 4, timeout=120)
     for index, (_, accumulation, options) in enumerate(CASES):
-        plain = train_plainly(accumulation, options.get("sdp_gradient_clipping", 1.0))
+        plain = train_plainly(
+            accumulation, options.get("sdp_gradient_clipping", 1.0), kind=options.get("kind", "AdamW")
+        )
         for results in ranks:
             assert_close(results[index], plain)
 

@@ -1,0 +1,43 @@
+"""The norm of each tensor of a list, of which ranks may hold pieces (tensor parallelism) or parts (sharding)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.deadline import waiting
+from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.shards import shard_of
+
+__all__ = ["norms_of"]
+
+
+def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of each tensor, which is what this rank holds of something shaped like a parameter.
+
+    Of pieces and parts, that of the whole; all ranks call this.
+    """
+    filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # nothing has no largest value
+    norms = torch.stack(list(torch._foreach_norm(filled, norm_type)))
+    squares = norm_type == 2.0
+    for group, divided in _divisions(parameters):
+        whole = norms.square() if squares else norms.clone()
+        with waiting("the norms of divided tensors", group):
+            dist.all_reduce(whole, op=dist.ReduceOp.SUM if squares else dist.ReduceOp.MAX, group=group)
+        norms = torch.where(torch.tensor(divided, device=norms.device), whole.sqrt() if squares else whole, norms)
+    return norms
+
+
+def _divisions(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
+    """Yield the groups of ranks that hold tensors together, and which tensors: first what was divided last."""
+    parts = [isinstance(each, DTensor) for each in parameters]
+    mesh = next((each.device_mesh for each in parameters if isinstance(each, DTensor)), None)
+    if mesh is not None:
+        yield mesh.get_group("shard"), parts
+    pieces = [(shard := shard_of(each)) is not None and shard.is_distributed for each in parameters]
+    if state.initialized and state.tp_size > 1 and any(pieces):
+        yield state.process_group(CommGroup.TP_GROUP), pieces
