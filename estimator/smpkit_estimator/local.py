@@ -30,6 +30,7 @@ EVENTS = "events"
 _HOST = "algo-1"
 _WRITABLE = ("model", "output/data", "output/intermediate", "checkpoints")
 _INTERRUPTED = 128 + signal.SIGINT
+_MAX_LOCAL_RANKS = 4096  # as the launcher has it
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0, hosts: int |
     dependencies = tuple(_local_dependencies(job, folder, problems))
     ranks = _num_ranks(job, num_gpus) if hosts is None else hosts * _ranks_per_host(job, num_gpus, hosts)
     problems += [Problem(("distribution", *p.path), p.message, p.hint) for p in job.distribution.world_problems(ranks)]
+    if ranks > _MAX_LOCAL_RANKS * (hosts or 1):
+        message = f"makes {ranks:,} ranks on one machine, which takes at most {_MAX_LOCAL_RANKS:,}"
+        problems.append(Problem(("compute", "instance_count"), message, "`--set compute.instance_count=1`"))
     if problems:
         raise ConfigError(problems, subject="job for a local run")
     if hosts is None and job.compute.instance_count > 1:

@@ -20,7 +20,7 @@ class Compute(Section):
     instance_type: Word = "local"
     """`local` for this machine, or a SageMaker instance type such as `ml.p4d.24xlarge`."""
 
-    instance_count: int = Field(default=1, ge=1)
+    instance_count: int = Field(default=1, ge=1, le=100_000)
     """Number of hosts."""
 
     volume_gb: int = Field(default=30, ge=1)

@@ -74,7 +74,7 @@ class SmDistributed(Section):
 class MpiOptions(Switched):
     """Launch with mpirun."""
 
-    processes_per_host: int | None = Field(default=None, ge=1)
+    processes_per_host: int | None = Field(default=None, ge=1, le=4096)
     """Ranks per host. Default: one per GPU, or one."""
 
     custom_mpi_options: str = ""
@@ -94,7 +94,7 @@ class MpiOptions(Switched):
 class TorchDistributedOptions(Switched):
     """Launch with torchrun."""
 
-    processes_per_host: int | None = Field(default=None, ge=1)
+    processes_per_host: int | None = Field(default=None, ge=1, le=4096)
     """Ranks per host. Default: one per GPU, or one. An extension of smpkit."""
 
 

@@ -58,6 +58,7 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"entry_point": "train.sh"}, "entry_point: must be a Python script"),
         ({"entry_point": "train"}, "entry_point: must be a Python script"),
         ({"entry_point": 3}, "entry_point: must be text, got 3"),
+        ({"compute": {"instance_count": 100_001}}, "compute.instance_count: must be at most 100000, got 100001"),
         ({"source_dir": ""}, "source_dir: must be a folder or an S3 URI, got ``"),
         ({"source_dir": "https://x/y"}, "source_dir: must be a folder or an S3 URI"),
         ({"source_dir": "s3://B"}, "source_dir: must name a bucket, which has 3 to 63 lower-case letters"),

@@ -27,6 +27,11 @@ def plan(folder: Path, source: str = "", num_gpus: int = 0, **settings: Any) -> 
     return plan_local_run(job, folder, num_gpus)
 
 
+def test_more_ranks_than_a_machine_takes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="makes 100,000 ranks on one machine, which takes at most 4,096"):
+        plan(tmp_path, compute={"instance_count": 100_000})
+
+
 def run(folder: Path, source: str, keep: bool = False, **settings: Any) -> LocalRun:
     return run_local(plan(folder, source, **settings), ("--more",), keep=keep)
 
