@@ -18,7 +18,8 @@ from tests.docker.engine import base_image, image_options, running_engine, why_n
 
 HERE = Path(__file__).parent
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
+# The time of each test alone: the first one would be charged with the making of the image, which has limits of its own.
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600, func_only=True)]
 
 
 @pytest.fixture(scope="session")
