@@ -87,7 +87,7 @@ class BackwardWork:
 
     # --- backward ------------------------------------------------------------------------------------------------
 
-    def run(self, segment: int, *, split: bool) -> None:
+    def run(self, segment: int, split: bool) -> None:
         """Run backward through one segment: receive the gradients of what left it, send those of what came in.
 
         Args:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -20,10 +20,11 @@ from smpkit.plan.schedule import Action, Costs, Kind, Schedule, SegmentGraph, ch
 from smpkit.torch.deadline import note_place
 from smpkit.torch.offload import active
 from smpkit.torch.pipeline.ending import Ending
-from smpkit.torch.pipeline.located import set_current
+from smpkit.torch.pipeline.located import Running
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.parking import Parked
 from smpkit.torch.pipeline.plan import Plan, graph_of
+from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.replan import Meter, replan
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.watch import watching
@@ -131,7 +132,7 @@ class Executor:
         for parked in self._parked.values():
             parked.abandon()
         self._parked = {}
-        set_current(None)
+        Running.microbatch = None
         self.stage.inside = False
         self.stage.transport.abandon()
 
@@ -174,7 +175,7 @@ class _Step:
 
     def forward_straight(self, index: int) -> None:
         """Run a microbatch's forward from end to end."""
-        output = self._act(Kind.FORWARD, 0, self.microbatches[index], lambda: self._run_body(index))
+        output = self._act(Kind.FORWARD, 0, self.microbatches[index], self._run_body, index)
         self._returned(index, output)
 
     def run_straight(self) -> None:
@@ -193,11 +194,12 @@ class _Step:
             if microbatch.index not in self.outputs:
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
-        for coming in plan.actions[:_LOOKAHEAD]:
-            self._post(plan, coming)
-        for number, action in enumerate(plan.actions, _LOOKAHEAD):
-            if number < len(plan.actions):
-                self._post(plan, plan.actions[number])
+        actions, receives = plan.actions, plan.receives
+        for action, moves in zip(actions[:_LOOKAHEAD], receives, strict=False):
+            self._post(action, moves)
+        for coming, action in enumerate(actions, _LOOKAHEAD):
+            if coming < len(actions) and receives[coming]:
+                self._post(actions[coming], receives[coming])
             microbatch = self.microbatches[action.microbatch]
             if microbatch.strayed:  # the schedule knows nothing of its way: it must wait until nobody waits for others
                 continue
@@ -215,15 +217,12 @@ class _Step:
             self._finish(microbatch)
         self.stage.transport.places = {}
 
-    def _post(self, plan: Plan, action: Action) -> None:
-        if action.kind is Kind.WEIGHT:
-            return
-        microbatch = self.microbatches[action.microbatch]
-        backward = action.kind is not Kind.FORWARD
+    def _post(self, action: Action, moves: Sequence[Move]) -> None:
+        """Start to receive what an action that comes soon will wait for."""
+        microbatch, backward = self.microbatches[action.microbatch], action.kind is not Kind.FORWARD
         if microbatch.strayed or (not backward and microbatch.index in self.outputs):
             return
-        moves = plan.backward_receives if backward else plan.forward_receives
-        for move in moves.get(action.segment, ()):
+        for move in moves:
             self.stage.transport.post(microbatch.index, move, backward=backward)
 
     def _forward(self, microbatch: Microbatch, segment: int, revisited: bool) -> None:
@@ -257,6 +256,8 @@ class _Step:
 
     def _finish(self, microbatch: Microbatch) -> None:
         """Run what is left of a microbatch's backward, last segment first, and let go of it."""
+        if microbatch.released:
+            return
         if microbatch.has_backward:
             for segment in reversed(range(microbatch.num_own_segments)):
                 if segment not in microbatch.backward_work.done:
@@ -265,8 +266,7 @@ class _Step:
 
     def _backward(self, microbatch: Microbatch, segment: int, *, split: bool = False) -> None:
         self._begin_backward()
-        work = microbatch.backward_work
-        self._act(Kind.BACKWARD, segment, microbatch, lambda: work.run(segment, split=split))
+        self._act(Kind.BACKWARD, segment, microbatch, microbatch.backward_work.run, segment, split)
         if microbatch.is_done:
             microbatch.release()
 
@@ -274,8 +274,7 @@ class _Step:
         """Run the other half of a backward, or, where it has run in one, say that there is none."""
         if split:
             self._begin_backward()
-        work = microbatch.backward_work
-        self._act(Kind.WEIGHT, segment, microbatch, lambda: work.run_weights(segment))
+        self._act(Kind.WEIGHT, segment, microbatch, microbatch.backward_work.run_weights, segment)
         if microbatch.is_done:
             microbatch.release()
 
@@ -284,23 +283,25 @@ class _Step:
         if self._num_backwards == self._num_expected:
             self._before_last_backward()
 
-    def _act(self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[[], _T]) -> _T:
+    def _act(self, kind: Kind, segment: int, microbatch: Microbatch, do: Callable[..., _T], *arguments: object) -> _T:
         """Do something for a microbatch, and tell those who listen what it took."""
         transport = self.stage.transport
         start_ns, waited_ns = time.perf_counter_ns(), transport.waited_ns
         active.begin_action(kind, segment, microbatch.index)
-        set_current(microbatch if kind is Kind.FORWARD else None)
+        if kind is Kind.FORWARD:
+            Running.microbatch = microbatch
         try:
-            result = do()
+            result = do(*arguments)
         except Exception as error:
             inside = {} if kind is Kind.FORWARD else microbatch.backward_work.place_of(segment)
             note_place(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
             raise
         finally:
-            set_current(None)
-        end_ns = time.perf_counter_ns()
-        if self._meter is not None:
-            self._meter.note(kind, segment, end_ns - start_ns - (transport.waited_ns - waited_ns))
-        if self._recorder is not None:
-            self._recorder(kind.value, segment, microbatch.index, start_ns, end_ns)
+            Running.microbatch = None
+        if self._recorder is not None or self._meter is not None:
+            end_ns = time.perf_counter_ns()
+            if self._meter is not None:
+                self._meter.note(kind, segment, end_ns - start_ns - (transport.waited_ns - waited_ns))
+            if self._recorder is not None:
+                self._recorder(kind.value, segment, microbatch.index, start_ns, end_ns)
         return result

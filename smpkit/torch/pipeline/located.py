@@ -16,16 +16,14 @@ from smpkit.errors import UsageError
 from smpkit.torch.pipeline.specs import TensorSpec
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["Located", "between_units", "current", "data_on", "set_current"]
+__all__ = ["Located", "Running", "between_units", "current", "data_on", "locate"]
 
 T = torch.Tensor
 
 
-class _Current:
+class Running:
     """The microbatch whose code runs now; only the thread that holds the baton runs, so one is enough."""
 
     microbatch: Microbatch | None = None
@@ -37,17 +35,13 @@ def current() -> Microbatch:
     Raises:
         UsageError: no step is running.
     """
-    if _Current.microbatch is None:
+    microbatch = Running.microbatch
+    if microbatch is None:
         raise UsageError(
             "a value of another rank was used outside the step that made it",
             hint="return it from the step function; the step hands every rank a copy",
         )
-    return _Current.microbatch
-
-
-def set_current(microbatch: Microbatch | None) -> None:
-    """Say whose code runs from now on."""
-    _Current.microbatch = microbatch
+    return microbatch
 
 
 def between_units() -> Microbatch | None:
@@ -55,7 +49,7 @@ def between_units() -> Microbatch | None:
 
     None: it runs inside a unit, or none runs and a module that is called is being recomputed in backward.
     """
-    microbatch = _Current.microbatch
+    microbatch = Running.microbatch
     return None if microbatch is None or microbatch.stage.inside else microbatch
 
 
@@ -63,7 +57,7 @@ class Located(torch.Tensor):
     """A tensor of which this rank holds either the data or only the shape.
 
     `spec` is what all ranks know of it; `home` the pp_rank that holds it; `value` the data there, None elsewhere;
-    `segment` the home's segment that made it; `copies` what it was sent as, by pp_rank.
+    `segment` the home's segment that made it; `copies` what it was sent as, by pp_rank. Made by `locate`.
     """
 
     spec: TensorSpec
@@ -71,19 +65,6 @@ class Located(torch.Tensor):
     value: torch.Tensor | None
     segment: int
     copies: dict[int, Located]
-
-    @staticmethod
-    def __new__(
-        cls, spec: TensorSpec, device: torch.device, home: int, value: torch.Tensor | None = None, segment: int = 0
-    ) -> Self:
-        made: Self = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
-        )
-        made.spec, made.home, made.value, made.segment, made.copies = spec, home, value, segment, {}
-        return made
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `__new__` has done everything, and Tensor's own would refuse the arguments."""
 
     # The questions that models ask most, answered without the detour through __torch_function__.
     @property
@@ -138,6 +119,17 @@ class Located(torch.Tensor):
         raise UsageError(
             "a value of another pipeline rank cannot be saved inside the step", hint="return it and save what you get"
         )
+
+
+def locate(
+    spec: TensorSpec, device: torch.device, home: int, value: torch.Tensor | None = None, segment: int = 0
+) -> Located:
+    """Return a value with a home; its data too, if that is here."""
+    made: Located = torch.Tensor._make_wrapper_subclass(
+        Located, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
+    )
+    made.spec, made.home, made.value, made.segment, made.copies = spec, home, value, segment, {}
+    return made
 
 
 def data_on(tensor: torch.Tensor, rank: int) -> torch.Tensor:

@@ -19,10 +19,10 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.pipeline.backward import BackwardWork
-from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.located import Located, locate
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same
-from smpkit.torch.pipeline.specs import TensorSpec, describe, map_tensors, spec_of, tensors_in
+from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of, tensors_in
 from smpkit.torch.pipeline.transport import version_of
 
 if TYPE_CHECKING:
@@ -60,10 +60,13 @@ class Microbatch:
         self.dynamic = False
         """Whether Python asked for a value that a branch may hang on."""
         self.has_backward = False
+        self.released = False
+        """Whether nothing is kept for backward any more."""
         self.before_wait: Callable[[], None] | None = None
         """Called where a new segment begins: lets other work of this rank go first."""
         self._handed_over: list[tuple[int, torch.Tensor, int]] = []
         self._rank = stage.rank
+        self._device_type = stage.device.type
         self._segments = [0] * stage.size
         self._sent = [False] * stage.size
         self.backward_work = BackwardWork(stage.transport, index)
@@ -96,12 +99,8 @@ class Microbatch:
                 f"`{name}` changes a tensor that every rank holds by a value that only one pipeline rank holds",
                 hint="write `x = x + y` instead of `x += y`",
             )
-        if target is not None:
-            home = target.home
-        elif len(args) == 1 and type(args[0]) is Located and not kwargs:
-            home = args[0].home
-        else:
-            home = self._home_of((args, kwargs))
+        only = None if kwargs else _only_home(args)
+        home = target.home if target is not None else self._home_of((args, kwargs)) if only is None else only
         if target is None:
             return self.run_at(home, func, name, func, args, kwargs)
         change = _set_item if func is torch.Tensor.__setitem__ else func
@@ -128,14 +127,14 @@ class Microbatch:
             mode: what else decides the result, such as a module's `training`.
             stream: whether its stream of random numbers is a closed one; None if it has none of its own.
         """
-        stage, here = self.stage, home == self._rank
+        stage = self.stage
         with _OurOwn():
             self.path.append(name)  # before anything is waited for, which may be because of this very call
             call, args, kwargs = self._brought(home, target, args, kwargs, mode)
             if call.template is UNKNOWN:
                 self._stray()  # results of new kinds are told in the program's own order
                 call.template = stage.results.find(call.key)
-            if not here:
+            if home != self._rank:
                 if stream is not None:
                     stage.random.skip()
                 if call.template is UNKNOWN:
@@ -159,7 +158,7 @@ class Microbatch:
         self, home: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object
     ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
         """Return of which kind a call is, and its arguments as rank `home` has them."""
-        results, device_type = self.stage.results, self.stage.device.type
+        results, device_type = self.stage.results, self._device_type
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         how = (mode, torch.is_grad_enabled(), autocast)
         call = None if kwargs else results.latest(target, how, args)
@@ -184,12 +183,12 @@ class Microbatch:
     def _made(self, call: Call, name: str, output: Any) -> Any:
         """Return the result of a call that ran here, located; the other ranks are told what it is like, or know."""
         device, home, segment = self.stage.device, self._rank, self._segments[self._rank]
-
-        def locate(tensor: torch.Tensor) -> Located:
-            return Located(spec_of(tensor), device, home, tensor, segment)
-
-        located = locate(output) if type(output) is torch.Tensor else map_tensors(locate, output)
-        template = located.spec if type(located) is Located else map_tensors(_spec_of_located, located)
+        if type(output) is torch.Tensor:  # most calls
+            template: Any = spec_of(output)
+            located: Any = locate(template, device, home, output, segment)
+        else:
+            located = map_tensors(lambda tensor: locate(spec_of(tensor), device, home, tensor, segment), output)
+            template = map_tensors(_spec_of_located, located)
         known = call.template
         if known is UNKNOWN:
             self.stage.results.remember(call, template)
@@ -254,8 +253,8 @@ class Microbatch:
         """Return the value as rank `home` has it, moving it there the first time."""
         if type(tensor) is not Located:
             return tensor
-        if tensor.grad_fn is not None:
-            _refuse_foreign_graph(tensor.grad_fn)
+        if (grad_fn := tensor.grad_fn) is not None:
+            _refuse_foreign_graph(grad_fn)
         if tensor.home == home:
             return tensor
         copy = tensor.copies.get(home)
@@ -293,14 +292,18 @@ class Microbatch:
             value = stage.transport.receive(self.index, move)
             if spec.requires_grad:
                 value = self.backward_work.arrives(value, move, self._segments[target])
-        return Located(spec, stage.device, target, value, self._segments[target])
+        return locate(spec, stage.device, target, value, self._segments[target])
 
     def _next_move(self, source: int, target: int, spec: TensorSpec) -> Move:
         """Return the move as the record has it; where that has another, or none, this microbatch has strayed."""
         number, record = len(self.moves), self.record
         if record is not None and not self.strayed:
             known = record.moves[number] if number < len(record.moves) else None
-            if known is not None and (known.source, known.target) == (source, target) and known.spec == spec:
+            if (
+                known is not None
+                and (known.source, known.target) == (source, target)
+                and (known.spec is spec or known.spec == spec)
+            ):
                 return known
             self._stray()
         # Other numbers, hence other tags: receives that were posted for the record's moves must not get these.
@@ -355,6 +358,19 @@ class Microbatch:
         """Let go of everything that is kept for backward."""
         self.backward_work.release()
         self._handed_over.clear()
+        self.released = True
+
+
+def _only_home(args: tuple[Any, ...]) -> int | None:
+    """Return the home of the one located value among plain numbers, which is what most operations get; else None."""
+    home = None
+    for argument in args:
+        kind = type(argument)
+        if kind is Located and home is None:
+            home = argument.home
+        elif kind not in PLAIN:
+            return None
+    return home
 
 
 def _refuse_foreign_graph(grad_fn: Any) -> None:

@@ -193,8 +193,8 @@ class Pipeline:
         def streamed(index: int) -> Any:
             with random.between_units():  # again, because a parked microbatch runs in a thread of its own
                 output = body(index)
-            microbatch = current()
-            microbatch.dynamic = microbatch.dynamic or random.asked  # chance may lead the next one elsewhere
+            if random.asked:  # chance may lead the next one elsewhere
+                current().dynamic = True
             return output
 
         with random.training_step(training=self._root.training):

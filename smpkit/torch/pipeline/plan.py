@@ -32,6 +32,8 @@ class Plan:
     """Segments of this rank whose backward runs in two halves."""
     places: Mapping[Place, int]
     """Where in its rank's list an action stands by which something travels."""
+    receives: tuple[tuple[Move, ...], ...]
+    """What each action receives: moves, or the gradients of moves."""
 
     @classmethod
     def of(cls, microbatch: Microbatch, schedule: Schedule) -> Plan:
@@ -40,16 +42,20 @@ class Plan:
         segments = range(microbatch.num_own_segments)
         returning = [move for move in microbatch.moves if move.spec.requires_grad and microbatch.has_backward]
         whole = frozenset(microbatch.unsplittable)
+        actions = schedule.actions[rank]
+        forward = {s: tuple(m for m in microbatch.moves if (m.target, m.target_segment) == (rank, s)) for s in segments}
+        backward = {s: tuple(m for m in returning if (m.source, m.source_segment) == (rank, s)) for s in segments}
         return cls(
             schedule,
-            schedule.actions[rank],
+            actions,
             max(microbatch.num_segments) > 1,
-            {s: tuple(m for m in microbatch.moves if (m.target, m.target_segment) == (rank, s)) for s in segments},
-            {s: tuple(m for m in returning if (m.source, m.source_segment) == (rank, s)) for s in segments},
+            forward,
+            backward,
             microbatch.recorded(),
             whole,
-            _split(schedule.actions[rank], whole),
+            _split(actions, whole),
             _places(schedule),
+            _receives(actions, forward, backward),
         )
 
     def follow(self, schedule: Schedule, rank: int) -> Plan:
@@ -61,11 +67,19 @@ class Plan:
             actions=actions,
             split=_split(actions, self.whole),
             places=_places(schedule),
+            receives=_receives(actions, self.forward_receives, self.backward_receives),
         )
 
 
 def _split(actions: tuple[Action, ...], whole: frozenset[int]) -> frozenset[int]:
     return frozenset(action.segment for action in actions if action.kind is Kind.WEIGHT) - whole
+
+
+def _receives(
+    actions: tuple[Action, ...], forward: Mapping[int, tuple[Move, ...]], backward: Mapping[int, tuple[Move, ...]]
+) -> tuple[tuple[Move, ...], ...]:
+    of_kind = {Kind.FORWARD: forward, Kind.BACKWARD: backward}  # weight halves receive nothing
+    return tuple(of_kind.get(action.kind, {}).get(action.segment, ()) for action in actions)
 
 
 def _places(schedule: Schedule) -> dict[Place, int]:

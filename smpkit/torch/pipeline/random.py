@@ -45,11 +45,11 @@ _CHANCES: Final = frozenset({"rand", "randn", "randint", "randperm", "normal", "
 """Functions whose result a branch may hang on (LayerDrop's coin)."""
 
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
-_Kept = tuple[_Generators, TorchFunctionMode | None]
-
 _QUESTIONS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
 _WATCHED: Final = _OPERATIONS | _CHANCES | _QUESTIONS
+
+_NOTHING: Final = contextlib.nullcontext()
 
 
 class RandomStreams:
@@ -71,6 +71,7 @@ class RandomStreams:
         """Whether Python has then looked at a tensor: what it does next may hang on chance."""
         self._cuda = device if device.type == "cuda" else None
         self._names: dict[str, int] = {}
+        self._operations = _Operations(self)
 
     def state(self) -> _Generators:
         """Return where the generators are."""
@@ -98,14 +99,9 @@ class RandomStreams:
             self.active = False
             self.restore(kept)
 
-    @contextlib.contextmanager
-    def between_units(self) -> Iterator[None]:
+    def between_units(self) -> contextlib.AbstractContextManager[object]:
         """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
-        if not self.active:
-            yield
-            return
-        with _Operations(self):
-            yield
+        return self._operations if self.active else _NOTHING
 
     def begin_microbatch(self, index: int) -> None:
         """Start the stream of a microbatch."""
@@ -116,7 +112,8 @@ class RandomStreams:
     def skip(self) -> None:
         """Take the number that a call takes which another rank runs."""
         if self.active:
-            _draw()
+            with torch._C.DisableTorchFunction():
+                _DRAWN.random_()
 
     def run(
         self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -129,30 +126,23 @@ class RandomStreams:
         """
         if not self.active:
             return function(*args, **kwargs)
-        kept = self._begin(name, closed)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._end(kept)
-
-    def _begin(self, name: str, closed: bool) -> _Kept:
-        """Start a stream; what it returns must be handed to `_end`."""
-        key = self._names.get(name)
-        if key is None:
-            key = self._names[name] = zlib.crc32(name.encode())
-        with torch._C.DisableTorchFunction():
-            seed = _mixed(_draw(), key)
+        mode = None
+        with torch._C.DisableTorchFunction():  # a mode must not give these draws streams
+            key = self._names.get(name)
+            if key is None:
+                key = self._names[name] = _mixed(zlib.crc32(name.encode()))
+            seed = _drawn() ^ key
             kept = self.state()
             self._seed(seed, closed=closed)
         # At native speed: no Python at each operation inside.
-        aside = closed and type(_get_current_function_mode()) is _Operations  # type: ignore[no-untyped-call]
-        return kept, _pop_mode() if aside else None  # type: ignore[no-untyped-call]
-
-    def _end(self, kept: _Kept) -> None:
-        state, mode = kept
-        if mode is not None:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
-        self.restore(state)
+        if closed and type(_get_current_function_mode()) is _Operations:  # type: ignore[no-untyped-call]
+            mode = _pop_mode()  # type: ignore[no-untyped-call]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if mode is not None:
+                _push_mode(mode)  # type: ignore[no-untyped-call]
+            self.restore(kept)
 
     def _seed(self, seed: int, *, closed: bool) -> None:
         seed = seed | 1 if closed else seed & ~1
@@ -227,9 +217,9 @@ def _draws_from_its_caller() -> bool:
 _DRAWN: Final = torch.empty((), dtype=torch.int64)
 
 
-def _draw() -> int:
-    with torch._C.DisableTorchFunction():  # the mode must not give this draw a stream
-        drawn: int = _DRAWN.random_().item()  # type: ignore[assignment]
+def _drawn() -> int:
+    """Take a number from the stream that is current, with modes set aside."""
+    drawn: int = _DRAWN.random_().item()  # type: ignore[assignment]
     return drawn
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from smpkit.torch.containers import children, rebuild
-from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.located import Located, locate
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec
 
 __all__ = ["UNKNOWN", "Call", "Results", "difference", "ghosts", "is_same"]
@@ -37,22 +37,6 @@ class Call:
     mode: _Mode
     arguments: tuple[Any, ...] | None
     """A part for each positional argument, to compare with; None if the call has others, or containers."""
-
-    def takes(self, mode: _Mode, args: tuple[Any, ...]) -> bool:
-        """Return whether a call with these arguments is of this kind; a false no costs time and nothing else."""
-        if self.arguments is None or self.mode != mode or len(args) != len(self.arguments):
-            return False
-        for argument, known in zip(args, self.arguments, strict=True):
-            kind = type(argument)
-            if kind is Located:
-                if argument.spec is not known:
-                    return False
-            elif kind in PLAIN:
-                if type(known) is not tuple or known[0] is not kind or known[1] != argument:
-                    return False
-            elif _plain_tensor(argument) != known:
-                return False
-        return True
 
 
 def _plain_tensor(argument: Any) -> tuple[Any, ...] | None:
@@ -82,9 +66,21 @@ class Results:
         self._latest: dict[Any, Call] = {}
 
     def latest(self, target: Any, mode: _Mode, args: tuple[Any, ...]) -> Call | None:
-        """Return the latest call of `target` if one with these arguments is of its kind."""
+        """Return the latest call of `target` if one with these arguments is of its kind; a None costs only time."""
         call = self._latest.get(target)
-        return call if call is not None and call.takes(mode, args) else None
+        if call is None or call.arguments is None or call.mode != mode or len(args) != len(call.arguments):
+            return None
+        for argument, known in zip(args, call.arguments, strict=True):
+            kind = type(argument)
+            if kind is Located:
+                if argument.spec is not known:
+                    return None
+            elif kind in PLAIN:
+                if type(known) is not tuple or known[0] is not kind or known[1] != argument:
+                    return None
+            elif _plain_tensor(argument) != known:
+                return None
+        return call
 
     def find(self, key: tuple[Any, ...]) -> Any:
         """Return the template of what a call returns, or UNKNOWN."""
@@ -108,7 +104,7 @@ class Results:
 def ghosts(template: Any, device: torch.device, home: int) -> Any:
     """Return the result of a call that rank `home` runs, without data."""
     if type(template) is TensorSpec:
-        return Located(template, device, home)
+        return locate(template, device, home)
     if type(template) is tuple:
         return tuple([ghosts(part, device, home) for part in template])
     inside = children(template)

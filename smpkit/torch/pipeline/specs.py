@@ -6,8 +6,9 @@ on everyone makes the result's *ghosts* from memory, and nothing but tensor byte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Final
 
@@ -26,13 +27,10 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    num_bytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_bytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", self.dtype.itemsize * math.prod(self.shape))
 
     @property
     def without_gradient(self) -> TensorSpec:
@@ -62,12 +60,9 @@ def _shared(*parts: Any) -> TensorSpec:
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Return shape, strides, dtype and need of gradients of a tensor; for a located one, without its data."""
     with torch._C.DisableTorchFunction():
-        parts = (tensor.shape, _stride_of(tensor), tensor.dtype, tensor.requires_grad)
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        parts = (tensor.shape, strides, tensor.dtype, tensor.requires_grad)
     return _SPECS.get(parts) or _shared(*parts)
-
-
-def _stride_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -105,6 +105,7 @@ class Transport:
         self._ranks = list(ranks)
         self._rank = group.rank()
         self._device = device
+        self._on_cpu = device.type == "cpu"
         self._timeout = state.timeout
         self._others = [peer for peer in range(len(self._ranks)) if peer != self._rank]
         self._sending: list[list[_Sent]] = [[] for _ in self._ranks]
@@ -135,7 +136,7 @@ class Transport:
         Args:
             copy: it may be changed in place before it has arrived.
         """
-        if copy and self._device.type == "cpu":  # from a device, a copy is what travels
+        if copy and self._on_cpu:  # from a device, a copy is what travels
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._send_move(tensor, microbatch, move, backward=False)
 
@@ -145,7 +146,9 @@ class Transport:
 
     def post(self, microbatch: int, move: Move, *, backward: bool) -> None:
         """Start a receive before its data is needed."""
-        self._post(self._tag(microbatch, move, backward), move, backward)
+        tag = self._tag(microbatch, move, backward)
+        if tag not in self._posted:
+            self._posted[tag] = self._receiving(tag, move, backward)
 
     def receive(self, microbatch: int, move: Move) -> torch.Tensor:
         """Return a value that another rank sends."""
@@ -155,30 +158,28 @@ class Transport:
         """Return the gradient of a value that was sent."""
         return self._receive_move(microbatch, move, backward=True)
 
-    def _post(self, tag: int, move: Move, backward: bool) -> None:
-        if tag not in self._posted:
-            buffer = self._buffers.take(move.spec)
-            source = move.target if backward else move.source
-            self._posted[tag] = self._group.recv([buffer], source, tag), buffer
+    def _receiving(self, tag: int, move: Move, backward: bool) -> tuple[dist.Work, torch.Tensor]:
+        buffer = self._buffers.take(move.spec)
+        return self._group.recv([buffer], move.target if backward else move.source, tag), buffer
 
     def _send_move(self, tensor: torch.Tensor, microbatch: int, move: Move, *, backward: bool) -> None:
-        start_ns = time.perf_counter_ns()
+        recorder = self.recorder
+        start_ns = 0 if recorder is None else time.perf_counter_ns()
         target, segment = (move.source, move.source_segment) if backward else (move.target, move.target_segment)
         tag = self._tag(microbatch, move, backward)
         taken_at = self.places.get((target, backward, segment, microbatch))
         self._send(tensor, target, tag, (microbatch, move, backward), taken_at)
-        if self.recorder is not None:
-            self.recorder("send", target, tensor.nbytes, tag, start_ns, time.perf_counter_ns())
+        if recorder is not None:
+            recorder("send", target, tensor.nbytes, tag, start_ns, time.perf_counter_ns())
 
     def _receive_move(self, microbatch: int, move: Move, *, backward: bool) -> torch.Tensor:
         start_ns = time.perf_counter_ns()
         source, segment = (move.target, move.target_segment) if backward else (move.source, move.source_segment)
         tag = self._tag(microbatch, move, backward)
-        self._post(tag, move, backward)
-        work, buffer = self._posted.pop(tag)
+        work, buffer = self._posted.pop(tag) if tag in self._posted else self._receiving(tag, move, backward)
         self._wait(work, source, (microbatch, move, backward))
         self.waited_ns += time.perf_counter_ns() - start_ns
-        arrived = buffer if self._device.type == "cpu" else buffer.to(self._device)
+        arrived = buffer if self._on_cpu else buffer.to(self._device)
         if self._sending[source]:
             self._let_go(source, self.places.get((source, backward, segment, microbatch)))
         if self.recorder is not None:
@@ -190,7 +191,7 @@ class Transport:
         return self._epoch_tag + (microbatch * _MOVES_PER_MICROBATCH + move.number) * 2 + backward
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int, what: _What, taken_at: int | None = None) -> None:
-        outgoing = tensor.contiguous() if self._device.type == "cpu" else tensor.contiguous().cpu()
+        outgoing = tensor.contiguous() if self._on_cpu else tensor.contiguous().cpu()
         self.num_messages += 1
         self.num_bytes += outgoing.nbytes
         started = time.monotonic()

@@ -14,7 +14,7 @@ from torch import nn
 
 from smpkit.torch.calls import ModuleCall, OwnCall, Placed
 from smpkit.torch.deadline import note_place
-from smpkit.torch.pipeline.located import Located, between_units, current, data_on
+from smpkit.torch.pipeline.located import Located, Running, between_units, current, data_on
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, tensors_in
 from smpkit.torch.pipeline.stage import Stage
@@ -94,9 +94,9 @@ def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -
     closed = kind is not _Kind.AROUND
 
     def routed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        microbatch = between_units()
-        if microbatch is not None:
-            run = functools.partial(_inside, stage, own)
+        microbatch = Running.microbatch
+        if microbatch is not None and not stage.inside:
+            run = functools.partial(_inside, stage, own) if home == stage.rank else own
             return microbatch.run_at(home, name, name, run, args, kwargs, module.training, stream=closed)
         if not stage.inside:  # recomputation in backward, which comes past no other place
             args, kwargs = map_tensors(lambda tensor: data_on(tensor, stage.rank), (args, kwargs))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.located import Located, current, data_on, set_current
+from smpkit.torch.pipeline.located import Located, Running, current, data_on, locate
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.record import Move
@@ -57,17 +57,17 @@ def running(rank: int, wire: Wire) -> Iterator[Microbatch]:
     """Run as one rank of two: the code inside belongs to a microbatch."""
     stage = Stage(rank, 2, CPU, wire, RandomStreams(1, CPU), {})  # type: ignore[arg-type]
     microbatch = Microbatch(stage, 0)
-    set_current(microbatch)
+    Running.microbatch = microbatch
     try:
         yield microbatch
     finally:
-        set_current(None)
+        Running.microbatch = None
 
 
 def located(rank: int, plain: Tensor = X) -> Located:
     """Return the value as `rank` has it: on HOME with the data."""
     value = plain.clone().requires_grad_(plain.requires_grad) if rank == HOME else None
-    return Located(spec_of(plain), CPU, HOME, value)
+    return locate(spec_of(plain), CPU, HOME, value)
 
 
 def on_both(code: Callable[[Any], Any], plain: Tensor = X) -> list[Any]:
@@ -361,7 +361,7 @@ def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape
     wire.told.append(spec_of(X + plain))
     wire.sent.append(plain)
     with running(HOME, wire) as microbatch:
-        result = located(HOME) + Located(spec_of(plain), CPU, OTHER)
+        result = located(HOME) + locate(spec_of(plain), CPU, OTHER)
     assert isinstance(result, Located)
     assert result.home == home
     assert [(move.source, move.target) for move in microbatch.moves] == [(1 - home, home)]
