@@ -101,14 +101,20 @@ def chain_cost(shape: tuple[int, int, int], repetitions: int, *, train: bool) ->
 
 def cpu_microseconds(step: Callable[[], object], repetitions: int) -> float:
     """Return the median CPU time of this thread per microbatch."""
-    spent = []
+    return statistics.median(in_turns([step], repetitions)[0])
+
+
+def in_turns(steps: Sequence[Callable[[], object]], repetitions: int) -> list[list[float]]:
+    """Return each step's CPU times of this thread per microbatch; other load slows all steps alike."""
+    spent: list[list[float]] = [[] for _ in steps]
     for repetition in range(WARM_UPS + repetitions):
-        dist.barrier()
-        started = time.thread_time_ns()
-        step()
-        if repetition >= WARM_UPS:
-            spent.append(time.thread_time_ns() - started)
-    return statistics.median(spent) / 1000 / MICROBATCHES
+        for step, times in zip(steps, spent, strict=True):
+            dist.barrier()
+            started = time.thread_time_ns()
+            step()
+            if repetition >= WARM_UPS:
+                times.append((time.thread_time_ns() - started) / 1000 / MICROBATCHES)
+    return spent
 
 
 def slopes(repetitions: int) -> dict[str, float]:
@@ -141,7 +147,7 @@ def plain_cost(*, train: bool) -> float:
 
 
 def beside_torch(repetitions: int) -> dict[str, float]:
-    """Return microseconds per microbatch of one layer per rank, by smpkit and by torch's 1F1B."""
+    """Return microseconds per microbatch of one layer per rank, by smpkit and by torch's 1F1B, which take turns."""
     init(MICROBATCHES)
     inputs, targets = torch.zeros(MICROBATCHES, 8), torch.zeros(MICROBATCHES, 1)
     chunks = [range(rank, rank + 1) for rank in range(smp.size())]
@@ -149,10 +155,9 @@ def beside_torch(repetitions: int) -> dict[str, float]:
         "1F1B", nn.Sequential(Scale(), Scale()), chunks, mean, inputs, targets, num_microbatches=MICROBATCHES
     )
     ours = smpkit_step(nn.Sequential(Scale(), Scale()), chunks, mean, inputs, targets)
-    return {
-        "a microbatch, smpkit": cpu_microseconds(ours, repetitions),
-        "a microbatch, torch 1F1B": cpu_microseconds(theirs, repetitions),
-    }
+    spent = dict(zip(("smpkit", "torch 1F1B"), in_turns([ours, theirs], repetitions), strict=True))
+    fastest = {f"a microbatch, {name}, fastest step": min(times) for name, times in spent.items()}
+    return fastest | {f"a microbatch, {name}, median step": statistics.median(times) for name, times in spent.items()}
 
 
 def gathered(mine: dict[str, float]) -> Figures:

@@ -9,21 +9,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 __all__ = ["children", "map_leaves", "rebuild"]
 
+_LEAVES: Final = (torch.Tensor, torch.Size, str, bytes, torch.nn.Module)
+_SEQUENCES: Final = (list, tuple, set, frozenset)
+
 
 def children(value: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, position or field name; None for a leaf."""
-    if isinstance(value, torch.Size | str | bytes | torch.nn.Module):
+    if isinstance(value, _LEAVES):
         return None
     # Mappings first: a Hugging Face ModelOutput is both a dict and a dataclass, and callers index it as a dict.
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, _SEQUENCES):
         return dict(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -36,7 +39,7 @@ def rebuild(container: Any, values: dict[Any, Any]) -> Any:
         return _rebuild_mapping(container, values)
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         return type(container)(*values.values())
-    if isinstance(container, list | tuple | set | frozenset):
+    if isinstance(container, _SEQUENCES):
         return type(container)(values.values())
     made = copy.copy(container)
     for name, value in values.items():

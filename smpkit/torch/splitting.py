@@ -7,6 +7,7 @@ objects with `smp_slice(num_mb, mb, axis)` cut themselves; everything else is ha
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class Splitter:
     input_split_axes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parameters = inspect.signature(self.function).parameters
+        parameters = self._signature.parameters
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
         for option, names in (("non_split_inputs", self.non_split_inputs), ("input_split_axes", self.input_split_axes)):
@@ -69,13 +70,17 @@ class Splitter:
                         hint=f"did you mean `{close[0]}`?" if close else f"its arguments are {_listed(parameters)}",
                     )
 
+    @functools.cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device) -> list[Call]:
         """Return the arguments of each of `count` microbatches, with cut tensors on `device`.
 
         Raises:
             UsageError: a batch that `count` does not divide, or an argument that cannot work inside a step.
         """
-        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
         parts = {
             name: self._split_argument(name, value, count, device) for name, value in _named_arguments(bound).items()
         }

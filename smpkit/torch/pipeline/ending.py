@@ -98,7 +98,7 @@ class Ending:
     def _explain(self, rank: int) -> None:
         """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""
         transport, mine = self._stage.transport, ways_of(self._stage)
-        transport.broadcast_object(mine, [rank], Tag.WAYS)
+        transport.broadcast_object(mine, [rank], Tag.WAYS, _WHAT)
         theirs = transport.receive_object(rank, _WHAT, Tag.WAYS)
         error = disagreement({self._stage.rank: mine, rank: theirs}, ended=True)
         if error is not None:

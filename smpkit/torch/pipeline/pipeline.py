@@ -91,7 +91,7 @@ class Pipeline:
         if state.pp_rank == 0:
             self.assignment = self._agreed(Step(body, call.args, call.kwargs))
             seed = common_seed()
-            self._transport.broadcast_object((self.assignment.to_json(), seed))
+            self._transport.broadcast_object((self.assignment.to_json(), seed), what="the partition assignment")
         else:
             text, seed = self._transport.receive_object(0, "the partition assignment")
             self.assignment = Assignment.from_json(text)

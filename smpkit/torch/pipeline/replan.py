@@ -67,7 +67,7 @@ def replan(stage: Stage, schedule: Schedule, planner: Planner, meter: Meter) -> 
         num_bytes = torch.float64.itemsize * (len(_KINDS) * counts[rank] + 2)
         measured.append(stage.transport.receive_bytes(num_bytes, rank, Tag.COSTS, _WHAT).view(torch.float64).tolist())
     text = stage.agreed(_better(schedule, planner, _costs(counts, measured)))
-    stage.transport.broadcast_object(text)
+    stage.transport.broadcast_object(text, what="the schedule")
     return _agreed(schedule, text)
 
 

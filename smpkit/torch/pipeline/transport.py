@@ -282,13 +282,19 @@ class Transport:
 
     # --- structures, once per kind of call -------------------------------------------------------------------------
 
-    def broadcast_object(self, value: Any, targets: Sequence[int] | None = None, tag: int = Tag.OBJECT) -> None:
+    def broadcast_object(
+        self,
+        value: Any,
+        targets: Sequence[int] | None = None,
+        tag: int = Tag.OBJECT,
+        what: str = "what a call returns",
+    ) -> None:
         """Send a Python object to every other rank of the pipeline, or some; each of them calls `receive_object`."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         for target in self._others if targets is None else targets:
-            self._send(size, target, tag, "what a call returns")
-            self._send(data, target, tag + 1, "what a call returns")
+            self._send(size, target, tag, what)
+            self._send(data, target, tag + 1, what)
 
     def receive_object(self, source: int, what: str, tag: int = Tag.OBJECT) -> Any:
         """Return the Python object that rank `source` broadcasts; it comes from a rank of this very job."""
