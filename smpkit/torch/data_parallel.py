@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -159,6 +159,11 @@ class DataParallel:
         broadcast_held(self._held, self._rank_of(source))
         if state.cfg.ddp and state.dp_size > 1:
             self._broadcast_all_buffers(source)
+
+    def broadcast_masters(self, masters: Mapping[int, nn.Parameter], source: int) -> None:
+        """Copy the master weights (by the id of their parameter) of the replica with dp_rank `source` to the others."""
+        held = [replace(each, parameter=masters[key]) for each in self._held if (key := id(each.parameter)) in masters]
+        broadcast_held(held, self._rank_of(source))
 
     def _rank_of(self, dp_rank: int) -> int:
         return dist.get_global_rank(self.group, dp_rank)

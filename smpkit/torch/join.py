@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from smpkit.errors import UnsupportedError
+from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 
 if TYPE_CHECKING:
@@ -91,6 +92,13 @@ class _Shadow(JoinHook):
         group = self._replica.group
         candidate = torch.tensor([dist.get_rank(group) if is_last_joiner else -1], device=state.device)
         dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=group)
-        self._replica.broadcast_state(source=int(candidate.item()))
-        if state.optimizer is not None:
-            state.optimizer.reload_model_params()
+        source = int(candidate.item())
+        self._replica.broadcast_state(source)
+        masters = None if state.optimizer is None else state.optimizer.masters
+        if masters is not None:
+            self._replica.broadcast_masters(masters.masters(), source)
+            # Or the next step would average gradients that have different scales.
+            scale = [masters.scaler.state_dict()]
+            with waiting("the loss scale of the replica that took every step", group):
+                dist.broadcast_object_list(scale, group=group, group_src=source)
+            masters.scaler.load_state_dict(scale[0])

@@ -18,7 +18,7 @@ import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -102,6 +102,11 @@ class MasterWeights:
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The model's parameters that have masters, by parameter group."""
         return [[self._weights[master] for master in group] for group in self.fp32_from_fp16_groups]
+
+    def masters(self) -> dict[int, nn.Parameter]:
+        """Return this rank's masters by the id of the model's parameter."""
+        self.settle()
+        return {id(weight): cast("nn.Parameter", master) for master, weight in self._weights.items()}
 
     def read_weights(self, *, keep_finer: bool = False) -> None:
         """Make the masters equal to the model's weights, which something else than the optimizer has changed.

@@ -329,7 +329,7 @@ class DistributedModel(ModelState):
         """Let ranks run out of inputs at different steps: those that are done take part with zeros.
 
         As `DistributedDataParallel.join()`: gradients are divided by the number of all replicas, and at the end every
-        rank has the parameters of the last to finish.
+        rank has the parameters of the last to finish; with `fp16` and `bf16` also its master weights and loss scale.
         """
         return contextlib.nullcontext() if self.data_parallel is None else JoinContext(self.data_parallel)
 

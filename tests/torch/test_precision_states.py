@@ -38,8 +38,8 @@ def train_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch
 class Job:
     """A training that can be saved and go on elsewhere."""
 
-    def __init__(self, degree: int = 1, half: str = "fp16") -> None:
-        smp.init({half: True, "pipeline_parallel_degree": degree, "microbatches": 2})
+    def __init__(self, degree: int = 1, half: str = "fp16", microbatches: int = 2, **config: Any) -> None:
+        smp.init({half: True, "pipeline_parallel_degree": degree, "microbatches": microbatches, **config})
         self.model = smp.DistributedModel(build())
         self.optimizer = smp.DistributedOptimizer(
             torch.optim.AdamW(self.model.parameters(), lr=0.01), dynamic_loss_scale=True, dynamic_loss_args=SCALE
@@ -171,3 +171,49 @@ def test_the_state_of_an_optimizer_in_float32_loads() -> None:
     assert job.optimizer.param_groups[0]["lr"] == 0.5
     assert job.optimizer.state[master]["exp_avg"].equal(plain.state[next(module.parameters())]["exp_avg"])
     job.train(range(1))
+
+
+UNEVEN = (1, 4)
+"""Steps that each replica has batches for."""
+
+
+def join_unevenly() -> tuple[float, dict[str, torch.Tensor]]:
+    job = Job(microbatches=1, ddp=True)
+    with job.model.join():
+        for step in range(UNEVEN[smp.rank()]):
+            job.optimizer.zero_grad()
+            train_step(job.model, *batch(10 * step + smp.rank()))
+            job.optimizer.step()
+    return job.end()
+
+
+def join_by_hand() -> tuple[float, list[torch.Tensor]]:
+    """The same in one process: a replica without batches counts with zeros; no step overflows."""
+    model = build().half()
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=0.01)
+    scale = SCALE["init_scale"]
+    for step in range(max(UNEVEN)):
+        gradients = []
+        for rank, steps in enumerate(UNEVEN):
+            if step < steps:
+                inputs, targets = batch(10 * step + rank)
+                loss = functional.cross_entropy(model(inputs.half()).float(), targets)
+                gradients.append(torch.autograd.grad(loss * scale, list(model.parameters())))
+        for index, master in enumerate(masters):
+            parts = torch.stack([each[index] / len(UNEVEN) for each in gradients])
+            master.grad = parts.sum(0).float() / scale
+        optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(model.parameters(), masters, strict=True):
+                weight.copy_(master)
+        scale *= 2.0 if step % SCALE["scale_window"] == 1 else 1.0
+    return scale, masters
+
+
+def test_replicas_that_ran_out_of_batches_get_the_masters_and_the_scale_of_the_last() -> None:
+    scale, masters = join_by_hand()
+    for our_scale, ours in run_ranks(join_unevenly, 2):
+        assert our_scale == scale > SCALE["init_scale"]
+        for mine, master in zip(ours.values(), masters, strict=True):
+            torch.testing.assert_close(mine, master, rtol=0, atol=0)
