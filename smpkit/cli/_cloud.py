@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from smpkit.cli import _console
+from smpkit.config.words import printable, quoted
 from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = ["CloudChoice", "cloud_options", "follow_job", "print_lines", "tell_if
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_FASTEST = 1e6
 _HOST_COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
@@ -123,17 +125,37 @@ def _demonstration() -> FakeSageMaker:
     from smpkit_estimator.backends.fake import FakeSageMaker, FastClock
     from smpkit_estimator.backends.fake.demonstration import demonstration_script
 
-    folder = _demonstration_folder()
-    speed = float(os.environ.get("SMPKIT_FAKE_SPEED", "60"))
-    return FakeSageMaker(demonstration_script, clock=FastClock(speed, _origin(folder)), file=folder / "jobs.json")
+    speed, folder = _speed(), _demonstration_folder()
+    try:
+        return FakeSageMaker(demonstration_script, clock=FastClock(speed, _origin(folder)), file=folder / "jobs.json")
+    except ValueError:
+        raise UsageError(
+            f"the jobs of the fake in {folder} are damaged", hint=f"`rm -r {folder}` forgets them"
+        ) from None
+
+
+def _speed() -> float:
+    text = os.environ.get("SMPKIT_FAKE_SPEED", "60")
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed <= _FASTEST:
+        raise UsageError(f"SMPKIT_FAKE_SPEED is {quoted(text)}, and must be a number from above 0 to {_FASTEST:,.0f}")
+    return speed
 
 
 def _demonstration_folder() -> Path:
     chosen = os.environ.get("SMPKIT_FAKE_DIR")
     folder = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"smpkit-fake-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    hint = "set SMPKIT_FAKE_DIR to a folder of yours"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"{printable(str(folder))} cannot be made: {reason}", hint=hint) from None
     if folder.stat().st_uid != os.getuid():
-        raise UsageError(f"{folder} belongs to somebody else", hint="set SMPKIT_FAKE_DIR to a folder of yours")
+        raise UsageError(f"{printable(str(folder))} belongs to somebody else", hint=hint)
     return folder
 
 

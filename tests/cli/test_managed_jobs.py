@@ -457,3 +457,46 @@ def test_ctrl_c_while_a_job_is_started_tells_its_name(
     assert (result.exit_code, result.stdout) == (130, "")
     assert "`next` was being started, and may have been" in result.stderr
     assert "`smpkit stop next` stops it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("SMPKIT_FAKE_SPEED", "fast", "SMPKIT_FAKE_SPEED is `fast`, and must be a number"),
+        ("SMPKIT_FAKE_SPEED", "0", "SMPKIT_FAKE_SPEED is `0`, and must be a number"),
+        ("SMPKIT_FAKE_SPEED", "nan", "SMPKIT_FAKE_SPEED is `nan`, and must be a number"),
+        ("SMPKIT_FAKE_DIR", "job.yaml", "job.yaml cannot be made: file exists"),
+        ("SMPKIT_FAKE_DIR", "damaged", "the jobs of the fake in damaged are damaged"),
+        ("SMPKIT_FAKE_DIR", "no time", "the jobs of the fake in no time are damaged"),
+    ],
+)
+def test_a_demonstration_that_cannot_be_played_says_why(
+    variable: str, value: str, said: str, folder: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, file in (("damaged", "jobs.json"), ("no time", "began")):
+        (folder / name).mkdir()
+        (folder / name / file).write_text("{nothing")
+    monkeypatch.setenv("SMPKIT_FAKE_DIR", str(folder / "good"))
+    monkeypatch.setenv(variable, value)
+    result = smpkit("jobs", "--backend", "fake")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("option", "around", "region"),
+    [
+        ("eu-west-1", {"AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-2"}, "eu-west-1"),
+        (None, {"AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-2"}, "us-east-1"),
+        (None, {"AWS_DEFAULT_REGION": "us-east-2"}, "us-east-2"),
+    ],
+)
+def test_the_region_is_that_of_the_aws_cli(
+    option: str | None, around: dict[str, str], region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3 by itself does not read AWS_REGION, which is what containers, Lambda and the AWS CLI have."""
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
+    assert CloudChoice(region=option).open().region == region

@@ -6,6 +6,7 @@ for a session: `backends.fake.FakeSageMaker` does.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Iterator, Mapping
@@ -65,13 +66,16 @@ class S3Object:
 def open_session(profile: str | None = None, region: str | None = None) -> Session:
     """Return a boto3 session with the user's own profile and region.
 
+    Like the AWS CLI, and unlike boto3, it heeds AWS_REGION, before AWS_DEFAULT_REGION.
+
     Raises:
         UsageError: there is no such profile.
     """
     import boto3
 
     try:
-        session: Session = boto3.Session(profile_name=profile, region_name=region)
+        chosen = region or os.environ.get("AWS_REGION") or None
+        session: Session = boto3.Session(profile_name=profile, region_name=chosen)
     except CloudProblem as error:
         raise explained(error, "cannot use AWS", "sts") from None
     return session
