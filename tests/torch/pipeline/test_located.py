@@ -319,9 +319,34 @@ def test_a_result_of_another_shape_for_the_same_arguments_is_an_error() -> None:
             microbatch.run_at(*run)
 
 
+def test_a_module_in_training_and_in_evaluation_makes_two_kinds_of_calls() -> None:
+    with running(HOME, Wire()) as microbatch:
+        x = located(HOME)
+        for training in (True, False, True):
+            rows = 1 + training
+            made = microbatch.run_at(HOME, "layer", "layer", lambda _, rows=rows: torch.zeros(rows), (x,), {}, training)
+            assert made.shape == (rows,)
+
+
+def without_gradients(x: Any) -> Any:
+    with torch.no_grad():
+        return x * 2
+
+
+def product(x: Any) -> Any:
+    return x.float() @ x.float().t()
+
+
+def product_in_half_precision(x: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return product(x)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
+        (lambda x: x * 2, without_gradients),
+        (product, product_in_half_precision),
         (lambda x: x * 2, lambda x: x * 2.0),
         (lambda x: x * 1, lambda x: x * True),
         (lambda x: x[0], lambda x: x[0, 0]),
