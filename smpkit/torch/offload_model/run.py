@@ -90,8 +90,9 @@ class Run:
             with engine.on_device(index, fresh=True, then=index + 1 if index < last else None):
                 boundaries = self._forward_slice(index, boundaries)
         self.outputs = boundaries[0].structure
-        self._joined = join([[engine.parking.take(parked) for parked in each.tensors] for each in boundaries])
-        return [joined.tensor for joined in self._joined], [parked.requires_grad for parked in boundaries[0].tensors]
+        joined = join([[engine.parking.take(parked) for parked in each.tensors] for each in boundaries])
+        self._joined = [how for _, how in joined]
+        return [tensor for tensor, _ in joined], [parked.requires_grad for parked in boundaries[0].tensors]
 
     def backward(
         self,

@@ -80,9 +80,11 @@ def split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
 
 @dataclass(frozen=True)
 class Joined:
-    """A tensor put together from those of microbatches, and how to take its gradient apart again."""
+    """How a tensor was put together from those of microbatches, to take its gradient apart again.
 
-    tensor: Tensor
+    Without the tensor: its graph holds this, and what holds its own graph is freed only by Python's collector.
+    """
+
     rows: tuple[int, ...] | None
     """Of each part; None: every microbatch handed on the same tensor."""
     parts: int
@@ -96,7 +98,7 @@ class Joined:
         return list(torch.split(gradient, list(self.rows)))
 
 
-def join(parts: Sequence[Sequence[Tensor]]) -> list[Joined]:
+def join(parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Joined]]:
     """Put the output tensors of microbatches together along dimension 0.
 
     Raises:
@@ -105,16 +107,16 @@ def join(parts: Sequence[Sequence[Tensor]]) -> list[Joined]:
     return [_join(tensors) for tensors in zip(*parts, strict=True)]
 
 
-def _join(parts: Sequence[Tensor]) -> Joined:
+def _join(parts: Sequence[Tensor]) -> tuple[Tensor, Joined]:
     first, count = parts[0], len(parts)
     if all(part is first for part in parts):
-        return Joined(first, None, count)
+        return first, Joined(None, count)
     if first.dim() == 0:
         raise UsageError(
             f"the model returns a tensor without dimensions, which cannot be joined from {count} microbatches",
             hint="return values per sample and reduce them outside, or use num_microbatches=1",
         )
-    return Joined(torch.cat(list(parts)), tuple(part.shape[0] for part in parts), count)
+    return torch.cat(list(parts)), Joined(tuple(part.shape[0] for part in parts), count)
 
 
 def join_gradients(whole: Tensor, parts: Sequence[Tensor | None], rows: Sequence[int | None]) -> Tensor | None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from smpkit.errors import UsageError
 from tests.transparency.huggingface_models import gpt2, llama
 
 CPU = torch.device("cpu")
+both_ways = pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 
 
 class Named(nn.Module):
@@ -214,3 +219,50 @@ def test_an_error_in_a_layer_leaves_the_model_usable() -> None:
     model(torch.randn(3, 4)).sum().backward()
     assert [name for name, _ in model.named_parameters()] == names
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+
+
+@both_ways
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_a_forward_kept_goes_with_its_output(checkpoint: bool, backward: bool) -> None:
+    """Not when Python looks for cycles: an output such as a language model's scores is large."""
+    model = OffloadModel(_layers(), CPU, checkpoint_activation=checkpoint)
+    gc.collect()
+    gc.disable()
+    try:
+        output = model(torch.randn(3, 4))
+        kept = weakref.ref(output.grad_fn.run)
+        if backward:
+            output.sum().backward()
+        del output
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_deleted_model_leaves_no_memory_and_no_threads() -> None:
+    def threads() -> int:
+        return sum(thread.name.startswith("smpkit") for thread in threading.enumerate())
+
+    def train() -> list[weakref.ref[Any]]:
+        model = OffloadModel(_layers(), CPU, checkpoint_activation=True, dtype=torch.bfloat16)
+        optimizer = OffloadOptimizer(model, max_grad_norm=1.0, num_threads=2)
+        for _ in range(2):
+            model(torch.randn(3, 4, dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+        model.synchronize()
+        assert threads() > before
+        return [weakref.ref(each) for each in (model, optimizer, model._engine, optimizer._states[0].entries[0].master)]
+
+    gc.collect()
+    before = threads()
+    kept = train()
+    gc.collect()
+    assert [each() for each in kept] == [None] * 4
+    deadline = time.monotonic() + 60  # the threads end when they next look
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() <= before
