@@ -110,10 +110,21 @@ def _count(number: int) -> str:
 
 def _memory(made: Plan) -> Iterator[str]:
     unit, size = ("GiB", GIB) if max(memory.total_bytes for memory in made.memory) >= GIB else ("MiB", _MIB)
-    head = [unit, "parameters", "gradients", "reduction", made.optimizer, "activations", "total"]
+    gathers = any(memory.gathered_bytes for memory in made.memory)
+    head = [
+        unit,
+        "parameters",
+        *["gathered"] * gathers,
+        "gradients",
+        "reduction",
+        made.optimizer,
+        "activations",
+        "total",
+    ]
     rows = [head if made.limit_gib is None else [*head, f"of {made.limit_gib:g} GiB"]]
     for stage, memory in enumerate(made.memory):
-        known = (memory.parameters_bytes, memory.gradients_bytes, memory.reduction_bytes, memory.optimizer_bytes)
+        known = [memory.parameters_bytes, memory.gradients_bytes, memory.reduction_bytes, memory.optimizer_bytes]
+        known[1:1] = [memory.gathered_bytes] * gathers
         cells = [f"{num_bytes / size:.1f}" for num_bytes in known]
         cells.append("unknown" if memory.activations_bytes is None else f"{memory.activations_bytes / size:.1f}")
         cells.append(f"{memory.total_bytes / size:.1f}")
@@ -134,10 +145,7 @@ def advise(made: Plan) -> None:
         console.hint("raise `pipeline_parallel_degree`, or lower `active_microbatches`")
     if made.model is not None and made.world.parameters.offload_activations:
         _plan_offload.advise(made.forecasts, made.world.parameters, made.model)
-    if made.model is not None and made.mesh.tp_size > 1:
-        console.note(
-            f"note: memory counts whole modules; a tensor-parallel rank holds 1/{made.mesh.tp_size} of those that are"
-            " distributed"
-        )
+    for note in () if made.model is None else made.model.notes:
+        console.note(f"note: {note.strip()}")
     if made.model is not None and not made.model.traced:
         console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")

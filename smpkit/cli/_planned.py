@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from smpkit.plan.mesh import Mesh
     from smpkit.plan.offload_forecast import Forecast, Speed
     from smpkit.plan.segments import Segment, SegmentGraph
+    from smpkit.plan.shares import Share
     from smpkit.plan.simulate import Timeline
 
 __all__ = ["Plan", "World", "describe", "plan_of", "speed_of", "with_model", "world_of"]
@@ -170,7 +171,7 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
     from smpkit.plan.walk import peak_live_shares, runs_of, walk
 
     cfg = made.world.parameters
-    model = describe(options["model"], made.world.source, cfg)
+    model = describe(options["model"], made.world.source, cfg, made.world.ranks)
     assignment = _assignment(cfg, model)
     speed = speed_of(options)
     runs = runs_of(model.costs, assignment)
@@ -179,14 +180,21 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
     forecasts: tuple[Forecast, ...] = ()
     if cfg.offload_activations and _plan_offload.has_boundaries(model):
         forecasts = forecast(model, assignment, timeline, cfg.activation_loading_horizon, speed)
-    memory = memory_of_ranks(
-        model,
-        assignment,
-        live_microbatches=peak_live_shares(schedule, runs),
-        states_per_parameter=OPTIMIZERS[options["optimizer"]],
-        replicated=cfg.ddp and made.mesh.dp_size > 1,
-        offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],
-    )
+    live = peak_live_shares(schedule, runs)
+
+    def memory_with(share: Share) -> tuple[RankMemory, ...]:
+        return memory_of_ranks(
+            model,
+            assignment,
+            live_microbatches=live,
+            states_per_parameter=OPTIMIZERS[options["optimizer"]],
+            replicated=cfg.ddp and made.mesh.dp_size > 1,
+            offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],
+            share=share,
+            persistent=cfg.sdp_param_persistence_threshold,
+        )
+
+    memory = tuple(_largest(made, stage, memory_with) for stage in range(assignment.num_partitions))
     return replace(
         made,
         timeline=timeline,
@@ -198,6 +206,20 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
         speed=speed,
         forecasts=forecasts,
     )
+
+
+def _largest(made: Plan, stage: int, memory_with: Callable[[Share], tuple[RankMemory, ...]]) -> RankMemory:
+    """Return the memory of the rank of a stage that holds most."""
+    from smpkit.plan.shares import shares_of
+
+    cfg = made.world.parameters
+    shares = shares_of(
+        made.mesh,
+        stage,
+        shards_states=cfg.shard_optimizer_state,
+        sharding_degree=cfg.sharded_data_parallel_degree,
+    )
+    return max((memory_with(share)[stage] for share in shares), key=lambda memory: memory.total_bytes)
 
 
 def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Costs:
@@ -233,20 +255,22 @@ def _assignment(cfg: ModelParallelConfig, model: ModelFacts) -> Assignment:
     return assign(model.costs, degree, model.places, cfg.default_partition, num_chunks)
 
 
-def describe(target: str, source: Path, cfg: ModelParallelConfig | None = None) -> ModelFacts:
+def describe(target: str, source: Path, cfg: ModelParallelConfig | None = None, ranks: int = 1) -> ModelFacts:
     """Ask a process that imports torch and the user's module; this one does neither.
 
     Args:
         target: `module:factory`.
         source: the folder where the module is found.
-        cfg: says how many places there are, and whether the model's own choice of them counts.
+        cfg: says how many places there are, whether the model's own choice of them counts, and what is divided.
+        ranks: how many the job has.
     """
     from smpkit.plan.memory import ModelFacts
 
     num_places = 1 if cfg is None else cfg.pipeline_parallel_degree * cfg.virtual_pipeline_degree
     places = f"--places={num_places}" if cfg is None or cfg.auto_partition else f"--by-hand={num_places}"
     safe = ["-P"] if sys.version_info >= (3, 11) else []
-    command = [sys.executable, *safe, "-m", _DESCRIBE, places, target, str(source.absolute())]
+    job = [] if cfg is None else [f"--job={ranks}:{cfg.model_dump_json(by_alias=True)}"]
+    command = [sys.executable, *safe, "-m", _DESCRIBE, places, *job, target, str(source.absolute())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from smpkit.errors import SmpkitError
 from smpkit.plan.assignment import Assignment, UnitCost
+from smpkit.plan.shares import Share, gathered_bytes, owned, part_of, piece_of
 
 __all__ = ["OPTIMIZERS", "ModelFacts", "RankMemory", "TensorFacts", "UnitFacts", "memory_of_ranks"]
 
@@ -32,6 +33,14 @@ class TensorFacts:
     num_elements: int
     num_bytes: int
     trainable: bool
+    rows: int = 0
+    """Of a parameter: the size of its first dimension; 0 of a buffer."""
+    pieces: tuple[int, ...] = ()
+    """Bytes on each tensor-parallel rank, if it is divided over them; the numbers above are then the first one's."""
+    rows_divided: bool = False
+    """Tensor parallelism divides its first dimension."""
+    over_replicas: bool = False
+    """Its gradient is averaged over exact replicas, not over all data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,10 @@ class ModelFacts:
     """Whether compute and activations of the units are known."""
     places: Mapping[str, int] = field(default_factory=dict)
     """Where the user put units and modules around them, by name."""
+    blocks: tuple[tuple[str, ...], ...] = ()
+    """Names of the tensors that sharded data parallelism gathers together."""
+    notes: tuple[str, ...] = ()
+    """What tensor parallelism divides, and what not and why, in sentences."""
 
     @property
     def costs(self) -> list[UnitCost]:
@@ -83,7 +96,9 @@ class ModelFacts:
     @classmethod
     def _of(cls, content: dict[str, Any]) -> ModelFacts:
         units = tuple(UnitFacts(UnitCost(**unit["cost"]), tuple(unit["tensors"])) for unit in content["units"])
-        tensors = {each["name"]: TensorFacts(**each) for each in content["tensors"]}
+        tensors = {
+            each["name"]: TensorFacts(**{**each, "pieces": tuple(each["pieces"])}) for each in content["tensors"]
+        }
         return cls(
             str(content["name"]),
             units,
@@ -91,6 +106,8 @@ class ModelFacts:
             tuple(content["loose"]),
             bool(content["traced"]),
             dict(content["places"]),
+            tuple(map(tuple, content["blocks"])),
+            tuple(content["notes"]),
         )
 
 
@@ -115,12 +132,14 @@ class RankMemory:
     """The part of `activations_bytes` that is inputs of checkpointed layers."""
     host_bytes: int = 0
     """Inputs of checkpointed layers that were offloaded to the host, at their peak."""
+    gathered_bytes: int = 0
+    """With sharded data parallelism, the most that is gathered at a time of parameters that replicas divide."""
 
     @property
     def total_bytes(self) -> int:
         """All that is known."""
         known = self.parameters_bytes + self.gradients_bytes + self.reduction_bytes + self.optimizer_bytes
-        return known + (self.activations_bytes or 0)
+        return known + self.gathered_bytes + (self.activations_bytes or 0)
 
 
 def memory_of_ranks(
@@ -131,6 +150,8 @@ def memory_of_ranks(
     states_per_parameter: int,
     replicated: bool,
     offloaded: Sequence[tuple[int, int]] = (),
+    share: Share | None = None,
+    persistent: int = 0,
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank at its peak.
 
@@ -140,15 +161,24 @@ def memory_of_ranks(
         replicated: whether other ranks hold the same part of the model, and gradients are averaged with them.
         offloaded: with activation offloading, for each rank the most bytes of checkpointed layers' inputs on its device
             and on its host; empty: all of them stay on the device.
+        share: which of the ranks that hold a partition; None: there is one, or they hold the same.
+        persistent: with sharded data parallelism, blocks of fewer elements stay gathered.
     """
+    share = share or Share()
+    pieces_reduced = replicated and (share.rdp[1] > 1 or share.dp[1] == 1)
     places = assignment.partition_of
     held = [_held(model, places, rank) for rank in range(assignment.num_partitions)]
     alone = {name for name in model.tensors if sum(name in names for names in held) == 1}
     found = []
     for rank, names in enumerate(held):
-        tensors = [model.tensors[name] for name in sorted(names)]
+        whole = {name: piece_of(model.tensors[name], share) for name in sorted(names)}
+        tensors = [part_of(tensor, share) for tensor in whole.values()]
         trained = [tensor for tensor in tensors if tensor.trainable]
-        reduced = trained if replicated else [tensor for tensor in trained if tensor.name not in alone]
+        reduced = [
+            tensor
+            for tensor in trained
+            if (pieces_reduced if tensor.over_replicas else replicated) or tensor.name not in alone
+        ]
         costs = [unit.cost for unit in model.units if places[unit.cost.name] == rank]
         boundary = sum(cost.boundary_bytes for cost in costs)
         on_device, on_host = offloaded[rank] if offloaded else (round(boundary * live_microbatches[rank]), 0)
@@ -161,10 +191,11 @@ def memory_of_ranks(
                 parameters_bytes=_bytes(tensors),
                 gradients_bytes=_bytes(trained),
                 reduction_bytes=_bytes(reduced),
-                optimizer_bytes=states_per_parameter * _bytes(trained),
+                optimizer_bytes=states_per_parameter * _bytes(owned(trained, share, names - alone)),
                 activations_bytes=activation if model.traced else None,
                 boundaries_bytes=on_device,
                 host_bytes=on_host,
+                gathered_bytes=gathered_bytes(whole, model.blocks, share, persistent),
             )
         )
     return tuple(found)

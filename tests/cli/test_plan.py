@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,10 @@ class Placed(Net):
             smp.set_partition(block, number % 2)
         smp.set_partition(self.head, 1)
 
+def divided():
+    with smp.tensor_parallelism():
+        return traced()
+
 def failing():
     raise ValueError("no such weights")
 """
@@ -107,10 +112,40 @@ def test_a_model_shows_its_parts_and_memory(zoo: Path, smpkit: Smpkit) -> None:
     assert "hint: raise `pipeline_parallel_degree`, or lower `active_microbatches`\n" in result.stderr
 
 
-def test_memory_under_tensor_parallelism_says_that_it_counts_whole_modules(zoo: Path, smpkit: Smpkit) -> None:
-    result = smpkit("plan", "--pp", "2", "--tp", "2", "--model", "zoo:Net")
-    assert result.exit_code == 0
-    assert "note: memory counts whole modules; a tensor-parallel rank holds 1/2 of those that are" in result.stderr
+def test_memory_under_tensor_parallelism_is_that_of_divided_modules(zoo: Path, smpkit: Smpkit) -> None:
+    (zoo / "mp.json").write_text('{"tensor_parallel_degree": 2, "ddp": true}')
+    result = smpkit("plan", "mp.json", "--ranks", "4", "--model", "zoo:divided", "--json")
+    assert result.exit_code == 0, result.stderr
+    (stage,) = json.loads(result.stdout)["stages"]
+    block = 64 * 256 // 2 + 256 + 64 * 256 // 2 + 64  # biases are added to sums
+    assert stage["num_parameters"] == 6 * block + 64000
+    assert stage["parameters_bytes"] == stage["gradients_bytes"] == 4 * stage["num_parameters"]
+    assert stage["activations_bytes"] > 0
+
+    text = smpkit("plan", "mp.json", "--ranks", "4", "--model", "zoo:divided")
+    assert "note: Tensor parallelism over 2 ranks: 12 Linear -> DistributedLinear.\n" in text.stderr
+    assert "note: not distributed: Embedding `embed`: it shares the weight `embed.weight`" in text.stderr
+    assert "nothing is distributed" in smpkit("plan", "mp.json", "--model", "zoo:Net").stderr
+
+
+def test_memory_of_what_replicas_share(zoo: Path, smpkit: Smpkit) -> None:
+    def stage(**config: Any) -> dict[str, Any]:
+        (zoo / "mp.json").write_text(json.dumps({"ddp": True, "tensor_parallel_degree": 2, **config}))
+        result = smpkit("plan", "mp.json", "--ranks", "8", "--model", "zoo:divided", "--json")
+        assert result.exit_code == 0, result.stderr
+        found: dict[str, Any] = json.loads(result.stdout)["stages"][0]
+        return found
+
+    plain, dealt = stage(), stage(shard_optimizer_state=True)
+    assert dealt["parameters_bytes"] == plain["parameters_bytes"]
+    assert plain["optimizer_bytes"] / 4 <= dealt["optimizer_bytes"] < 0.6 * plain["optimizer_bytes"]
+    parts = stage(sharded_data_parallel_degree=4, prescaled_batch=True, sdp_param_persistence_threshold=0)
+    assert 4 * parts["parameters_bytes"] == plain["parameters_bytes"]
+    assert 4 * parts["optimizer_bytes"] == plain["optimizer_bytes"]
+    block = 4 * (64 * 256 // 2 + 256 + 64 * 256 // 2 + 64)
+    assert parts["gathered_bytes"] == 4 * 64000 + 2 * block
+    (zoo / "mp.json").write_text('{"ddp": true, "sharded_data_parallel_degree": 4}')
+    assert "gathered" in smpkit("plan", "mp.json", "--ranks", "4", "--model", "zoo:Net").stdout
 
 
 def test_json_counts_every_byte_of_a_model(zoo: Path, smpkit: Smpkit) -> None:

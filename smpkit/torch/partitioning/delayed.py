@@ -29,6 +29,7 @@ __all__ = [
     "initialize",
     "initialize_later",
     "is_delayed",
+    "without_memory",
 ]
 
 _MARK: Final = "_smpkit_delayed"
@@ -64,6 +65,22 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
+
+
+def without_memory(root: nn.Module) -> None:
+    """Make the parameters of a model that is only planned delayed ones, which can be divided and need no memory."""
+    made: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                value = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                delayed = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                vars(delayed).update(vars(parameter))
+                setattr(delayed, _MARK, True)
+                made[id(parameter)] = delayed
+            module._parameters[name] = made[id(parameter)]
 
 
 def is_delayed(parameter: torch.Tensor) -> bool:

@@ -13,24 +13,41 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.plan.assignment import UnitCost
 from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts
+from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.context import Launch
+from smpkit.torch.partitioning.delayed import without_memory
 from smpkit.torch.partitioning.manual import Pins, pinned_modules, planning
 from smpkit.torch.partitioning.trace import measure_units, units_of
+from smpkit.torch.sharded_data_parallel import blocks_of
+from smpkit.torch.state import Runtime, state
+from smpkit.torch.tensor_parallel.replace import distribute_alone
+from smpkit.torch.tensor_parallel.shards import Shard, shard_of
 
 __all__ = ["describe", "main"]
 
+_JOB: Final = "--job="
 _FORM: Final = "write `module:factory`, such as `model:build`"
 
 
-def describe(factory: Callable[[], Any], num_places: int = 1, *, by_hand: bool = False) -> ModelFacts:
+def describe(
+    factory: Callable[[], Any],
+    num_places: int = 1,
+    *,
+    by_hand: bool = False,
+    cfg: ModelParallelConfig | None = None,
+    world_size: int = 1,
+) -> ModelFacts:
     """Return what planning needs to know of the model that `factory()` returns.
 
     Args:
@@ -38,26 +55,51 @@ def describe(factory: Callable[[], Any], num_places: int = 1, *, by_hand: bool =
             tensor), with which compute and activations become known too.
         num_places: how many partitions (or virtual stages) it may name in `smp.partition`.
         by_hand: units are placed there, so modules whose parts are placed apart are no units.
+        cfg: of the job. What the factory marks is divided over its tensor-parallel ranks, and the first is described.
+        world_size: how many ranks the job has.
 
     Raises:
         UsageError: it fails, or returns something else.
     """
-    with planning(num_places):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        try:
-            with mode:
-                made = factory()
-        except Exception:  # user code on tensors without data may fail in any way
-            mode, made = FakeTensorMode(allow_non_fake_inputs=True), _really(factory)
+    with planning(num_places), _first_rank(cfg, world_size):
+        return _described(factory, by_hand=by_hand)
+
+
+@contextlib.contextmanager
+def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[None]:
+    """Let this process be the first rank of a job whose other ranks do not exist, if tensors are divided over them."""
+    if cfg is None or cfg.tensor_parallel_degree == 1:
+        yield
+        return
+    degrees = (cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree)
+    mesh = Mesh.from_world(world_size, *degrees, cfg.placement_strategy)
+    alone: Any = None  # there is nobody to exchange anything with
+    state.runtime = Runtime(cfg, Launch(world_size=world_size), mesh, {}, alone)
+    try:
+        yield
+    finally:
+        state.runtime = None
+
+
+def _described(factory: Callable[[], Any], *, by_hand: bool) -> ModelFacts:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode:
+            made = factory()
+    except Exception:  # user code on tensors without data may fail in any way
+        mode, made = FakeTensorMode(allow_non_fake_inputs=True), _really(factory)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the factory returned an object of type `{type(model).__name__}`",
             hint="return a torch.nn.Module, or a pair of it and the arguments for one microbatch",
         )
-    return _facts(
-        model, None if inputs is None else _call(model, inputs, mode), pinned_modules(model) if by_hand else None
-    )
+    notes: list[str] = []
+    if state.initialized:
+        without_memory(model)
+        model, notes = distribute_alone(model)
+    call = None if inputs is None else _call(model, inputs, mode)
+    return _facts(model, call, pinned_modules(model) if by_hand else None, notes)
 
 
 def _really(factory: Callable[[], Any]) -> Any:
@@ -85,7 +127,7 @@ def _call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], o
     return call
 
 
-def _facts(model: nn.Module, call: Callable[[], object] | None, pins: Pins | None) -> ModelFacts:
+def _facts(model: nn.Module, call: Callable[[], object] | None, pins: Pins | None, notes: Sequence[str]) -> ModelFacts:
     tree = units_of(model) if pins is None else units_of(model, pins.split)
     costs = measure_units(model, tree, call)
     names = _first_names(model)
@@ -98,6 +140,10 @@ def _facts(model: nn.Module, call: Callable[[], object] | None, pins: Pins | Non
         loose=tuple(name for name in dict.fromkeys(names.values()) if name not in placed),
         traced=any(cost.activation_bytes for cost in costs),
         places={} if pins is None else pins.on([cost.name for cost in costs]),
+        blocks=tuple(
+            tuple(dict.fromkeys(names[id(each)] for each in block.parameters())) for block in blocks_of(model)
+        ),
+        notes=tuple(notes),
     )
 
 
@@ -124,13 +170,25 @@ def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
+    shard = shard_of(tensor)
     return TensorFacts(
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),
         num_elements=tensor.numel(),
         num_bytes=tensor.numel() * tensor.element_size(),
         trainable=isinstance(tensor, nn.Parameter) and tensor.requires_grad,
+        rows=(tensor.shape[0] if tensor.dim() else 1) if isinstance(tensor, nn.Parameter) else 0,
+        pieces=_pieces(tensor, shard),
+        rows_divided=shard is not None and shard.dim == 0,
+        over_replicas=shard is not None and shard.group is CommGroup.RDP_GROUP,
     )
+
+
+def _pieces(tensor: torch.Tensor, shard: Shard | None) -> tuple[int, ...]:
+    if shard is None or not shard.is_distributed:
+        return ()
+    shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
+    return tuple(shape.numel() * tensor.element_size() for shape in shapes)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -139,7 +197,8 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
 def main(arguments: Sequence[str]) -> int:
     """Print the description of `module:factory`, found in the folders that follow it, or the error.
 
-    `--places=N` before it says how many partitions it may name; `--by-hand=N` also that its units go there.
+    `--places=N` before it says how many partitions it may name; `--by-hand=N` also that its units go there. After that,
+    `--job=N:{...}` gives the number of ranks and the parameters of the job.
 
     Whatever user code prints goes to stderr, so that stdout is one JSON object.
     """
@@ -147,9 +206,17 @@ def main(arguments: Sequence[str]) -> int:
         try:
             option, _, places = arguments[0].partition("=")
             given = option in ("--places", "--by-hand")
-            target, *folders = arguments[given:]
+            arguments = arguments[given:]
+            cfg, world_size = None, 1
+            if arguments[0].startswith(_JOB):
+                ranks, _, parameters = arguments[0].removeprefix(_JOB).partition(":")
+                cfg, world_size = ModelParallelConfig.model_validate_json(parameters), int(ranks)
+                arguments = arguments[1:]
+            target, *folders = arguments
             sys.path[:0] = folders
-            facts = describe(_find(target), int(places) if given else 1, by_hand=option == "--by-hand")
+            num_places = int(places) if given else 1
+            by_hand = option == "--by-hand"
+            facts = describe(_find(target), num_places, by_hand=by_hand, cfg=cfg, world_size=world_size)
             write(facts.to_json())
         except SmpkitError as error:
             write(json.dumps({"error": error.message, "hint": error.hint, "exit_code": error.exit_code}))

@@ -1,0 +1,132 @@
+"""What a plan says that ranks hold under tensor parallelism is what real ranks hold, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import smpkit.torch as smp
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.plan.memory import memory_of_ranks
+from smpkit.plan.mesh import Mesh
+from smpkit.plan.partition import partition
+from smpkit.plan.shares import shares_of
+from smpkit.torch.partitioning.describe import describe
+from tests.ranks import run_ranks
+from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, samples
+
+RANKS = 4
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("GPT2", {"tensor_parallel_degree": 2}),
+    ("Llama", {"tensor_parallel_degree": 4, "prescaled_batch": True}),
+    ("Mixtral", {"tensor_parallel_degree": 2, "shard_optimizer_state": True}),
+    ("GPT2", {"tensor_parallel_degree": 2, "shard_optimizer_state": True, "prescaled_batch": True}),
+    ("GPT2", {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2}),
+    ("Llama", {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "prescaled_batch": True}),
+]
+
+
+def build(name: str) -> nn.Module:
+    module = BUILDERS[name]()
+    vars(module).pop("_loss_function", None)
+    smp.set_tensor_parallelism(module)
+    return module
+
+
+def planned(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    return build(name), {"input_ids": torch.zeros(2, 6, dtype=torch.int64), "labels": torch.zeros(2, 6).long()}
+
+
+@smp.step
+def train_step(model: Any, tokens: Tensor) -> None:
+    model.backward(model(input_ids=tokens, labels=tokens)["loss"])
+
+
+def bytes_of(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def held(name: str, config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bytes of this rank's parameters and buffers, and of its optimizer's states."""
+    smp.init({"ddp": True, **config})
+    model = smp.DistributedModel(build(name))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    train_step(model, samples(0)[0][:4])
+    optimizer.step()
+    tensors = {id(each): each for each in (*model.local_parameters(), *model.local_buffers())}
+    moments = [each[key] for each in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq") if key in each]
+    found = sum(map(bytes_of, tensors.values())), sum(map(bytes_of, moments))
+    smp.shutdown()
+    return found
+
+
+def held_in_all() -> list[tuple[int, int]]:
+    return [held(name, config) for name, config in CASES]
+
+
+def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
+    """Return what a plan says, by rank."""
+    cfg, _ = ModelParallelConfig.from_sources({"ddp": True, **config}, None)
+    mesh = Mesh.from_world(RANKS, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy)
+    model = describe(lambda: planned(name), cfg=cfg, world_size=RANKS)
+    assert not smp.is_initialized()
+    assert model.traced or name == "Mixtral"  # how many tokens an expert gets is a value
+    assignment = partition(model.costs, cfg.pipeline_parallel_degree, cfg.memory_weight)
+    result = {}
+    for stage in range(cfg.pipeline_parallel_degree):
+        ranks = [rank for rank in range(RANKS) if mesh.coordinates(rank).pp == stage]
+        shares = shares_of(
+            mesh,
+            stage,
+            shards_states=cfg.shard_optimizer_state,
+            sharding_degree=cfg.sharded_data_parallel_degree,
+        )
+        for rank, share in zip(ranks, shares, strict=True):
+            memory = memory_of_ranks(
+                model,
+                assignment,
+                live_microbatches=[1.0] * cfg.pipeline_parallel_degree,
+                states_per_parameter=2,
+                replicated=True,
+                share=share,
+            )[stage]
+            result[rank] = (memory.parameters_bytes, memory.optimizer_bytes)
+    return result
+
+
+def test_ranks_hold_what_was_planned() -> None:
+    for (name, config), *ranks in zip(CASES, *run_ranks(held_in_all, RANKS, timeout=180), strict=True):
+        plan = foreseen(name, config)
+        for rank, (parameters, states) in enumerate(ranks):
+            said = f"{name}, {config}, rank {rank}"
+            if "sharded_data_parallel_degree" in config:  # parts are padded to the same size
+                assert 0.95 * plan[rank][0] < parameters <= plan[rank][0], said
+                assert 0.95 * plan[rank][1] < states <= plan[rank][1], said
+            else:
+                assert (parameters, states) == plan[rank], said
+
+
+def test_what_is_not_divided_is_said_and_a_plan_leaves_nothing_behind() -> None:
+    cfg, _ = ModelParallelConfig.from_sources({"tensor_parallel_degree": 2, "ddp": True}, None)
+
+    def odd() -> nn.Module:
+        with smp.tensor_parallelism():
+            return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+
+    model = describe(odd, cfg=cfg, world_size=2)
+    assert not smp.is_initialized()
+    assert model.notes == (
+        "Tensor parallelism over 2 ranks: 1 Linear -> DistributedLinear.",
+        "  not distributed: Linear `0`: in_features 3 is not divisible by tensor_parallel_degree 2",
+    )
+    assert model.tensors["1.weight"].pieces == (32, 32)
+    assert model.tensors["0.weight"].pieces == ()
+    assert (
+        "create the model under smp.tensor_parallelism()"
+        in describe(lambda: nn.Linear(4, 4), cfg=cfg, world_size=2).notes[0]
+    )
