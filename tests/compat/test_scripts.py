@@ -115,5 +115,18 @@ def test_bert(tmp_path: Path) -> None:
     ]
 
 
+def test_translation(tmp_path: Path) -> None:
+    """Batches along the second dimension, objects and tensors between ranks, shards of a checkpoint; then in fp16."""
+    job = {"microbatches": 2, "ddp": True}
+    pipeline = {**job, "partitions": 2, "auto_partition": False, "default_partition": 0}
+    alone = _run("translation.py", tmp_path / "1", ranks=1, parameters={"microbatches": 2})
+    over_ranks = _run("translation.py", tmp_path / "4", ranks=4, parameters=pipeline)
+    assert over_ranks["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+    assert over_ranks["right"] == alone["right"]
+    half = _run("translation.py", tmp_path / "half", ranks=2, parameters={**pipeline, "fp16": True})
+    assert half["losses"] == pytest.approx(alone["losses"], rel=0.05)
+    assert half["scale"] == 2.0**13
+
+
 def _as_arguments(settings: dict[str, int]) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(int(value)))]
