@@ -71,7 +71,7 @@ class ClockLink:
     def _copy(self, lane: list[CopyMade], copies: Copies, after: Sequence[Event], what: str) -> Event:
         ready = [each.end_seconds for each in after if isinstance(each, _Ticket)]
         start = max([self.seconds, *ready, *(each.end_seconds for each in lane[-1:])])
-        num_bytes = sum(source.numel() for source, _ in copies)
+        num_bytes = sum(source.nbytes for source, _ in copies)
         end = start + self.latency_seconds + num_bytes / self.out_bytes_per_second
         for source, target in copies:
             target.copy_(source)

@@ -25,6 +25,7 @@ _PAGE: Final = 4096
 _SLACK: Final = 64
 """The arena grows by at least 1/64 of its size, which bounds both the number of mappings and what is unused."""
 _MOST_AHEAD: Final = 64 << 20
+_MOST_FORMS: Final = 8
 
 HostMemory = Callable[[int], tuple[Tensor, Callable[[], object]]]
 """Given a number of bytes, returns a flat uint8 tensor of them, and what gives them back to the system."""
@@ -41,7 +42,7 @@ class Block:
     `bytes` is a flat tensor of exactly what was asked for; whoever writes to it waits for `free_after` first.
     """
 
-    __slots__ = ("bytes", "free_after", "offset", "segment", "size")
+    __slots__ = ("_shaped", "bytes", "free_after", "offset", "segment", "size")
 
     def __init__(self, segment: Tensor, offset: int, size: int, free_after: tuple[Event, ...] = ()) -> None:
         self.segment = segment
@@ -49,6 +50,19 @@ class Block:
         self.size = size
         self.bytes = segment[offset : offset + size]
         self.free_after = free_after
+        self._shaped: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
+
+    def shaped(self, form: tuple[torch.dtype, torch.Size]) -> Tensor:
+        """Return the beginning of the block as a contiguous tensor of this type and size; kept for the next step."""
+        found = self._shaped.get(form)
+        if found is None:
+            if len(self._shaped) >= _MOST_FORMS:
+                self._shaped.clear()
+            dtype, size = form
+            num_bytes = size.numel() * dtype.itemsize
+            whole = self.segment[self.offset : self.offset + num_bytes]
+            found = self._shaped[form] = whole.view(dtype).view(size)
+        return found
 
     def fit(self, num_bytes: int) -> None:
         """Make `bytes` exactly so long."""
@@ -110,7 +124,8 @@ class Arena:
             return None
         self._taken += 1
         used = self.used_bytes = self.used_bytes + size
-        self.peak_bytes = max(self.peak_bytes, used)
+        if used > self.peak_bytes:  # noqa: PLR1730 - at every saved tensor; a call of max takes three times as long
+            self.peak_bytes = used
         if block.bytes.numel() != num_bytes:
             block.fit(num_bytes)
         return block
@@ -139,7 +154,11 @@ class Arena:
         while self._returned:
             block, after = self._returned.popleft()
             block.free_after = after
-            self._free.setdefault(block.size, []).append(block)
+            same = self._free.get(block.size)
+            if same is None:
+                self._free[block.size] = [block]
+            else:
+                same.append(block)
             self._taken -= 1
             self.used_bytes -= block.size
 

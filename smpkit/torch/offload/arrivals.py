@@ -35,14 +35,21 @@ class Arrivals(Departures):
         """Return the bytes of a record on the device, in the order of the current stream."""
         if self._using is None or self._using() is not group:
             self._use(group)
-        if record.data is None:
+        data = record.data
+        if data is None:
             self._load(group)
-        assert record.data is not None
-        if record.load is not None:
-            self._await(group, record)
-            if record.stream != (stream := self.link.stream()):
-                self._move(record, record.data, stream)
-        return record.data
+            data = record.data
+            assert data is not None
+        load = record.load
+        if load is None:
+            record.part(self.nothing)  # autograd hands on what it gets, so that must stay whole
+            return data
+        if not load.done():
+            self._await(group, load)
+        if record.state == State.LOADING:
+            record.state = State.LIVE
+        stream = self.link.stream()
+        return data if record.stream == stream else self._move(record, data, stream)
 
     def let_go(self, record: Record) -> None:
         """Drop the device copy after backward has asked for it as often as it was saved."""
@@ -53,7 +60,7 @@ class Arrivals(Departures):
             assert record.out is not None
             self.link.before_reuse(record.out, record.stream)
         self._drop(record)
-        record.enter(State.HOST)
+        record.state = State.HOST
 
     def _use(self, group: Group) -> None:
         """Come to a group in backward: load it and those after it."""
@@ -80,48 +87,54 @@ class Arrivals(Departures):
         absent = [record for record in group.needs if record.data is None]
         if not absent:
             return False
+        num_bytes = 0
         # Nothing is noted before all of it is there: a device that is out of memory must leave records as they were.
-        rooms = [self._room(record.num_bytes) for record in absent]
+        rooms = [self._room(record) for record in absent]
         copies: list[tuple[Tensor, Tensor]] = []
         after: list[Event] = []
+        last: Event | None = None
         for record, room in zip(absent, rooms, strict=True):
-            assert record.block is not None
-            assert record.out is not None
-            copies.append((record.block.bytes, room))
-            if after[-1:] != [record.out]:  # those of a group left together, with one event
-                after.append(record.out)
+            block, out, form = record.block, record.out, record.form
+            assert block is not None
+            assert out is not None
+            copies.append((block.bytes if form is None else block.shaped(form), room))
+            num_bytes += record.num_bytes
+            if out is not last:  # those of a group left together, with one event
+                last = out
+                after.append(out)
         after.append(self.link.now())  # only now is all of it allocated, and what used that memory before is behind it
-        event, stream = self.link.fetch(copies, after, str(group)), self.link.stream()
+        event, stream = self.link.fetch(copies, after, group.what), self.link.stream()
+        ledger, host, loading = self.ledger, State.HOST, State.LOADING
+        ledger.hold(num_bytes)
+        ledger.bytes_back += num_bytes
         for record, room in zip(absent, rooms, strict=True):
-            record.data, record.load, record.stream = room, event, stream
-            record.enter(State.LOADING)
-            self.ledger.restored(room.untyped_storage(), record.num_bytes)
-        self.ledger.bytes_back += sum([record.num_bytes for record in absent])
+            assert record.state == host
+            record.state, record.data, record.load, record.stream = loading, room, event, stream
+            ledger.watch(room.untyped_storage(), record.num_bytes)
         return True
 
-    def _room(self, num_bytes: int) -> Tensor:
+    def _room(self, record: Record) -> Tensor:
         """Return device memory of the current stream."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.link.device)
+        if record.form is None:
+            return torch.empty(record.num_bytes, dtype=torch.uint8, device=self.link.device)
+        return torch.empty(record.form[1], dtype=record.form[0], device=self.link.device)
 
-    def _await(self, group: Group, record: Record) -> None:
+    def _await(self, group: Group, load: Event) -> None:
         """Let the current stream, whichever it is, go on after the load."""
-        assert record.load is not None
-        if not record.load.done():
-            start_ns = time.perf_counter_ns()
-            wait = self.link.wait(record.load, str(group))
-            if self.on_stall is not None and not self.link.is_stream_ordered:
-                self.on_stall(group, start_ns, time.perf_counter_ns())
-            self.ledger.waited(group.name, group.microbatch, wait)
-            self.pace.waited(wait)
-        if record.state == State.LOADING:
-            record.enter(State.LIVE)
+        start_ns = time.perf_counter_ns()
+        wait = self.link.wait(load, group.what)
+        if self.on_stall is not None and not self.link.is_stream_ordered:
+            self.on_stall(group, start_ns, time.perf_counter_ns())
+        self.ledger.waited(group.name, group.microbatch, wait)
+        self.pace.waited(wait)
 
-    def _move(self, record: Record, data: Tensor, stream: Hashable) -> None:
+    def _move(self, record: Record, data: Tensor, stream: Hashable) -> Tensor:
         """Give the current stream bytes of its own: the allocator of the one that loaded them knows nothing of it."""
-        record.data = data.clone()
+        moved = record.data = data.clone()
         self.link.before_reuse(self.link.now(), record.stream)
         record.stream = stream
-        self.ledger.restored(record.data.untyped_storage(), record.num_bytes)
+        self.ledger.restored(moved.untyped_storage(), record.num_bytes)
+        return moved
 
     def _evict(self, index: int) -> None:
         """Drop what was loaded and not used."""

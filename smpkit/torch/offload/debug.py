@@ -197,7 +197,7 @@ class CheckedScope(Scope):
     def _unpack(self, handle: Handle) -> Tensor:
         inner, saved, name = handle
         tensor = super()._unpack(inner)
-        if isinstance(self._engine, CheckedEngine) and len(inner) > 3:
+        if isinstance(self._engine, CheckedEngine) and len(inner) != 3:
             self._engine.settle(inner[0])
         if saved is not None and (back := _fingerprint(tensor)) != saved:
             raise RaceError(f"a tensor of `{name}` came back as {back}, and was saved as {saved}")
@@ -259,14 +259,15 @@ class CheckedEngine(Engine):
             self.settle(record)
             block.bytes.fill_(_POISON)
 
-    def _move(self, record: Record, data: Tensor, stream: Hashable) -> None:
+    def _move(self, record: Record, data: Tensor, stream: Hashable) -> Tensor:
         self._touch(stream, data, "taking bytes over from another stream", is_write=False)
-        super()._move(record, data, stream)
-        if record.data is not None:
-            self.link.clocks.allocated(record.data)
+        moved = super()._move(record, data, stream)
+        self.link.clocks.allocated(moved)
+        return moved
 
-    def _room(self, num_bytes: int) -> Tensor:
-        data = super()._room(num_bytes).fill_(_POISON)
+    def _room(self, record: Record) -> Tensor:
+        data = super()._room(record)
+        data.flatten().view(torch.uint8).fill_(_POISON)
         self.link.clocks.allocated(data)
         self._touch(self.link.stream(), data, "taking device memory", is_write=True)
         return data

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from smpkit.torch.offload.arena import Arena
@@ -44,6 +45,7 @@ class Departures:
         self.ledger = Ledger(rank)
         self.records: dict[Hashable, weakref.ref[Record]] = {}
         """By storage, to know one that is saved again."""
+        self.nothing = torch.empty(0, device=link.device)
         self._copying: deque[weakref.ref[Group]] = deque()
         self._warned = False
 
@@ -58,42 +60,49 @@ class Departures:
 
         Either way they are held from now on.
         """
-        self.ledger.hold(sum([record.num_bytes for record in records]))
+        num_bytes = 0
+        for record in records:
+            num_bytes += record.num_bytes
+        self.ledger.hold(num_bytes)
         if group.stays:
             return
-        take, sent = self.arena.take, []
+        take = self.arena.take
+        sent: list[Record] = []
         copies: list[tuple[Tensor, Tensor]] = []
         after = [self.link.now()]
         for record in records:
             block = record.block = take(record.num_bytes)
             if block is None:
                 self._keep(group, record)
+                num_bytes -= record.num_bytes
                 continue
             assert record.data is not None
-            copies.append((record.data, block.bytes))
+            copies.append((record.data, block.bytes if record.form is None else block.shaped(record.form)))
             if block.free_after:
                 after += block.free_after
             sent.append(record)
         if not sent:
             return
-        event = self.link.send(copies, after, str(group))
+        event = self.link.send(copies, after, group.what)
+        copying = State.COPYING
         for record in sent:
-            assert record.state == State.LIVE
-            record.state, record.out = State.COPYING, event
-        self.ledger.bytes_out += sum([record.num_bytes for record in sent])
+            record.state, record.out = copying, event
+        self.ledger.bytes_out += num_bytes
         self._copying.append(weakref.ref(group))
 
     def bury(self, record: Record) -> None:
         """Take over what a record leaves behind: its block, once nobody reads or writes it any more."""
-        known = self.records.get(record.key)
+        records, key = self.records, record.key
+        known = records.get(key)
         if known is not None and ((other := known()) is None or other is record):
-            del self.records[record.key]
+            del records[key]
         last = record.load or record.out
         if record.state & _ON_ITS_WAY and last is not None:
             self.link.before_reuse(last, record.stream)
         if record.data is not None:
+            record.witness = self.nothing  # the copy that is under way, or a user, may have the data
             self._drop(record)
-        record.enter(State.DEAD)
+        record.state = State.DEAD
         if record.block is not None:
             self.arena.give(record.block, () if last is None else (last,))
 
@@ -118,8 +127,9 @@ class Departures:
 
     def _release(self, group: Group) -> bool:
         """Let go of a group's device memory; return whether that could be done without blocking this thread."""
+        copying, host = State.COPYING, State.HOST
         for record in group.needs:
-            if record.state != State.COPYING:
+            if record.state != copying:
                 continue
             assert record.out is not None
             if not record.out.done():
@@ -128,14 +138,16 @@ class Departures:
                 # This thread is ahead of the device: let the allocator's stream wait, or nothing would ever be free.
                 self.link.before_reuse(record.out, record.stream)
             self._drop(record)
-            record.enter(State.HOST)
+            record.state = host
         return True
 
     def _drop(self, record: Record) -> None:
         """Let go of device memory; it may be used again by the record's stream at once."""
-        record.data = None
         if record.load is None:  # what was brought back is counted until its last user lets go of it
             self.ledger.let_go(record.num_bytes)
+            if record.witness is record.data:
+                record.witness.data = self.nothing
+        record.data = None
 
     def _keep(self, group: Group, record: Record) -> None:
         """Leave a record on the device for good, because the host has no room."""

@@ -145,7 +145,8 @@ class EmulatedLink:
 
     def _copy(self, lane: _Lane, copies: Copies, after: Sequence[Event], what: str) -> Event:
         if self._in_place:
-            _move(copies)
+            for source, target in copies:
+                target.copy_(source)
             return DONE
         job = _Job(copies, tuple(event for event in after if not event.done()), what, Ticket())
         lane.put(job)
@@ -241,7 +242,7 @@ class _Lane:
         for event in job.after:
             if isinstance(event, Ticket):
                 _await(event, job.what, self._deadline_seconds)
-        num_bytes = sum(source.numel() for source, _ in job.copies)
+        num_bytes = sum(source.nbytes for source, _ in job.copies)
         start = max(time.perf_counter(), self._free_at)
         jitter = self._dice.uniform(0, self._jitter_seconds) if self._jitter_seconds else 0.0
         self._free_at = start + self._latency_seconds + jitter + num_bytes / self._bytes_per_second

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["DONE", "Copies", "Event", "Link", "Wait", "link_for"]
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of source and target: flat tensors of bytes, of equal size."""
+"""Pairs of source and target: contiguous tensors of equal type and size."""
 
 
 class Event(Protocol):

@@ -21,7 +21,10 @@ from smpkit.errors import UsageError
 from smpkit.torch.offload.arena import Block
 from smpkit.torch.offload.link import Event
 
-__all__ = ["Group", "Record", "State", "check_version"]
+__all__ = ["Form", "Group", "Record", "State", "check_version"]
+
+Form = tuple[torch.dtype, torch.Size]
+"""Type and size of a contiguous tensor that is all of its storage."""
 
 
 class State:
@@ -54,8 +57,9 @@ class Record:
     Args:
         key: what the engine finds it by when the same storage is saved again.
         storage: the storage that was saved; held weakly, so a later one at the same address is not taken for it.
-        witness: an alias of the saved tensor without data: it shares the version counter and holds no memory.
-        data: the bytes on the device, flat; held until their copy is complete, whatever the user lets go of.
+        witness: an alias of the saved tensor, which shares its version counter; without data, unless it is `data`.
+        data: what is on the device; held until its copy is complete, whatever the user lets go of.
+        form: of `data`, here and whenever it is back; None if that is flat bytes.
         num_bytes: how many.
         stream: the stream whose allocator gets the memory back.
         bury: called with the record when no graph needs it any more.
@@ -79,6 +83,7 @@ class Record:
         storage: torch.UntypedStorage,
         witness: Tensor,
         data: Tensor,
+        form: Form | None,
         num_bytes: int,
         stream: Hashable,
         bury: Callable[[Record], None],
@@ -88,6 +93,7 @@ class Record:
         self.witness = witness
         self.version = witness._version
         self.data: Tensor | None = data
+        self.form = form
         self.num_bytes = num_bytes
         self.stream = stream
         self.bury = bury
@@ -96,6 +102,12 @@ class Record:
         """Go on to the next state."""
         assert _NEXT[self.state] & state, f"a saved storage cannot go from {_NAMES[self.state]} to {_NAMES[state]}"
         self.state = state
+
+    def part(self, nothing: Tensor) -> None:
+        """Make the witness one of its own: `data` goes to others, and must not be emptied when the record lets go."""
+        if self.witness is self.data:
+            self.witness = self.data.detach()
+            self.witness.data = nothing
 
     def __del__(self) -> None:
         self.bury(self)
@@ -111,7 +123,7 @@ class Group:
         forget: called with the index when no graph needs the group any more.
     """
 
-    __slots__ = ("__weakref__", "forget", "index", "is_pinned", "microbatch", "name", "needs", "stays")
+    __slots__ = ("__weakref__", "forget", "index", "is_pinned", "microbatch", "name", "needs", "stays", "what")
 
     def __init__(self, index: int, name: str, microbatch: int | None, forget: Callable[[int], None]) -> None:
         self.index = index
@@ -123,6 +135,7 @@ class Group:
         """Its device copies are waited for, and are not released any more."""
         self.stays = False
         """Needed again so soon that it does not leave at all."""
+        self.what = f"`{name}`" if microbatch is None else f"`{name}` (microbatch {microbatch})"
 
     def add(self, record: Record) -> None:
         """Note that the group needs a record, once."""
@@ -136,7 +149,7 @@ class Group:
         return sum(record.num_bytes for record in self.needs)
 
     def __str__(self) -> str:
-        return f"`{self.name}`" if self.microbatch is None else f"`{self.name}` (microbatch {self.microbatch})"
+        return self.what
 
     def __del__(self) -> None:
         self.forget(self.index)

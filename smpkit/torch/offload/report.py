@@ -80,6 +80,14 @@ def _text(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
+class _Restored(weakref.ref[torch.UntypedStorage]):
+    """Watches a storage that was brought back, without a function of its own for each."""
+
+    __slots__ = ("num_bytes",)
+
+    num_bytes: int
+
+
 @dataclass
 class Ledger:
     """Counts while steps run; the engine's bookkeeper."""
@@ -96,15 +104,15 @@ class Ledger:
     _totals: dict[str, float] = field(default_factory=dict)
     _freed: deque[int] = field(default_factory=deque)
     """Sizes of restored storages that are gone. Storages die at any time in any thread: appending needs no lock."""
-    _restored: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
-    _ids: int = 0
+    _restored: dict[int, _Restored] = field(default_factory=dict)
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that offloading keeps on the device."""
         while self._freed:
             self.device_bytes -= self._freed.popleft()
         held = self.device_bytes = self.device_bytes + num_bytes
-        self.peak_device_bytes = max(self.peak_device_bytes, held)
+        if held > self.peak_device_bytes:  # noqa: PLR1730 - often called
+            self.peak_device_bytes = held
 
     def let_go(self, num_bytes: int) -> None:
         """Count them out again; callable from destructors."""
@@ -112,15 +120,18 @@ class Ledger:
 
     def restored(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Count a storage that was brought back until nobody uses it any more, autograd and the user included."""
-        number = self._ids = self._ids + 1
-        freed, alive = self._freed, self._restored
-
-        def gone(_: weakref.ref[torch.UntypedStorage]) -> None:
-            freed.append(num_bytes)
-            alive.pop(number, None)
-
         self.hold(num_bytes)
-        alive[number] = weakref.ref(storage, gone)
+        self.watch(storage, num_bytes)
+
+    def watch(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Count a storage out, that has been counted, when nobody uses it any more."""
+        watched = _Restored(storage, self._gone)
+        watched.num_bytes = num_bytes
+        self._restored[id(watched)] = watched
+
+    def _gone(self, watched: _Restored) -> None:
+        self._freed.append(watched.num_bytes)
+        self._restored.pop(id(watched), None)
 
     def waited(self, layer: str, microbatch: int | None, wait: Wait) -> None:
         """Note that compute may have stood still."""

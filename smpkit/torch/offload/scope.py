@@ -29,7 +29,8 @@ _SPARSE_USE: Final = 2
 """A view that covers no more than 1/2 of its storage is gathered, so that it does not take the storage with it."""
 
 Handle = tuple[Any, ...]
-"""`(record, group, dtype, size, stride, offset)` of what left, `(tensor, witness, version)` of what stayed."""
+"""Of what left `(record, group)`, for another view of it than the first `(record, group, dtype, size, stride, offset)`;
+`(tensor, witness, version)` of what stayed."""
 
 
 class Scope(contextlib.AbstractContextManager["Scope"]):
@@ -49,9 +50,11 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         self._waiting: list[Record] = []
         self._num_bytes = 0
         self._device = engine.link.device
-        self._empty = torch.empty(0, device=self._device)
+        self._empty = engine.nothing
         self._index = self._empty.get_device()
         self._hooks: saved_tensors_hooks | None = None
+        # Looked up once, and not for every tensor; a bound method would be one more object for each.
+        self._records, self._bury, self._stream = engine.records, engine.bury, engine.link.stream
 
     def __enter__(self) -> Self:
         if not _others_save():
@@ -95,7 +98,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             return self._stay(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
-        known = self._engine.records.get(key)
+        known = self._records.get(key)
         record = None if known is None else known()
         if record is None or record.storage() is not storage or record.version != tensor._version:
             return self._take(tensor, storage, key)
@@ -104,21 +107,27 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             group.add(record)
         record.handles += 1
         record.pending += 1
+        if record.form == (tensor.dtype, tensor.size()) and tensor.is_contiguous():
+            return record, group
         return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _take(self, tensor: Tensor, storage: torch.UntypedStorage, key: int) -> Handle:
         """Take over a storage that is saved for the first time."""
-        engine, num_bytes = self._engine, storage.nbytes()
+        engine, num_bytes, own_bytes = self._engine, storage.nbytes(), tensor.nbytes
         if key in engine.parameters:
             return self._stay(tensor)
-        if tensor.numel() * tensor.element_size() * _SPARSE_USE <= num_bytes:
+        if own_bytes * _SPARSE_USE <= num_bytes:
             return self._gather(tensor, storage)
         if num_bytes < engine.min_bytes or not num_bytes or (self._index >= 0 and _is_capturing()):
             return self._stay(tensor)
         witness = tensor.detach()
+        if own_bytes == num_bytes and tensor.is_contiguous():  # nearly always: copied and handed out as it is
+            form = (tensor.dtype, tensor.size())
+            record = Record(key, storage, witness, witness, form, num_bytes, self._stream(), self._bury)
+            return record, self._hand_over(record)
         witness.data = self._empty
         data = torch.empty(0, dtype=_UINT8, device=self._device).set_(storage)
-        record = Record(key, storage, witness, data, num_bytes, engine.link.stream(), engine.bury)
+        record = Record(key, storage, witness, data, None, num_bytes, self._stream(), self._bury)
         group = self._hand_over(record)
         return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -130,11 +139,10 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         num_bytes = gathered.numel() * gathered.element_size()
         if num_bytes < self._engine.min_bytes or not num_bytes or (self._index >= 0 and _is_capturing()):
             return gathered, alias, alias._version
-        data = torch.empty(0, dtype=_UINT8, device=self._device).set_(gathered.untyped_storage())
         key = (storage._cdata, tensor.size(), tensor.stride(), tensor.storage_offset())
-        record = Record(key, storage, alias, data, num_bytes, self._engine.link.stream(), self._engine.bury)
-        group = self._hand_over(record)
-        return record, group, tensor.dtype, tensor.size(), gathered.stride(), 0
+        form = (tensor.dtype, tensor.size())
+        record = Record(key, storage, alias, gathered, form, num_bytes, self._stream(), self._bury)
+        return record, self._hand_over(record)
 
     def _hand_over(self, record: Record) -> Group:
         """Let the engine hold a record, and send it now or with its group."""
@@ -167,12 +175,14 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             if witness._version != version:
                 check_version(witness, version, f"`{self._name}`")
             return cast("Tensor", tensor)
-        record, group, dtype, size, stride, offset = handle
+        record, group = handle[:2]
         if record.witness._version != record.version:
-            check_version(record.witness, record.version, str(group))
-        data = self._engine.bring(group, record)
-        restored = torch.empty(0, dtype=dtype, device=self._device)
-        restored.set_(data.untyped_storage(), offset, size, stride)
+            check_version(record.witness, record.version, group.what)
+        restored: Tensor = self._engine.bring(group, record)
+        if len(handle) > 2:
+            _, _, dtype, size, stride, offset = handle
+            storage = restored.untyped_storage()
+            restored = torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride)
         record.pending -= 1
         if record.pending <= 0:
             self._engine.let_go(record)

@@ -34,6 +34,7 @@ from tests.torch.offload.chains import (
     inputs,
     slow,
 )
+from tests.torch.offload.streams import StreamLink
 
 
 def test_01_views_of_weights_stay() -> None:
@@ -57,6 +58,22 @@ def test_02_a_storage_that_is_saved_often_leaves_and_comes_back_once() -> None:
         (torch.randn(2, requires_grad=True) * 1).square()  # `layer` is not the latest any more, so it is let go
     torch.stack(ys).sum().backward()
     assert engine.ledger.bytes_back == BOUNDARY_BYTES
+
+
+def test_02_what_backward_has_got_stays_whole_when_another_layer_lets_go_of_it() -> None:
+    """Autograd hands a tensor without gradient on as it gets it: the very object that the engine knows."""
+    engine, mask = engine_on(StreamLink(), lead=1), torch.ones(BATCH, WIDTH)
+    first, second = engine.everything("layers.0"), engine.everything("layers.1")
+    handles = []
+    for scope in (first, second):
+        handles.append(scope._pack(mask))
+        scope.next_layer("next")
+    back = second._unpack(handles[1])  # it has not left yet
+    for _ in range(3):
+        with engine.boundary("later"):  # lets go of what `layers.0` holds
+            (torch.randn(2, requires_grad=True) * 1).square()
+    assert torch.equal(back, mask)
+    assert torch.equal(first._unpack(handles[0]), mask)
 
 
 VIEWS: list[Callable[[Tensor], Tensor]] = [
