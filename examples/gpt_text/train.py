@@ -25,6 +25,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--text-bytes", type=int, default=2_000_000)
     parser.add_argument("--save-every", type=int, default=80)
+    parser.add_argument("--write-bytes", type=int, default=160, help="how much the trained model writes at the end")
     parser.add_argument("--recompute", default="none", help="checkpoint the blocks: each, contiguous or group_N")
     parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "checkpoints"))
     return parser.parse_known_args()[0]
@@ -132,7 +133,7 @@ def main() -> None:
         f"held-out loss {first:.2f} -> {last:.2f} nats per byte in {step - started_at} steps, "
         f"{bytes_seen / max(seconds, 1e-9):,.0f} bytes per second"
     )
-    written = write(model, "    def ", 160, shape.context)
+    written = write(model, "    def ", arguments.write_bytes, shape.context)
     progress.say("the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
     weights = model.state_dict(gather_to_rank0=True)
     folder = os.environ.get("SM_MODEL_DIR")

@@ -87,7 +87,7 @@ class Job:
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
         )
 
-    def finish(self, process: subprocess.Popen[str], began: float, timeout: float = 60) -> Finished:
+    def finish(self, process: subprocess.Popen[str], began: float, timeout: float = 90) -> Finished:
         """Wait for the launcher and check that nothing of its job is left."""
         try:
             out, err = process.communicate(timeout=timeout)
@@ -101,7 +101,7 @@ class Job:
         text = failure.read_text(encoding="utf-8") if failure.exists() else None
         return Finished(process.returncode, out, err, text, seconds)
 
-    def run(self, timeout: float = 60) -> Finished:
+    def run(self, timeout: float = 90) -> Finished:
         return self.finish(self.start(), time.monotonic(), timeout)
 
     @contextmanager
@@ -115,13 +115,13 @@ class Job:
                 if process.poll() is None:
                     process.kill()
 
-    def wait_for_files(self, name: str, timeout: float = 30) -> None:
+    def wait_for_files(self, name: str, timeout: float = 90) -> None:
         deadline = time.monotonic() + timeout
         while not all((self.base / "code" / f"{name}-{rank}").exists() for rank in range(self.ranks)):
             assert time.monotonic() < deadline, f"the ranks never wrote their `{name}` files"
             time.sleep(0.02)
 
-    def assert_nothing_left(self, timeout: float = 3) -> None:
+    def assert_nothing_left(self, timeout: float = 30) -> None:
         deadline = time.monotonic() + timeout
         while left := self.processes():
             if time.monotonic() > deadline:

@@ -29,13 +29,13 @@ SCRIPT = """
         if how == "kill":
             os.kill(os.getpid(), 9)
         if how == "hang":
-            time.sleep(60)
+            time.sleep(300)
         if how == "leave":
             sys.exit(0)
 
     for step in range(100):
         train_step(model, torch.ones(2, 4))
-        if step == 3 and smp.rank() == 2:
+        if step == 3 and smp.rank() == 1:
             fail(sys.argv[-1])
 """
 
@@ -43,17 +43,17 @@ JOB = """
     entry_point: train.py
     distribution:
       smdistributed: {modelparallel: {enabled: true, parameters: {ddp: true, microbatches: 2, timeout_seconds: 4}}}
-      torch_distributed: {enabled: true, processes_per_host: 4}
+      torch_distributed: {enabled: true, processes_per_host: 3}
 """
 
 
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("raise", ["(rank 2 on algo-1, exit 1)", "ValueError: hidden size 2050", "ranks 0, 1, 3 stopped"]),
-        ("kill", ["(rank 2 on algo-1, exit 137)", "killed by SIGKILL"]),
-        ("hang", ["the reduction of gradients (bucket 0) for rank 2", "rank 2 was still running, here:"]),
-        ("leave", ["rank 2"]),
+        ("raise", ["(rank 1 on algo-1, exit 1)", "ValueError: hidden size 2050", "ranks 0, 2 stopped"]),
+        ("kill", ["(rank 1 on algo-1, exit 137)", "killed by SIGKILL"]),
+        ("hang", ["the reduction of gradients (bucket 0) for rank 1", "rank 1 was still running, here:"]),
+        ("leave", ["rank 1"]),
     ],
 )
 def test_the_first_failing_rank_is_named_and_its_story_told_once(tmp_path: Path, how: str, expected: list[str]) -> None:
@@ -64,7 +64,7 @@ def test_the_first_failing_rank_is_named_and_its_story_told_once(tmp_path: Path,
         [sys.executable, "-m", "smpkit", "run", str(tmp_path / "job.yaml"), "--", how],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 1
@@ -72,4 +72,4 @@ def test_the_first_failing_rank_is_named_and_its_story_told_once(tmp_path: Path,
         assert text in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") <= 1, done.stderr
     assert "GLHF" not in done.stderr
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120
