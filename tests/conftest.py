@@ -1,13 +1,28 @@
-"""What every test gets: a scrubbed environment."""
+"""What every test gets: a scrubbed environment, and its turn: long ones first, so that no worker ends with one."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
+
+# Folders whose tests start whole jobs or worlds of ranks, longest tests first.
+LONG = ("end_to_end", "transparency", "compat", "container", "torch")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long tests first; the order stays the same otherwise, and is the same in every worker."""
+    here = Path(__file__).parent
+
+    def turn(item: pytest.Item) -> int:
+        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(autouse=True)

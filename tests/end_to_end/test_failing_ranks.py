@@ -17,6 +17,8 @@ SCRIPT = """
     import smpkit.torch as smp
 
     smp.init()
+    smp.barrier()  # all are here, however late they came
+    smp.init({"timeout_seconds": 4})
     model = smp.DistributedModel(nn.Linear(4, 1))
 
     @smp.step
@@ -42,7 +44,7 @@ SCRIPT = """
 JOB = """
     entry_point: train.py
     distribution:
-      smdistributed: {modelparallel: {enabled: true, parameters: {ddp: true, microbatches: 2, timeout_seconds: 4}}}
+      smdistributed: {modelparallel: {enabled: true, parameters: {ddp: true, microbatches: 2}}}
       torch_distributed: {enabled: true, processes_per_host: 3}
 """
 
