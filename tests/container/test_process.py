@@ -53,7 +53,7 @@ def test_ranks_that_never_start_are_given_up_on(tmp_path: Path) -> None:
     assert outcome.missing == (0, 1)
     assert outcome.late
     assert outcome.launcher_status == -signal.SIGTERM
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 40
 
 
 def test_launcher_that_ignores_everything_is_killed(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_rank_that_survives_sigkill_is_given_up_on(tmp_path: Path) -> None:
     """A process in an uninterruptible wait (a dead network disk) cannot be killed; the run ends all the same."""
     began = time.monotonic()
     outcome, _ = run(tmp_path, WATCHER + "os.write(ends[2][1], b'{'); time.sleep(60)")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40
     assert [end.status for end in outcome.ends] == [None]
     assert not outcome.clean
 

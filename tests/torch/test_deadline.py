@@ -31,9 +31,16 @@ def outcome(call: Any) -> tuple[str, float]:
     return "fine", time.monotonic() - started
 
 
-def one_rank_is_late(call: str) -> tuple[str, float]:
+def init_in_a_hurry() -> None:
+    """Meet without haste, however late a rank comes, and wait for nobody longer than a second then."""
+    smp.init({"ddp": True})
+    smp.barrier()
     smp.init({"ddp": True, "timeout_seconds": 1})
     smp.barrier()
+
+
+def one_rank_is_late(call: str) -> tuple[str, float]:
+    init_in_a_hurry()
     if smp.rank() == 2:
         time.sleep(4)
         return "late", 0.0
@@ -52,12 +59,11 @@ def test_a_deadline_names_who_waited_for_whom_in_what(call: str, what: str) -> N
         assert message.startswith("DeadlineError: rank ")
         assert f"waited 1.0 s in {what} for rank 2" in message
         assert "timeout_seconds" in message
-        assert seconds < 5.5
+        assert seconds < 30  # not the half hour of the default
 
 
 def nobody_receives() -> tuple[str, float]:
-    smp.init({"ddp": True, "timeout_seconds": 1})
-    smp.barrier()
+    init_in_a_hurry()
     if smp.rank() == 1:
         time.sleep(4)
         return "busy", 0.0
@@ -67,11 +73,11 @@ def nobody_receives() -> tuple[str, float]:
 def test_a_send_that_nobody_receives_ends_at_its_deadline() -> None:
     message, seconds = run_ranks(nobody_receives, 2)[0]
     assert message.startswith("DeadlineError: rank 0 waited 1.0 s in send to rank 1 for rank 1")
-    assert seconds < 5.5
+    assert seconds < 30  # not the half hour of the default
 
 
 def both_receive() -> tuple[str, float]:
-    smp.init({"ddp": True, "timeout_seconds": 1})
+    init_in_a_hurry()
     return outcome(lambda: smp.recv_from(1 - smp.rank()))
 
 
@@ -140,7 +146,7 @@ FAILS = """
 def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent: bool, tmp_path: Path) -> None:
     started = time.monotonic()
     told = stories(start(FAILS.replace("FAILING", str(failing)), 3, tmp_path, agent))
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55  # far less than the deadline of each rank
     assert told[failing].strip().endswith("ValueError: the learning rate is negative")
     for rank, story in enumerate(told):
         if rank != failing:
@@ -163,7 +169,7 @@ def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
     ranks = start(DIES, 3, tmp_path, agent=True)
     told = stories(ranks)
     assert ranks[1].returncode == -signal.SIGKILL
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55  # far less than the deadline of each rank
     for rank in (0, 2):
         assert "RemoteError: rank " in told[rank]
         assert "lost rank 1 in barrier of WORLD" in told[rank]
@@ -176,8 +182,7 @@ def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
 
 
 def wait_in_a_collective() -> tuple[str, float]:
-    smp.init({"ddp": True, "timeout_seconds": 1})
-    smp.barrier()
+    init_in_a_hurry()
     if smp.rank() == 3:
         time.sleep(4)
         return "late", 0.0
@@ -194,7 +199,7 @@ def test_a_collective_of_torch_is_named_too_when_it_is_wrapped() -> None:
     for message, seconds in run_ranks(wait_in_a_collective, 4)[:3]:
         assert message.startswith("DeadlineError: rank ")
         assert "in the reduction of gradients for rank 3" in message
-        assert seconds < 8
+        assert seconds < 30
 
 
 def other_errors_pass() -> list[str]:
