@@ -10,13 +10,16 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from smpkit.errors import UsageError
@@ -328,6 +331,27 @@ def test_18_subclasses_stay() -> None:
     assert engine.ledger.bytes_out == 0
     y.sum().backward()
     assert torch.equal(x.grad.as_subclass(Tensor), 2 * x.detach().as_subclass(Tensor))  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Be a world of one rank."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_18_tensors_of_several_ranks_stay(alone: None) -> None:
+    """A DTensor has no storage of its own: what it holds lies inside."""
+    engine, base = engine_on(), inputs().detach()
+    x = DTensor.from_local(base, init_device_mesh("cpu", (1,))).requires_grad_()
+    with engine.boundary("layer"):
+        y = (x * 1).square()
+    assert engine.ledger.bytes_out == 0
+    y.sum().to_local().backward()  # type: ignore[attr-defined]
+    assert x.grad is not None
+    assert torch.equal(x.grad.to_local(), 2 * base)  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
