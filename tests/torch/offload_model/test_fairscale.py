@@ -357,3 +357,25 @@ def test_other_hooks_get_what_is_saved_except_weights() -> None:
     for result in (output, plain(inputs)):
         result.square().sum().backward()
     same_gradients(plain, model)
+
+
+@both_ways
+@pytest.mark.parametrize("num_microbatches", [1, 5])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_traced_pieces_such_as_auto_shard_makes_train(checkpoint: bool, num_microbatches: int, autocast: bool) -> None:
+    """FairScale's `shard_model` returns a list of `GraphModule`s."""
+    plain = nn.Sequential(chain(3, 8, 8), nn.ReLU(), chain(8, 8, 2))
+    pieces = [torch.fx.symbolic_trace(copy.deepcopy(part)) for part in plain]
+    model = OffloadModel(pieces, CPU, checkpoint_activation=checkpoint, num_microbatches=num_microbatches)
+    for network in (plain, model):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output = network(torch.randn(10, 3))
+            output.float().square().mean().backward()
+            optimizer.step()
+    tolerance = 1e-2 if autocast else 1e-6
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=tolerance)
