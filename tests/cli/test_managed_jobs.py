@@ -500,3 +500,11 @@ def test_the_region_is_that_of_the_aws_cli(
     for name, value in around.items():
         monkeypatch.setenv(name, value)
     assert CloudChoice(region=option).open().region == region
+
+
+def test_an_endpoint_that_is_no_address_is_told(monkeypatch: pytest.MonkeyPatch, smpkit: Smpkit) -> None:
+    for name, value in {"ENDPOINT_URL": "nowhere", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    result = smpkit("jobs", "--region", "us-east-1")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert result.stderr.startswith("error: cannot use AWS: invalid endpoint: nowhere\nhint: AWS_ENDPOINT_URL")

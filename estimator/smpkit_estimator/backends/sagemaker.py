@@ -314,6 +314,9 @@ class Cloud:
                 self._clients[service] = self._session.client(service, region_name=self.region, config=config)
             except CloudProblem as error:
                 raise explained(error, "cannot use AWS", service) from None
+            except ValueError as error:  # of an endpoint that is no address
+                hint = "AWS_ENDPOINT_URL, or the profile's `endpoint_url`, must be like `https://host`"
+                raise CloudError(f"cannot use AWS: {str(error).lower()}", hint=hint) from None
         return self._clients[service]
 
 

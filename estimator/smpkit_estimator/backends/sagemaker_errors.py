@@ -117,4 +117,4 @@ def _quota(message: str, doing: str) -> CloudError:
 
 def _sentence(error: BaseException) -> str:
     text = " ".join(str(error).split()).rstrip(".")
-    return text[:1].lower() + text[1:]
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]  # `STS ...` stays
