@@ -79,6 +79,26 @@ def test_eight_ranks_of_all_three_kinds() -> None:
     check(8, [Row("language model", 2, 2, "memory")])
 
 
+SCHEDULES: list[dict[str, Any]] = [
+    {"pipeline": "zero_bubble", "optimize": "memory"},
+    {"virtual_pipeline_degree": 2, "prescaled_batch": True},
+]
+
+
+def train_schedules() -> list[Trace]:
+    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 4}
+    return [train("language model", {**degrees, **schedule}) for schedule in SCHEDULES]
+
+
+def test_other_schedules_of_a_pipeline_equal_plain_pytorch() -> None:
+    """Split backwards and virtual stages, whose exchanges between tensor-parallel ranks come in another order."""
+    plain = train_plainly("language model")
+    for traces in run_ranks(train_schedules, 4, timeout=120):
+        for trace in traces:
+            gradients = {name: plain.gradients[name] for name in trace.gradients}
+            assert_same(trace, Trace(plain.losses, gradients, plain.weights), TOLERANCE)
+
+
 def train_plain_style() -> list[Trace]:
     return [train("marked", {"tensor_parallel_degree": 2, **mode}, stepwise=False) for mode in MODES.values()]
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from smpkit.torch.partitioning.delayed import initialize
+from smpkit.torch.tensor_parallel.shards import marked_like
 
 __all__ = ["holders_of", "home_of", "keep_own_parts"]
 
@@ -52,7 +53,7 @@ def keep_own_parts(
         target = device if home is None or home == rank else torch.device("meta")
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != target:
-                module._buffers[key] = buffer.to(target)
+                module._buffers[key] = marked_like(buffer.to(target), buffer)
 
 
 def home_of(name: str, placement: Mapping[str, int]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -11,7 +11,10 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.partitioning.delayed import fill, is_delayed
 from smpkit.torch.tensor_parallel.boundary import Boundary, outer_boundary
-from smpkit.torch.tensor_parallel.shards import shard_of, take
+from smpkit.torch.tensor_parallel.shards import marked_like, shard_of, take
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["DistributedModule", "initialize_piece", "load_piece", "whole_shape"]
 
@@ -32,6 +35,14 @@ class DistributedModule(nn.Module):
     def __init__(self, *, boundary: Boundary | None = None) -> None:
         super().__init__()
         self.boundary = outer_boundary() if boundary is None else boundary
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Keep what is written on buffers, which `to`, `half` and their like replace by new tensors."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            marked_like(self.get_buffer(name), buffer)
+        return self
 
     def load_whole(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's piece of every parameter and saved buffer from the state dict of the whole module.

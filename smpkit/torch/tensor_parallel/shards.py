@@ -16,7 +16,7 @@ import torch
 
 from smpkit.plan.mesh import CommGroup
 
-__all__ = ["Shard", "join", "mark", "piece_of", "shard_of", "take"]
+__all__ = ["Shard", "join", "mark", "marked_like", "piece_of", "shard_of", "take"]
 
 _ATTRIBUTE = "_smp_shard"
 
@@ -69,6 +69,14 @@ class Shard:
 def mark(parameter: torch.Tensor, shard: Shard) -> None:
     """Write on a parameter (or buffer) where it lies."""
     setattr(parameter, _ATTRIBUTE, shard)
+
+
+def marked_like(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with what is written on the one whose place it takes, if anything is."""
+    shard = shard_of(before)
+    if shard is not None:
+        mark(tensor, shard)
+    return tensor
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:
