@@ -38,8 +38,9 @@ def planning(num_places: int) -> Iterator[None]:
 def partition(index: int) -> Iterator[None]:
     """Put the modules that are created in this block on pipeline rank `index`; the innermost block wins.
 
-    Acts only with `auto_partition: false`. Modules created in no block go to `default_partition`. With virtual stages
-    `index` counts them, 0 to `virtual_pipeline_degree * pipeline_parallel_degree - 1`: stage k is on rank k mod degree.
+    Acts only with `auto_partition: false`; else any index will do, so a script for many ranks runs on one. Modules
+    created in no block go to `default_partition`. With virtual stages `index` counts them, 0 to
+    `virtual_pipeline_degree * pipeline_parallel_degree - 1`: stage k is on rank k mod degree.
 
     Raises:
         UsageError: `index` is no pipeline rank, or no virtual stage.
@@ -106,5 +107,6 @@ def _check(index: int) -> None:
         of = f"; pipeline_parallel_degree is {state.pp_size}, virtual_pipeline_degree {num_chunks}"
     else:
         what, of, limit = "pipeline rank", f"; pipeline_parallel_degree is {state.pp_size}", state.pp_size
-    if type(index) is not int or not 0 <= index < limit:  # not a bool, which Python takes for an int
+    heeded = _num_planned is not None or not state.cfg.auto_partition
+    if type(index) is not int or index < 0 or (heeded and index >= limit):  # not a bool, which Python takes for an int
         raise UsageError(f"partition {index!r} is no {what}{of}", hint=f"valid are 0 to {limit - 1}")

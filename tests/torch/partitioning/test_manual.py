@@ -93,6 +93,15 @@ def ignored() -> dict[str, int]:
     return placed(module)
 
 
+def test_automatic_partitioning_takes_no_notice_of_indices_beyond_the_degree(world: None) -> None:
+    smp.init()
+    with smp.partition(3):
+        layer = nn.Linear(2, 2)
+    smp.set_partition(layer, 5)
+    with pytest.raises(UsageError, match="partition -1 is no pipeline rank"), smp.partition(-1):
+        pass
+
+
 def test_automatic_partitioning_takes_no_notice() -> None:
     assert list(run_ranks(ignored, 4)[0].values()) == [0, 1, 2, 3]
 
