@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,7 +79,7 @@ class Engine:
         self.splat = splat
         self.checkpoint = checkpoint
         self.num_microbatches = num_microbatches
-        self.sink: GradientSink | None = None
+        self._sink: Callable[[], GradientSink | None] = lambda: None
         self.traffic = Traffic()
         bulk, borders = links or (link_for(device, DEADLINE_SECONDS), link_for(device, DEADLINE_SECONDS))
         self.bulk_link = bulk
@@ -93,15 +94,25 @@ class Engine:
         for shard in shards:
             shard.attach(lambda index: self.residence.load(index, fresh=True))
 
+    @property
+    def sink(self) -> GradientSink | None:
+        """Who takes the gradients; None: the parameters."""
+        return self._sink()
+
     def attach(self, sink: GradientSink) -> None:
-        """Give gradients to `sink` from now on."""
-        self.sink = sink
-        self.residence.wait_before_loads(sink.wait_for)
+        """Give gradients to `sink` from now on, for as long as somebody else holds it."""
+        self.synchronize()
+        self._sink = weakref.ref(sink)
+        self.residence.wait_before_loads(self._wait_for)
 
     def synchronize(self) -> None:
         """Block until all parameters on the host are up to date."""
-        if self.sink is not None:
-            self.sink.synchronize()
+        if (sink := self.sink) is not None:
+            sink.synchronize()
+
+    def _wait_for(self, index: int) -> None:
+        if (sink := self.sink) is not None:
+            sink.wait_for(index)
 
     @contextlib.contextmanager
     def on_device(self, index: int, *, fresh: bool, then: int | None) -> Iterator[list[nn.Parameter]]:

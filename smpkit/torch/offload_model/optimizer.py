@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -36,8 +37,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     returns at once: each slice is updated just before its next forward, so clipping is exact and still costs no time of
     the device. With `overlap="backward"` slices are updated while the backward of earlier ones runs.
 
-    Gradients go to the optimizer and not to `parameter.grad`; several backwards before a `step()` add up. Parameters
-    read through the model are up to date (`model.synchronize()` waits for those that you hold yourself).
+    Gradients go to the optimizer and not to `parameter.grad`, for as long as it exists; several backwards before a
+    `step()` add up. A model has one such optimizer: the last that was made. Parameters read through the model are up to
+    date (`model.synchronize()` waits for those that you hold yourself).
 
     Args:
         model: whose parameters.
@@ -85,6 +87,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._updated_in_backward: set[int] = set()
         self._engine.gradients.wants_norm = max_grad_norm is not None
         self._engine.attach(self)
+
+    def __del__(self) -> None:
+        """Let updates that run end: the model, and what takes this one's place, go on with their weights."""
+        if getattr(self, "_updates", None):
+            with contextlib.suppress(Exception):  # at the end of the interpreter, what is waited for may be gone
+                self.synchronize()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: where each parameter lies is decided when the optimizer is made."""
@@ -138,8 +146,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 gradient scaler does, and `grad_norm` is not finite.
 
         Raises:
-            UsageError: a scale with overlap="backward".
+            UsageError: a scale with overlap="backward", or another optimizer has been made for the model since.
         """
+        if self._engine.sink is not self:
+            raise UsageError(
+                "another OffloadOptimizer has been made for this model since, and gets its gradients",
+                hint="make one, with a parameter group for each kind of parameter",
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -120,8 +120,8 @@ class Run:
                 engine.gradients.begin(index, stand_ins)
                 flowing = self._backward_slice(index, flowing, keep=keep)
                 landings.append(engine.gradients.send(index, stand_ins))
-            if engine.sink is not None:
-                engine.sink.receive(landings.pop())
+            if (sink := engine.sink) is not None:
+                sink.receive(landings.pop())
         rows = zip(*[[self._take(parked) for parked in row] for row in flowing], strict=True)
         joined = [join_gradients(*each) for each in zip(inputs, rows, self._rows, strict=True)]
         if not keep:

@@ -298,6 +298,38 @@ def test_killed_and_resumed_the_curve_is_the_same_to_the_bit(tmp_path: Path) -> 
     assert killed[:4] + resumed == whole
 
 
+def test_gradients_go_to_the_parameters_again_when_the_optimizer_is_gone() -> None:
+    links = [EmulatedLink(latency_seconds=2e-4, jitter_seconds=3e-3, seed=number) for number in range(2)]
+    plain, model = make_pair(links=tuple(links))
+    for make in (
+        lambda: OffloadOptimizer(model, torch.optim.SGD, lr=0.1),
+        lambda: torch.optim.SGD(model.parameters(), 0.1),
+    ):
+        expected = torch.optim.SGD(plain.parameters(), lr=0.1)
+        actual: torch.optim.Optimizer = make()
+
+        def step(_: int, pair: tuple[Any, ...] = (expected, actual)) -> None:
+            for each in pair:
+                each.step()
+                each.zero_grad()
+
+        train((plain, model), step)
+        del actual, step  # its last updates may still run
+        close(plain, model)
+    for link in links:
+        link.close()
+
+
+def test_the_last_of_two_optimizers_gets_the_gradients_and_the_first_says_so() -> None:
+    _, model = make_pair()
+    first = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    second = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.randn(5, 6)).square().mean().backward()
+    with pytest.raises(UsageError, match="another OffloadOptimizer has been made for this model since"):
+        first.step()
+    second.step()
+
+
 def test_two_backwards_are_refused_where_the_first_updates() -> None:
     _, model = make_pair()
     OffloadOptimizer(model, overlap="backward")
