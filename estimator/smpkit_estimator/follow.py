@@ -15,7 +15,7 @@ from smpkit_estimator.backends.sagemaker_errors import UnreachableError
 from smpkit_estimator.log_reader import LogLine, LogReader
 from smpkit_estimator.status import JobStatus
 
-__all__ = ["LogFilter", "Notice", "follow", "snapshot"]
+__all__ = ["UNREACHABLE_SECONDS", "LogFilter", "Notice", "follow", "snapshot"]
 
 _POLL_SECONDS = 5.0
 _STREAMS_PER_SECOND = 8
@@ -23,7 +23,8 @@ _STREAMS_PER_SECOND = 8
 _QUIET_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0
 _MAX_LAST_READS = 6
-_UNREACHABLE_SECONDS = 300.0
+UNREACHABLE_SECONDS = 300.0
+"""For how long the cloud may be out of reach before whoever follows or waits gives up."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,11 @@ def follow(
 
 
 def _out_of_reach(follower: _Follower, error: UnreachableError) -> Iterator[Notice]:
-    if follower.unreachable >= _UNREACHABLE_SECONDS:
+    if follower.unreachable >= UNREACHABLE_SECONDS:
         raise error
     if not follower.unreachable:
         yield Notice(
-            f"{error.message}; trying for {_UNREACHABLE_SECONDS / 60:.0f} minutes, the job goes on", warning=True
+            f"{error.message}; trying for {UNREACHABLE_SECONDS / 60:.0f} minutes, the job goes on", warning=True
         )
     follower.cloud.clock.sleep(_POLL_SECONDS)
     follower.unreachable += _POLL_SECONDS

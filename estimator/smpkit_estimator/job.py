@@ -10,8 +10,9 @@ from typing import Any
 
 from smpkit.errors import CheckpointError, DeadlineError, JobError
 from smpkit_estimator.backends.sagemaker import Cloud
+from smpkit_estimator.backends.sagemaker_errors import UnreachableError
 from smpkit_estimator.checkpoints import latest_checkpoint
-from smpkit_estimator.follow import LogFilter, Notice, follow, snapshot
+from smpkit_estimator.follow import UNREACHABLE_SECONDS, LogFilter, Notice, follow, snapshot
 from smpkit_estimator.log_reader import LogLine
 from smpkit_estimator.request import TrainingRequest
 from smpkit_estimator.resume import resumed_request
@@ -43,6 +44,8 @@ class Job:
     def wait(self, timeout: float | None = None, on_change: Callable[[JobStatus], None] = lambda _: None) -> JobStatus:
         """Wait until the job is over, and return how it ended.
 
+        A network that fails is waited for, five minutes long.
+
         Args:
             timeout: in seconds; None means for ever, which the job's own limits bound.
             on_change: called with the status whenever the phase is another.
@@ -50,10 +53,17 @@ class Job:
         Raises:
             DeadlineError: the job is not over in time; it goes on.
         """
-        began = self._cloud.clock.now()
+        began = reached = self._cloud.clock.now()
         phase = ("", 0)
         while True:
-            status = self.status()
+            try:
+                status = self.status()
+            except UnreachableError:
+                if (self._cloud.clock.now() - reached).total_seconds() >= UNREACHABLE_SECONDS:
+                    raise
+                self._cloud.clock.sleep(_POLL_SECONDS)
+                continue
+            reached = self._cloud.clock.now()
             if (status.phase, len(status.phases)) != phase:
                 phase = (status.phase, len(status.phases))
                 on_change(status)

@@ -213,3 +213,17 @@ def test_a_job_whose_name_begins_alike_is_another(make: MakeEstimator) -> None:
     make(fake).fit(wait=False, job_name="a-b")
     fake.clock.advance(500)
     assert texts(first.logs()) == ["a"]
+
+
+def test_waiting_outlasts_a_network_that_fails_for_less_than_five_minutes(make: MakeEstimator) -> None:
+    fake = FakeSageMaker(Script(training=10_000))
+    cut = EndpointConnectionError(endpoint_url="https://x")
+    job = run(make, fake)
+    fake.faults.raises("describe_training_job", cut, times=20, after=3)
+    assert job.wait().succeeded
+    job = run(make, fake)
+    fake.faults.raises("describe_training_job", cut, times=10**6, after=3)
+    before = fake.clock.slept
+    with pytest.raises(CloudError, match="could not connect"):
+        job.wait()
+    assert fake.clock.slept < before + 1000
