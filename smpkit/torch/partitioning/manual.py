@@ -13,7 +13,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.creation import noting_created
 from smpkit.torch.state import state
 
-__all__ = ["Pins", "partition", "pinned_modules", "planning", "set_partition"]
+__all__ = ["Pins", "hand_on_place", "partition", "pinned_modules", "planning", "set_partition"]
 
 _chosen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Partition by module, as the user said."""
@@ -65,6 +65,29 @@ def set_partition(module: nn.Module, index: int) -> None:
         _chosen[each] = index
 
 
+def hand_on_place(name: str, module: nn.Module, replacement: nn.Module) -> None:
+    """Put what takes the place of a module where the user put the module.
+
+    Args:
+        name: of the module, for the error.
+
+    Raises:
+        UsageError: the module's parts were placed apart.
+    """
+    places = {_chosen[each] for each in module.modules() if each in _chosen}
+    if not places or not _is_heeded():
+        return
+    if module not in _chosen and len(places) > 1:
+        raise UsageError(
+            f"parts of `{name}` are placed on the pipeline ranks {', '.join(map(str, sorted(places)))}, and tensor"
+            f" parallelism makes one {type(replacement).__name__} of it",
+            hint="place the whole module, or except it with smp.set_tensor_parallelism(module, False)",
+        )
+    index = _chosen.get(module, min(places))
+    for each in replacement.modules():
+        _chosen[each] = index
+
+
 @dataclass(frozen=True)
 class Pins:
     """What the user chose.
@@ -99,6 +122,10 @@ def _ends(name: str) -> list[int]:
     return [0, *(index for index, character in enumerate(name) if character == "."), len(name)]
 
 
+def _is_heeded() -> bool:
+    return _num_planned is not None or not state.cfg.auto_partition
+
+
 def _check(index: int) -> None:
     if _num_planned is not None:
         what, of, limit = "planned partition", "", _num_planned
@@ -107,6 +134,7 @@ def _check(index: int) -> None:
         of = f"; pipeline_parallel_degree is {state.pp_size}, virtual_pipeline_degree {num_chunks}"
     else:
         what, of, limit = "pipeline rank", f"; pipeline_parallel_degree is {state.pp_size}", state.pp_size
-    heeded = _num_planned is not None or not state.cfg.auto_partition
-    if type(index) is not int or index < 0 or (heeded and index >= limit):  # not a bool, which Python takes for an int
+    if (
+        type(index) is not int or index < 0 or (_is_heeded() and index >= limit)
+    ):  # not a bool, which Python takes for an int
         raise UsageError(f"partition {index!r} is no {what}{of}", hint=f"valid are 0 to {limit - 1}")

@@ -18,6 +18,7 @@ from torch import nn
 from smpkit.errors import ConfigError, UnsupportedError, UsageError
 from smpkit.torch.announce import announce
 from smpkit.torch.partitioning.delayed import delay_param_initialization, is_delayed
+from smpkit.torch.partitioning.manual import hand_on_place
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import Agreement, agree
 from smpkit.torch.tensor_parallel.calls import convert_calls
@@ -207,6 +208,7 @@ def _replace(root: nn.Module, target: _Target, agreement: Agreement | None) -> N
     if agreement is not None:
         take_weights(root, target.name, module, replacement, entry.to_distributed, agreement)
     _keep_frozen(module, replacement)
+    hand_on_place(target.name, module, replacement)
     replacement.train(module.training)
     convert_calls(replacement, entry.forward_hook, entry.return_hook)
     object.__setattr__(replacement, _ENTRY, entry)

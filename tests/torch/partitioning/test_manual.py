@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.manual import pinned_modules
+from smpkit.torch.partitioning.manual import hand_on_place, pinned_modules
 from tests.ranks import run_ranks
 
 WIDTH = 4
@@ -104,6 +104,35 @@ def test_automatic_partitioning_takes_no_notice_of_indices_beyond_the_degree(wor
 
 def test_automatic_partitioning_takes_no_notice() -> None:
     assert list(run_ranks(ignored, 4)[0].values()) == [0, 1, 2, 3]
+
+
+def divided() -> tuple[dict[str, int], str]:
+    options = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "auto_partition": False}
+    begin(**options, default_partition=0)
+    with smp.tensor_parallelism():
+        module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        for layer, index in zip(module, (0, 1, 0, 1), strict=True):
+            smp.set_partition(layer, index)
+    x = torch.ones(8, WIDTH)
+    apart = nn.TransformerEncoderLayer(WIDTH, 2, 8)
+    smp.set_partition(apart.linear1, 0)
+    smp.set_partition(apart.linear2, 1)
+    with pytest.raises(UsageError) as caught:
+        hand_on_place("layer", apart, nn.Linear(2, 2))
+    expected = functional.mse_loss(module(x), x).item()
+    model = smp.DistributedModel(module)
+    assert train_step(model, x).reduce_mean().item() == pytest.approx(expected, rel=1e-5)
+    assert model.pipeline is not None
+    assert model.pipeline.assignment is not None
+    return model.pipeline.assignment.partition_of, caught.value.message
+
+
+def test_what_tensor_parallelism_puts_in_the_place_of_modules_is_where_they_were() -> None:
+    for places, message in run_ranks(divided, 4):
+        assert places == {"0": 0, "1": 1, "2": 0, "3": 1}
+        assert message.startswith(
+            "parts of `layer` are placed on the pipeline ranks 0, 1, and tensor parallelism makes"
+        )
 
 
 def refused() -> list[str]:
