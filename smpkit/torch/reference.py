@@ -146,7 +146,9 @@ def _parameter(parameter: inspect.Parameter) -> inspect.Parameter:
         annotation = _Written(annotation)
     if isinstance(default, enum.Enum):
         default = _Written(f"smp.{default.name}")
-    elif default is not parameter.empty and (callable(default) or " at 0x" in repr(default)):
+    elif default is not parameter.empty and (
+        callable(default) or inspect.ismodule(default) or " at 0x" in repr(default)
+    ):
         default = _Written(getattr(default, "__name__", "..."))
     return parameter.replace(annotation=annotation, default=default)
 
