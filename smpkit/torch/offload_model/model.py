@@ -180,7 +180,8 @@ class OffloadModel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
         """Refuse `to`, `cuda`, `half` and their like, unless they would change nothing."""
         del recurse
-        probe = next(iter(self._engine.parameters), torch.empty(0))[..., :0].detach()
+        first = next(iter(self._engine.parameters), torch.empty(0))
+        probe = torch.empty(0, dtype=first.dtype, device=first.device)
         moved = fn(probe)
         if moved.dtype != probe.dtype or moved.device not in (probe.device, self.device):
             raise UsageError(

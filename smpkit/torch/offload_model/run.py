@@ -155,9 +155,12 @@ class Run:
         engine, boundary = self._engine, piece.inputs
         tensors = [engine.parking.take(parked) for parked in boundary.tensors]
         if not self._training:
+            versions = _versions(tensors)
             with self._autocast.again():
                 value = engine.call(index, boundary.structure.fill(tensors))
-            return self._outgoing(index, boundary, tensors, value)
+            # What the slice has changed in place must not come from the host again, where it is unchanged.
+            unchanged = versions is not None and versions == _versions(tensors)
+            return self._outgoing(index, boundary, tensors if unchanged else [], value)
         for tensor, parked in zip(tensors, boundary.tensors, strict=True):
             tensor.requires_grad_(parked.requires_grad)
         if not self._recompute:
@@ -271,6 +274,11 @@ class Run:
         tensor = self._engine.parking.take(parked)
         self._engine.parking.release(parked)
         return tensor
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
+    """Return how often tensors have been changed in place; None where torch does not count."""
+    return None if any(tensor.is_inference() for tensor in tensors) else [tensor._version for tensor in tensors]
 
 
 def _parked(gradient: Tensor | None) -> Parked | None:

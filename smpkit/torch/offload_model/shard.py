@@ -32,9 +32,10 @@ class ModelShard(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the layers where their weights are now; keyword arguments go to the first."""
-        if not self._chained:
-            return self.model_shard(*inputs, **kwargs)
-        first, *others = self.model_shard.children()
+        layers = self.model_shard
+        if not self._chained or not isinstance(layers, nn.Sequential):
+            return layers(*inputs, **kwargs)
+        first, *others = layers  # not `children()`, which leaves out a layer that is there twice
         value = first(*inputs, **kwargs)
         for layer in others:
             value = layer(value)
