@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 
 from smpkit_estimator.backends.sagemaker import Cloud
 from smpkit_estimator.backends.sagemaker_errors import UnreachableError
@@ -51,6 +51,16 @@ class LogFilter:
             and (self.pattern is None or self.pattern.search(line.text) is not None)
         )
 
+    def describe(self, since: datetime | None = None) -> str:
+        """Return what is wanted in words that follow "line": "of rank 1 or 2, since ..."; empty for all."""
+        words = [
+            f"of rank {' or '.join(map(str, sorted(self.ranks)))}" if self.ranks else "",
+            f"from {' or '.join(f'`{host}`' for host in sorted(self.hosts))}" if self.hosts else "",
+            f"that matches `{self.pattern.pattern}`" if self.pattern is not None else "",
+            f"since {since.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC" if since is not None else "",
+        ]
+        return ", ".join(filter(None, words))
+
 
 def snapshot(
     cloud: Cloud, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
@@ -62,6 +72,8 @@ def snapshot(
     yield from lines
     if not reader.num_streams:
         yield Notice(f"nothing is logged yet; the job is {status.phase}" if not status.over else "nothing was logged")
+    elif not lines and tail != 0:
+        yield from _no_line(wanted, since, status)
     yield from _gaps(reader, status)
 
 
@@ -116,9 +128,18 @@ def follow(
         CloudError: the log cannot be read, or the cloud could not be reached for too long.
     """
     follower = _Follower(cloud, name, wanted, LogReader(cloud, name, since))
+    nothing = True
+    for line in _until_the_end(follower, tail):
+        nothing = nothing and isinstance(line, Notice)
+        yield line
+    if nothing and follower.reader.num_streams and follower.status is not None:
+        yield from _no_line(wanted, since, follower.status)
+
+
+def _until_the_end(follower: _Follower, tail: int | None) -> Iterator[LogLine | Notice]:
     if tail is not None:
-        cloud.describe_job(name)  # says so if there is no such job
-        yield from follower.reader.tail(tail, wanted)
+        follower.cloud.describe_job(follower.name)  # says so if there is no such job
+        yield from follower.reader.tail(tail, follower.wanted)
     while follower.status is None or not follower.status.over:
         try:
             yield from follower.look()
@@ -157,6 +178,13 @@ def _last_lines(follower: _Follower) -> Iterator[LogLine | Notice]:
     else:
         yield Notice(f"lines still come in; `smpkit logs {follower.name}` shows the rest later", warning=True)
     yield from _gaps(follower.reader, follower.status)
+
+
+def _no_line(wanted: LogFilter, since: datetime | None, status: JobStatus) -> Iterator[Notice]:
+    """Say that filters let nothing through, and which they are."""
+    words = wanted.describe(since)
+    if words:
+        yield Notice(f"the log has no line {words}" + ("" if status.over else f" yet; the job is {status.phase}"))
 
 
 def _gaps(reader: LogReader, status: JobStatus) -> Iterator[Notice]:

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import click
 
-__all__ = ["AMOUNT", "LENGTH"]
+__all__ = ["AMOUNT", "LENGTH", "SECONDS"]
 
 _LONGEST = timedelta(days=36_500)
 _LARGEST = 1e9
@@ -35,3 +35,14 @@ def AMOUNT(value: str) -> float:  # noqa: N802
     if not 0 <= amount <= _LARGEST:
         raise click.BadParameter(f"`{value}` is not a number from 0 to {_LARGEST:,.0f}")
     return amount
+
+
+def SECONDS(value: str) -> float:  # noqa: N802
+    """Read a number of seconds above zero, for `click.option(type=SECONDS)`."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _LONGEST.total_seconds():
+        raise click.BadParameter(f"`{value}` is not a number of seconds above 0 and up to {_LONGEST.days:,} days")
+    return seconds

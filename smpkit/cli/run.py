@@ -10,6 +10,7 @@ import click
 
 from smpkit.cli import _console
 from smpkit.cli._job import job_arguments, read_job
+from smpkit.cli._time import SECONDS
 from smpkit.cli.image import recipe_from, recipe_options
 from smpkit.errors import UnsupportedError, UsageError
 
@@ -31,7 +32,7 @@ __all__ = ["hint_at_timeline", "run", "show_places", "summary"]
 )
 @click.option(
     "--interrupt-after",
-    type=click.FloatRange(0, min_open=True),
+    type=SECONDS,
     metavar="SECONDS",
     help="With --docker: rehearse a spot interruption so long after the first output, then go on from the checkpoints.",
 )

@@ -249,7 +249,28 @@ def test_logs_choose(use: Use, smpkit: Smpkit) -> None:
     assert smpkit("logs", "job", "--host", "algo-1", "--tail", "1").stdout == "algo-1 [rank 0] three\n"
     assert smpkit("logs", "job", "--grep", "o[nw]e").stdout == "algo-1 [rank 0] one\n"
     assert smpkit("logs", "job", "-f", "--tail", "1").stdout == "algo-1 [rank 0] three\n"
-    assert smpkit("logs", "job", "--since", "1s").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--since 1s", "since 20"),
+        ("--rank 9 --rank 10", "of rank 9 or 10\n"),
+        ("--host algo-3 --json", "from `algo-3`\n"),
+        ("--grep four --rank 8 --tail 2", "of rank 8, that matches `four`\n"),
+        ("-f --grep four", "that matches `four`\n"),
+    ],
+)
+def test_logs_say_that_no_line_is_wanted(use: Use, smpkit: Smpkit, options: str, words: str) -> None:
+    fake = use()
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(1000)
+    result = smpkit("logs", "job", *options.split())
+    assert (result.exit_code, result.stdout) == (0, "")
+    (sentence,) = [line for line in result.stderr.splitlines(keepends=True) if "no line" in line]
+    assert sentence.startswith(f"the log has no line {words}")
+    assert "no line" not in smpkit("logs", "job", "--rank", "8").stderr
+    assert smpkit("logs", "job", "--tail", "0", "--rank", "9").stderr == ""
 
 
 @pytest.mark.parametrize(

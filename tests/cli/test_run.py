@@ -137,6 +137,17 @@ def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])
+def test_an_interruption_after_no_time_is_refused(
+    tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    write(tmp_path, "print()", "entry_point: train.py\n")
+    monkeypatch.chdir(tmp_path)
+    result = smpkit("run", "job.yaml", "--docker", "--interrupt-after", seconds)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"`{seconds}` is not a number of seconds above 0" in result.stderr
+
+
 def test_without_torch_it_says_what_to_install(tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "print()", "entry_point: train.py\n")
     monkeypatch.chdir(tmp_path)
