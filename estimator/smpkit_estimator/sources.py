@@ -88,7 +88,10 @@ class _Finder:
         name = self.prefix + relative
         try:
             target = path.resolve(strict=False)
-        except (OSError, RuntimeError):  # a circle
+            goes_round = target.is_symlink()  # Python 3.13 and later resolve a circle to a link of it
+        except (OSError, RuntimeError):
+            goes_round = True
+        if goes_round:
             self.problems.append(f"the link {quoted(name)} leads to itself")
             return
         if not target.is_relative_to(self.root):
