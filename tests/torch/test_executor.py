@@ -14,7 +14,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, from_json, interleaved
 from smpkit.torch.pipeline.executor import Executor, Policy
-from smpkit.torch.pipeline.replan import Meter, _better
+from smpkit.torch.pipeline.replan import Meter, _better, _costs
 from smpkit.torch.state import state
 from tests.ranks import RankFailed, run_ranks
 
@@ -222,6 +222,14 @@ def test_another_schedule_must_be_worth_it(costs: Costs, deeper: bool) -> None:
     text = _better(schedule, Policy("interleaved", 8).schedule, costs)
     assert bool(text) is deeper
     assert not deeper or sum(from_json(text).peak_live_microbatches) > sum(schedule.peak_live_microbatches)
+
+
+@pytest.mark.parametrize(("degree", "live"), [(2, (3, 1)), (4, (5, 4, 3, 1))])
+def test_messages_count_as_late_even_where_a_ping_is_fast(degree: int, live: tuple[int, ...]) -> None:
+    schedule = interleaved(SegmentGraph.chain(degree, num_bytes=8), 8, degree + 2)
+    costs = _costs((1,) * degree, [[0.02, 0.04, 0.0, 1e-5, 0.0]] * degree)
+    text = _better(schedule, Policy("interleaved", degree + 2).schedule, costs)
+    assert from_json(text).peak_live_microbatches == live
 
 
 def test_meter_takes_medians_by_segment_and_kind() -> None:

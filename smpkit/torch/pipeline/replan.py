@@ -28,6 +28,10 @@ _KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 _WORTH: Final = 0.002
 """Another schedule must be predicted to be faster by this share. Small, because depth also absorbs jitter, which the
 prediction knows nothing of, and `active_microbatches` has granted the memory."""
+_LATE_SHARE: Final = 0.01
+"""A message counts as at least this share of the longest action late. What a ping takes is less than what lies between
+two ranks' actions: Python of both, other processes on their cores, and no two actions take the same time. Without any
+slack, as in 1F1B, each rank waits for all of it with each microbatch."""
 _NUM_PINGS: Final = 5
 _NS_PER_SECOND: Final = 1e9
 _WHAT: Final = "the measured times of a step"
@@ -97,11 +101,12 @@ def _costs(counts: tuple[int, ...], measured: list[list[float]]) -> Costs:
             segment = Segment(rank, index)
             forward[segment], inputs, weight[segment] = measured[rank][len(_KINDS) * index :][: len(_KINDS)]
             backward[segment] = inputs + weight[segment]
+    longest_seconds = max((*forward.values(), *backward.values()), default=0.0)
     return Costs(
         forward,
         backward,
         weight,
-        latency_seconds=max(each[-2] for each in measured),
+        latency_seconds=max(longest_seconds * _LATE_SHARE, *(each[-2] for each in measured)),
         seconds_per_byte=max(each[-1] for each in measured),
     )
 
