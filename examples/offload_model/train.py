@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload_model import OffloadedModel, Update, device_peak_bytes, host_peak_bytes
+from smpkit.torch.offload.emulated import EmulatedLink
 
 MIB = 2**20
 BYTES = 256  # the vocabulary
@@ -105,7 +106,13 @@ def main() -> None:
 
     before = resident_bytes()
     model = OffloadModel(
-        network, device, num_slices=plan.num_slices, checkpoint_activation=True, num_microbatches=plan.num_microbatches
+        network,
+        device,
+        num_slices=plan.num_slices,
+        checkpoint_activation=True,
+        num_microbatches=plan.num_microbatches,
+        # With links of its own the CPU plays a device; without, slices would compute where their weights rest.
+        links=(EmulatedLink(), EmulatedLink()) if device.type == "cpu" else None,
     )
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=options.learning_rate, max_grad_norm=1.0)
     text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.torch.offload.link import Link
 
 CPU = torch.device("cpu")
 BATCH = 7  # no multiple of 3 or 5: microbatches are ragged
@@ -17,6 +20,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
     "ours": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
+}
+PLACES: dict[str, Callable[[], tuple[Link, Link] | None]] = {
+    "host": lambda: None,  # slices compute where they rest
+    "device": lambda: (EmulatedLink(), EmulatedLink()),
 }
 
 
@@ -30,17 +37,20 @@ def norm_clip(parameters: Any) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(parameters, 0.1)
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clipping", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_slices", [1, 2, 5])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 5])
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 def test_five_steps_equal_the_plain_model(
-    checkpoint: bool, num_microbatches: int, num_slices: int, optimizer: str, clipping: bool
+    checkpoint: bool, num_microbatches: int, num_slices: int, optimizer: str, clipping: bool, place: str
 ) -> None:
     torch.manual_seed(0)
     plain = make_model()
-    model = OffloadModel(copy.deepcopy(plain), CPU, CPU, num_slices, checkpoint, num_microbatches)
+    model = OffloadModel(
+        copy.deepcopy(plain), CPU, CPU, num_slices, checkpoint, num_microbatches, links=PLACES[place]()
+    )
     rule, options = OPTIMIZERS[optimizer]
     expected = rule(plain.parameters(), **options)
     ours = optimizer == "ours"
@@ -75,10 +85,13 @@ def test_five_steps_equal_the_plain_model(
         torch.testing.assert_close(q, p, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 @pytest.mark.parametrize("num_slices", [1, 3, 8])
-def test_dropout_and_batchnorm_are_exact_under_a_seed(checkpoint: bool, num_slices: int, autocast: bool) -> None:
+def test_dropout_and_batchnorm_are_exact_under_a_seed(
+    checkpoint: bool, num_slices: int, autocast: bool, place: str
+) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Linear(6, 16),
@@ -90,7 +103,9 @@ def test_dropout_and_batchnorm_are_exact_under_a_seed(checkpoint: bool, num_slic
         nn.BatchNorm1d(16, momentum=None),
         nn.Linear(16, 1),
     )
-    model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=num_slices, checkpoint_activation=checkpoint)
+    model = OffloadModel(
+        copy.deepcopy(plain), CPU, num_slices=num_slices, checkpoint_activation=checkpoint, links=PLACES[place]()
+    )
     states = []
     for network in (plain, model):
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)

@@ -12,7 +12,7 @@ from torch import nn
 
 from smpkit.torch.offload.host import make_arena
 from smpkit.torch.offload.link import Link, link_for
-from smpkit.torch.offload_model.gradients import Gradients, Landing
+from smpkit.torch.offload_model.gradients import Gradients, Landing, OwnGradients
 from smpkit.torch.offload_model.moment import Buffers
 from smpkit.torch.offload_model.parking import Parking
 from smpkit.torch.offload_model.residence import Residence
@@ -58,7 +58,8 @@ class Engine:
         prefetch: load the next slice while one computes.
         checkpoint: keep only the borders of slices, and run each again in backward.
         num_microbatches: how many pieces pass through a slice per load.
-        links: for weights and gradients, and for borders; None makes them.
+        links: for weights and gradients, and for borders; None makes them; where the device is the
+            host nothing is copied then.
         host_budget_bytes: for borders; what does not fit stays on the device.
     """
 
@@ -83,14 +84,16 @@ class Engine:
         self.traffic = Traffic()
         bulk, borders = links or (link_for(device, DEADLINE_SECONDS), link_for(device, DEADLINE_SECONDS))
         self.bulk_link = bulk
+        in_place = links is None and is_the_host(device)
         transfers = Transfers(bulk, self.traffic)
         memory = HostMemory(device)
         made = _weights(shards, dtype, memory)
         self.slices = [Slice(shard, weights, device) for shard, weights in zip(shards, made, strict=True)]
         self.parameters = list(dict.fromkeys(p for weights in made for p in weights.layout.parameters))
-        self.residence = Residence(made, device, transfers, prefetch=prefetch)
-        self.gradients = Gradients(made, device, transfers, memory)
-        self.parking = Parking(device, Transfers(borders, self.traffic), make_arena(device, host_budget_bytes))
+        self.residence = Residence(made, device, transfers, prefetch=prefetch, in_place=in_place)
+        self.gradients = OwnGradients(made) if in_place else Gradients(made, device, transfers, memory)
+        arena = None if in_place else make_arena(device, host_budget_bytes)
+        self.parking = Parking(device, Transfers(borders, self.traffic), arena)
         for shard in shards:
             shard.attach(lambda index: self.residence.load(index, fresh=True))
 
@@ -128,6 +131,11 @@ class Engine:
             args, kwargs = value
             return shard(*args, **kwargs)
         return shard(*value) if self.splat and isinstance(value, tuple) else shard(value)
+
+
+def is_the_host(device: torch.device) -> bool:
+    """Return whether what a device computes with may lie where it rests."""
+    return device.type == "cpu"
 
 
 def _weights(shards: Sequence[nn.Module], dtype: torch.dtype | None, memory: HostMemory) -> list[SliceWeights]:

@@ -1,10 +1,14 @@
-"""The gradients of a slice: summed over microbatches in a flat buffer on the device, then sent to the host once."""
+"""The gradients of a slice: summed over microbatches in a flat buffer on the device, then sent to the host once.
+
+Where the device is the host they stay as autograd makes them.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +18,7 @@ from smpkit.torch.offload_model.layout import Layout
 from smpkit.torch.offload_model.transfers import HostMemory, Transfers
 from smpkit.torch.offload_model.weights import SliceWeights
 
-__all__ = ["Gradients", "Landing"]
+__all__ = ["Gradients", "Landing", "OwnGradients"]
 
 
 @dataclass
@@ -22,12 +26,10 @@ class Landing:
     """The gradients of one slice on their way to the host."""
 
     index: int
-    layout: Layout
-    buffer: Tensor
-    """On the host; readable after `arrived`."""
+    flat: dict[nn.Parameter, Tensor]
+    """By parameter, in the order of the layout, with its padding if there is one; readable after `arrived`. Parameters
+    that were not used are not here, and torch's optimizers leave such alone."""
     arrived: Event
-    used: list[bool]
-    """Which parameters have a gradient; the others were not used, and torch's optimizers leave such alone."""
     norm: Tensor | None = None
     """Of all of them, computed on the device, where that costs least; None if nobody asked for it."""
 
@@ -108,26 +110,15 @@ class Gradients:
         after = (self._transfers.link.now(),)
         what = f"the gradients of slice {index}"
         self._leaving[index % 2] = arrived = self._transfers.send("gradients_out", source, target, after, what)
-        norm = None
-        if self.wants_norm and views:
-            norms = torch._foreach_norm(views)
-            norm = torch.linalg.vector_norm(torch.stack([each.float() for each in norms]))
-        return Landing(index, layout, target, arrived, used, norm)
+        rows = zip(layout.parameters, layout.places, used, strict=True)
+        flat = {parameter: place.padded(target) for parameter, place, wanted in rows if wanted}
+        return Landing(index, flat, arrived, _norm(views) if self.wants_norm else None)
 
     def landed(self, landings: Sequence[Landing], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Wait for gradients, and return them by parameter; one that several slices use has the sum."""
-        found: dict[int, Tensor] = {}
         for landing in landings:
             self._transfers.link.settle(landing.arrived, f"the gradients of slice {landing.index}")
-            for parameter, view, used in zip(
-                landing.layout.parameters, landing.layout.views(landing.buffer), landing.used, strict=True
-            ):
-                if not used:
-                    continue
-                gradient = view.to(parameter.dtype)
-                known = found.get(id(parameter))
-                found[id(parameter)] = gradient if known is None else known + gradient
-        return [found.get(id(parameter)) for parameter in parameters]
+        return _by_parameter(landings, parameters)
 
     def _host(self, num_bytes: int) -> Tensor:
         """Return memory on the host that nobody holds a part of, such as a parameter's `.grad`; slices share it."""
@@ -144,6 +135,58 @@ class Gradients:
     def num_bytes(self) -> int:
         """What the buffers take on the device."""
         return sum(buffer.nbytes for buffer in self._buffers)
+
+
+class OwnGradients:
+    """Collects the gradients of slices where the device is the host: nothing to gather, copy or send.
+
+    Args:
+        slices: the weights of all slices.
+    """
+
+    num_bytes: Final = 0
+
+    def __init__(self, slices: Sequence[SliceWeights]) -> None:
+        self.wants_norm = False
+        """Whether somebody clips."""
+        self._slices = slices
+
+    def prepare(self) -> None:
+        """Before a backward: nothing."""
+
+    def begin(self, index: int, stand_ins: Sequence[nn.Parameter]) -> None:
+        """Let autograd make the stand-ins' gradients: they have none."""
+
+    def send(self, index: int, stand_ins: Sequence[nn.Parameter]) -> Landing:
+        """Take the slice's gradients."""
+        flat = {}
+        for parameter, stand_in in zip(self._slices[index].layout.parameters, stand_ins, strict=True):
+            if stand_in.grad is not None:
+                flat[parameter] = stand_in.grad.to_dense().reshape(-1)
+                stand_in.grad = None
+        return Landing(index, flat, DONE, _norm(list(flat.values())) if self.wants_norm else None)
+
+    def landed(self, landings: Sequence[Landing], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return gradients by parameter; one that several slices use has the sum."""
+        return _by_parameter(landings, parameters)
+
+
+def _by_parameter(landings: Sequence[Landing], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    found: dict[int, Tensor] = {}
+    for landing in landings:
+        for parameter, flat in landing.flat.items():
+            gradient = flat[: parameter.numel()].view(parameter.shape).to(parameter.dtype)
+            known = found.get(id(parameter))
+            found[id(parameter)] = gradient if known is None else known + gradient
+    return [found.get(id(parameter)) for parameter in parameters]
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor | None:
+    if not gradients:
+        return None
+    norms = torch._foreach_norm(list(gradients))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([each.float() for each in norms]))
+    return whole
 
 
 def _can_count() -> bool:

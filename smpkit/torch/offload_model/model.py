@@ -42,7 +42,7 @@ class OffloadModel(nn.Module):
     Args:
         model: an `nn.Sequential`; a list of modules, each of which is a slice; a Hugging Face GPT-2, Llama, Mistral,
             Qwen2 or Qwen3 language model; or any module, with `layers`. Its parameters are moved to the CPU.
-        device: where slices run; `cpu` works too, for tests.
+        device: where slices run. On `cpu` nothing is copied: slices compute with the weights where these rest.
         offload_device: where weights and borders rest; the CPU.
         num_slices: at most one per layer. More slices take less memory on the device; a slice's computation should
             take longer than its copy.
@@ -57,7 +57,8 @@ class OffloadModel(nn.Module):
         balance: what slices have equal shares of: "params", "bytes", or a list with the cost of each layer.
         host_budget_bytes: the most memory on the CPU for borders; what does not fit stays on the device. None: three
             quarters of what is free.
-        links: the device's links for weights and for borders, for tests.
+        links: the device's links for weights and for borders; with two of `smpkit.torch.offload.emulated` the CPU plays
+            a device with memory of its own, for tests.
 
     Raises:
         TypeError: no model, no device, or a model that is not known to be a chain of layers.

@@ -47,10 +47,10 @@ class Parking:
     Args:
         device: where they are computed with.
         transfers: how they get there.
-        arena: where they are on the host; when its budget is spent they stay on the device.
+        arena: where they are on the host; when its budget is spent they stay on the device. None: they all do.
     """
 
-    def __init__(self, device: torch.device, transfers: Transfers, arena: Arena) -> None:
+    def __init__(self, device: torch.device, transfers: Transfers, arena: Arena | None) -> None:
         self._device = device
         self._transfers = transfers
         self._arena = arena
@@ -65,6 +65,8 @@ class Parking:
         """
         tensor, link = parked.device, self._transfers.link
         assert tensor is not None, "sent out twice"
+        if self._arena is None:
+            return
         parked.block = self._arena.take(parked.pattern.nbytes)
         if parked.block is None:
             return
@@ -106,6 +108,6 @@ class Parking:
 
     def release(self, parked: Parked) -> None:
         """Forget a tensor; its memory on the host is used again after the last copy from and to it."""
-        if parked.block is not None:
+        if self._arena is not None and parked.block is not None:
             self._arena.give(parked.block, [event for event in (parked.out, parked.back) if not event.done()])
         parked.block = parked.device = None

@@ -19,7 +19,7 @@ __all__ = ["Arrived", "Pending"]
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a step takes: padded flat gradients by parameter, in the order of their layout, readable after `wait`."""
+    """What a step takes: flat gradients by parameter, as in `Landing`, readable after `wait`."""
 
     flat: dict[nn.Parameter, Tensor]
     events: tuple[Event, ...]
@@ -53,15 +53,15 @@ class Pending:
 
     def borrow(self, landing: Landing, parameter: nn.Parameter) -> None:
         """Add the gradient that another slice has for a parameter of this one."""
-        number = next(n for n, each in enumerate(landing.layout.parameters) if each is parameter)
-        if landing.used[number]:
-            self._borrowed.append((parameter, landing.layout.places[number].padded(landing.buffer), landing.arrived))
+        gradient = landing.flat.get(parameter)
+        if gradient is not None:
+            self._borrowed.append((parameter, gradient, landing.arrived))
 
     def take(self) -> Arrived | None:
         """Return what has been added since the last time, if anything."""
         if self._latest is not None and not self._sum and not self._borrowed:
             landing, self._latest = self._latest, None
-            return Arrived(_by_parameter(landing), (landing.arrived,), self._link)
+            return Arrived(landing.flat, (landing.arrived,), self._link)
         self._fold()
         flat, self._sum = self._sum, {}
         return Arrived(flat, (), self._link) if flat else None
@@ -70,7 +70,7 @@ class Pending:
         """Return the norm of what has been added."""
         latest, simple = self._latest, not self._sum and not self._borrowed
         # The device's norm is of all that the slice has gradients for; tied weights of earlier slices are not its own.
-        if simple and latest is not None and latest.norm is not None and self._state.owns_all(latest.layout.parameters):
+        if simple and latest is not None and latest.norm is not None and self._state.owns_all(latest.flat):
             return latest.norm.cpu()
         self._fold()
         owned = [gradient for parameter, gradient in self._sum.items() if self._state.owns(parameter)]
@@ -88,7 +88,7 @@ class Pending:
         added: list[tuple[nn.Parameter, Tensor]] = []
         if self._latest is not None:
             self._link.settle(self._latest.arrived, "the gradients of a slice")
-            added += _by_parameter(self._latest).items()
+            added += self._latest.flat.items()
         for parameter, gradient, arrived in self._borrowed:
             self._link.settle(arrived, "the gradients of a tied weight")
             added.append((parameter, gradient))
@@ -100,8 +100,3 @@ class Pending:
                 self._sum[parameter] = gradient.to(wide, copy=True)
             else:
                 known.add_(gradient)
-
-
-def _by_parameter(landing: Landing) -> dict[nn.Parameter, Tensor]:
-    rows = zip(landing.layout.parameters, landing.layout.places, landing.used, strict=True)
-    return {parameter: place.padded(landing.buffer) for parameter, place, used in rows if used}

@@ -5,6 +5,8 @@ and the last two slices are still there when backward starts::
 
     forward   load 0 1 2 3 4          buffer 0: 0 2 4 -> backward starts with slice 4 here
     backward  load 2 1 0              buffer 1: 1 3   -> and goes on with slice 3 there
+
+Where the host's memory is the device's there are no such buffers: slices compute with the host's own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import DeadlineError
-from smpkit.torch.offload.link import Event
+from smpkit.torch.offload.link import DONE, Event
 from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS, Transfers
 from smpkit.torch.offload_model.weights import SliceWeights
 
@@ -33,15 +35,23 @@ class Residence:
         device: where they run.
         transfers: for the copies.
         prefetch: whether the next slice is loaded while one computes.
+        in_place: whether the device computes with the host's buffers, so that a load only brings these up to date.
     """
 
     def __init__(
-        self, slices: Sequence[SliceWeights], device: torch.device, transfers: Transfers, *, prefetch: bool
+        self,
+        slices: Sequence[SliceWeights],
+        device: torch.device,
+        transfers: Transfers,
+        *,
+        prefetch: bool,
+        in_place: bool = False,
     ) -> None:
         self._slices = slices
         self._device = device
         self._transfers = transfers
         self._prefetch = prefetch
+        self._in_place = in_place
         self._wait_for: Callable[[int], object] | None = None
         self._buffers: list[Tensor] = []
         self._stand_ins: dict[int, list[nn.Parameter]] = {}
@@ -84,6 +94,8 @@ class Residence:
         return self._copy(index, after)
 
     def _copy(self, index: int, after: Sequence[Event]) -> Event:
+        if self._in_place:
+            return DONE
         weights = self._slices[index]
         target = self.buffer(index)[: weights.layout.num_bytes]
         return self._transfers.fetch("weights_in", weights.buffer, target, after, f"slice {index}")
@@ -126,6 +138,8 @@ class Residence:
 
     def buffer(self, index: int) -> Tensor:
         """Return the buffer on the device in which a slice lies; made when first asked for."""
+        if self._in_place:
+            return self._slices[index].buffer
         if not self._buffers:
             sizes = [[s.layout.num_bytes for s in self._slices[parity::2]] for parity in (0, 1)]
             self._buffers = [
@@ -135,9 +149,10 @@ class Residence:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in one of the buffers."""
-        return tensor.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
+        buffers = [piece.buffer for piece in self._slices] if self._in_place else self._buffers
+        return tensor.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in buffers}
 
     @property
     def num_bytes(self) -> int:
-        """What both buffers take on the device."""
+        """What both buffers take on the device; nothing in place."""
         return sum(buffer.nbytes for buffer in self._buffers)

@@ -41,6 +41,12 @@ class Entry:
         """Return the parameter's part of a flat tensor, in its shape."""
         return flat[: self.parameter.numel()].view(self.parameter.shape)
 
+    def span(self, gradient: Tensor) -> Span:
+        """Return the work of a step; a gradient without padding leaves that of the others alone."""
+        whole = Span(gradient, self.master, self.state, self.weight)
+        assert gradient.numel() in (self.num_elements, self.parameter.numel()), "a gradient of another layout"
+        return whole if gradient.numel() == self.num_elements else whole.part(0, gradient.numel())
+
     def state_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the state as torch's optimizers name it."""
         named = {name: self.shaped(flat) for name, flat in zip(names, self.state, strict=True)}
@@ -131,9 +137,7 @@ class SliceState:
             if entry is None:
                 continue
             entry.step += 1
-            length = entry.num_elements
-            span = Span(gradient, entry.master, entry.state, entry.weight)
-            assert gradient.numel() == length, "gradients laid out otherwise than their master weights"
+            span = entry.span(gradient)
             rule = rule_of(entry)
             joined = _joined(found[-1], rule, span) if found else None
             if joined is None:

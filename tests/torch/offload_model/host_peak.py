@@ -16,6 +16,7 @@ from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload_model import OffloadedModel, Update, host_peak_bytes
+from smpkit.torch.offload.emulated import EmulatedLink
 
 TOKENS = 4
 
@@ -36,7 +37,8 @@ def train(width: int, layers: int, dtype: torch.dtype) -> tuple[float, float]:
     before = resident_bytes("VmRSS")
     forget_peak()
     network = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
-    model = OffloadModel(network, "cpu", num_slices=layers // 2, checkpoint_activation=True, dtype=dtype)
+    links = EmulatedLink(), EmulatedLink()
+    model = OffloadModel(network, "cpu", num_slices=layers // 2, checkpoint_activation=True, dtype=dtype, links=links)
     optimizer = OffloadOptimizer(model, lr=1e-3, max_grad_norm=1.0)
     for _ in range(2):
         model(torch.randn(TOKENS, width, dtype=dtype)).float().square().mean().backward()

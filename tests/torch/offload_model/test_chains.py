@@ -15,10 +15,18 @@ from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UsageError
+from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.torch.offload_model.transfers import Traffic
 from tests.transparency.huggingface_models import gpt2, llama
 
 CPU = torch.device("cpu")
+everywhere = pytest.mark.usefixtures("place")
 both_ways = pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
+
+
+def device_links() -> tuple[EmulatedLink, EmulatedLink]:
+    """Let the CPU play a device: copy to and from it."""
+    return EmulatedLink(), EmulatedLink()
 
 
 class Named(nn.Module):
@@ -40,6 +48,7 @@ class First(nn.Module):
         return values[0] + values[1].mean()
 
 
+@everywhere
 @pytest.mark.parametrize("num_slices", [1, 2, 5])
 def test_layers_by_path(num_slices: int) -> None:
     torch.manual_seed(0)
@@ -74,6 +83,7 @@ def test_wrong_paths_are_named(layers: Any, message: str) -> None:
         OffloadModel(Named(), CPU, layers=layers)
 
 
+@everywhere
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("padded", [False, True])
@@ -163,6 +173,7 @@ def test_traffic(num_slices: int, num_microbatches: int, dtype: torch.dtype) -> 
         checkpoint_activation=True,
         num_microbatches=num_microbatches,
         dtype=dtype,
+        links=device_links(),
     )
     optimizer = OffloadOptimizer(model)
     for _ in range(steps):
@@ -183,9 +194,29 @@ def test_traffic(num_slices: int, num_microbatches: int, dtype: torch.dtype) -> 
     assert model._engine.residence.num_bytes == max(sizes[0::2]) + max(sizes[1::2], default=0)
 
 
+@both_ways
+def test_where_the_device_is_the_host_nothing_is_copied(checkpoint: bool) -> None:
+    plain = _layers()
+    model = OffloadModel(plain, CPU, CPU, 3, checkpoint, 4)
+    for _ in range(2):
+        model(torch.randn(8, 4)).square().mean().backward()
+    assert model.traffic == Traffic()
+    assert model.device_buffer_bytes == 0
+    for parameter in model.parameters():  # autograd's own, not parts of something larger
+        assert parameter.grad is not None
+        assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
+
+
 def test_memory_of_borders_that_do_not_fit_the_budget_stays_on_the_device() -> None:
     plain = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    model = OffloadModel(copy.deepcopy(plain), CPU, num_slices=4, checkpoint_activation=True, host_budget_bytes=4096)
+    model = OffloadModel(
+        copy.deepcopy(plain),
+        CPU,
+        num_slices=4,
+        checkpoint_activation=True,
+        host_budget_bytes=4096,
+        links=device_links(),
+    )
     inputs = torch.randn(16, 64)  # 4 KiB: one border fits, three are needed
     for _ in range(2):
         for network in (plain, model):
@@ -195,6 +226,7 @@ def test_memory_of_borders_that_do_not_fit_the_budget_stays_on_the_device() -> N
         torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
 
 
+@everywhere
 def test_an_error_in_a_layer_leaves_the_model_usable() -> None:
     class Fragile(nn.Module):
         broken = True
@@ -225,6 +257,7 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
 
 
+@everywhere
 @both_ways
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_a_forward_kept_goes_with_its_output(checkpoint: bool, backward: bool) -> None:
@@ -243,6 +276,7 @@ def test_what_a_forward_kept_goes_with_its_output(checkpoint: bool, backward: bo
         gc.enable()
 
 
+@everywhere
 def test_a_deleted_model_leaves_no_memory_and_no_threads() -> None:
     def threads() -> int:
         return sum(thread.name.startswith("smpkit") for thread in threading.enumerate())

@@ -18,6 +18,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.emulated import EmulatedLink
 
 CPU = torch.device("cpu")
+everywhere = pytest.mark.usefixtures("place")
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 
 
@@ -68,6 +69,7 @@ def test_slow_links_and_jitter_change_nothing(overlap: Any, seed: int, num_micro
         link.close()
 
 
+@everywhere
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_gradients_of_several_backwards_add_up(clip: float | None) -> None:
     plain, model = make_pair()
@@ -87,6 +89,7 @@ def test_gradients_of_several_backwards_add_up(clip: float | None) -> None:
     close(plain, model)
 
 
+@everywhere
 def test_groups_and_schedules() -> None:
     plain, model = make_pair()
 
@@ -113,6 +116,7 @@ def test_groups_and_schedules() -> None:
     close(plain, model, 1e-5)
 
 
+@everywhere
 def test_frozen_and_unused_parameters_are_left_alone() -> None:
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -140,6 +144,7 @@ def test_frozen_and_unused_parameters_are_left_alone() -> None:
     assert torch.equal(before["0.unused.weight"], after["_model.0.model_shard.0.unused.weight"])
 
 
+@everywhere
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_weights_that_slices_share(clip: float | None, overlap: Any) -> None:
@@ -164,6 +169,7 @@ def test_weights_that_slices_share(clip: float | None, overlap: Any) -> None:
     close(plain, model)
 
 
+@everywhere
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
 def test_bf16_computation_with_fp32_weights(ours: bool) -> None:
     """The same as rounding a copy of the weights for each forward, and updating the fp32 ones."""
@@ -190,6 +196,7 @@ def test_bf16_computation_with_fp32_weights(ours: bool) -> None:
     close(plain, model)
 
 
+@everywhere
 def test_a_bf16_model_gets_fp32_masters() -> None:
     """Steps of 1e-4 of a weight of 1 vanish in bf16; a hundred of them do not."""
     layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
@@ -205,6 +212,7 @@ def test_a_bf16_model_gets_fp32_masters() -> None:
     assert optimizer.state_dict()["state"][0]["master"].item() == pytest.approx(0.99, abs=1e-5)
 
 
+@everywhere
 def test_gradients_that_are_not_finite_skip_a_scaled_step() -> None:
     plain, model = make_pair()
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, **ADAMW)
@@ -222,6 +230,7 @@ def test_gradients_that_are_not_finite_skip_a_scaled_step() -> None:
     close(plain, model)
 
 
+@everywhere
 def test_state_goes_to_and_comes_from_torchs_optimizer() -> None:
     plain, model = make_pair()
     expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
@@ -244,6 +253,7 @@ def test_state_goes_to_and_comes_from_torchs_optimizer() -> None:
         assert all(torch.allclose(state[name], wanted[name], atol=1e-6) for name in wanted)
 
 
+@everywhere
 def test_a_checkpoint_loaded_into_a_running_model_is_used() -> None:
     _, model = make_pair(dtype=torch.bfloat16)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -261,10 +271,11 @@ SCRIPT = """
 import os, sys, torch
 from torch import nn
 from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.torch.offload.emulated import EmulatedLink
 path, last, die = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.manual_seed(0)
 model = OffloadModel(nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 1)), "cpu",
-                     checkpoint_activation=True, dtype=torch.bfloat16)
+                     checkpoint_activation=True, dtype=torch.bfloat16, links=(EmulatedLink(), EmulatedLink()))
 optimizer = OffloadOptimizer(model, lr=1e-2, max_grad_norm=0.5)
 start = 0
 if os.path.exists(path):
