@@ -7,11 +7,13 @@ A step that looks at values cannot run so; then the sizes of parameters, in the 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import random
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,6 +30,8 @@ from smpkit.torch.state import state
 __all__ = ["Step", "leaving_no_trace", "measure_units", "node_of", "run_fake", "units_of"]
 
 _log = logging.getLogger("smpkit")
+
+_GROWING: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
 
 
 def node_of(module: nn.Module) -> Node:
@@ -240,13 +244,16 @@ def run_fake(root: nn.Module, step: Step) -> None:
 def leaving_no_trace(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Let a step be tried out on this rank only: afterwards the model and chance are what they were.
 
-    Forward may change buffers (running statistics) and set attributes (a mask kept for the next call). A step that
-    draws random numbers must find the same ones as on the ranks that tried nothing, or it takes another way there.
+    Forward may change buffers (running statistics), set attributes (a mask kept for the next call), append to lists
+    and register hooks. A step that draws random numbers must find the same ones as on the ranks that tried nothing, or
+    it takes another way there.
 
     Args:
         stand_in: makes the buffer that forward may change meanwhile.
     """
     kept = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    growing = [each for _, attributes, _ in kept for each in attributes.values() if type(each) in _GROWING]
+    contents = [copy.copy(each) for each in growing]
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
@@ -263,3 +270,6 @@ def leaving_no_trace(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.T
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
+        for container, content in zip(growing, contents, strict=True):
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(content)

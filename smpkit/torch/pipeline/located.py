@@ -18,7 +18,7 @@ from smpkit.torch.pipeline.specs import TensorSpec
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["Located", "Running", "between_units", "current", "data_on", "locate"]
+__all__ = ["OF_SHAPE", "PROPERTIES", "Located", "Running", "between_units", "current", "data_on", "locate"]
 
 T = torch.Tensor
 
@@ -147,7 +147,7 @@ def data_on(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _attribute(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Answer `x.shape` and its like from what is known, and treat `x.T` and its like as the operations they are."""
-    operation = _PROPERTIES.get(func)
+    operation = PROPERTIES.get(func)
     if operation is not None:
         return current().operate(operation, operation.__name__, args, {})
     with torch._C.DisableTorchFunctionSubclass():
@@ -162,7 +162,7 @@ def _stand_in(value: Any) -> Any:
         return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
-_PROPERTIES: Final[dict[Any, Callable[..., Any]]] = {
+PROPERTIES: Final[dict[Any, Callable[..., Any]]] = {
     T.T.__get__: T.t,  # type: ignore[attr-defined]
     T.mT.__get__: lambda x: x.transpose(-2, -1),  # type: ignore[attr-defined]
     T.H.__get__: T.adjoint,  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ _PROPERTIES: Final[dict[Any, Callable[..., Any]]] = {
     T.data.__get__: T.detach,  # type: ignore[attr-defined]
 }
 
-_OF_SHAPE: Final = frozenset(
+OF_SHAPE: Final = frozenset(
     {
         T.size,
         T.dim,
@@ -277,7 +277,7 @@ def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str,
 
 
 _ANSWERS: Final[dict[Any, Callable[..., Any]]] = {
-    **dict.fromkeys(_OF_SHAPE, _from_shape),
+    **dict.fromkeys(OF_SHAPE, _from_shape),
     **dict.fromkeys(_FOR_PYTHON, _for_python),
     **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
     **dict.fromkeys(_LIKE_OTHER, _like_other),

@@ -24,6 +24,7 @@ from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of, tensors_in
 from smpkit.torch.pipeline.transport import version_of
+from smpkit.torch.pipeline.weights import LocatedWeights
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage import Stage
@@ -33,9 +34,8 @@ __all__ = ["Microbatch"]
 _OurOwn: Final = torch._C.DisableTorchFunction
 """Around what the engine itself asks of tensors: that is none of the step's operations."""
 
-_DYNAMIC: Final = frozenset(
-    {torch.Tensor.__bool__, torch.Tensor.__index__, torch.Tensor.__int__, torch.Tensor.__contains__, torch.equal}
-)
+_T: Final = torch.Tensor
+_DYNAMIC: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
 """Questions whose answer is most often a branch, so that another microbatch may take another path."""
 
 
@@ -69,6 +69,7 @@ class Microbatch:
         self._device_type = stage.device.type
         self._segments = [0] * stage.size
         self._sent = [False] * stage.size
+        self.weights = LocatedWeights(stage, self._segments)
         self.backward_work = BackwardWork(stage.transport, index)
         self.unsplittable: set[int] = set()
         """Segments of this rank in which hooks were used that run in every walk through the graph."""
@@ -80,7 +81,7 @@ class Microbatch:
 
     @property
     def num_own_segments(self) -> int:
-        """How many segments this rank has had so far."""
+        """How many of them this rank has had."""
         return self._segments[self._rank] + 1
 
     @property
@@ -143,7 +144,7 @@ class Microbatch:
                 return ghosts(call.template, stage.device, home)
             if stream:
                 self.backward_work.units[self._segments[home]].append(name)
-            # Only now that all have arrived: an arrival may have begun a new segment, in which older values are cut.
+            # Only now that all are here: an arrival may have begun a segment, in which older values are cut.
             if len(args) == 1 and type(args[0]) is Located:  # most calls: no need to look for tensors
                 args = (self._real(args[0]),)
             else:
@@ -169,6 +170,7 @@ class Microbatch:
         key = [target, *how]
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = self.weights.as_used_on(home, tensor)
             if type(tensor) is Located:
                 key.append(tensor.spec)
                 return self._bring(tensor, home)
@@ -357,6 +359,7 @@ class Microbatch:
     def release(self) -> None:
         """Let go of everything that is kept for backward."""
         self.backward_work.release()
+        self.weights.release()
         self._handed_over.clear()
         self.released = True
 

@@ -31,6 +31,7 @@ from smpkit.torch.pipeline.specs import map_tensors, signature
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install
+from smpkit.torch.pipeline.weights import given_located_weights
 from smpkit.torch.recorder import current as current_recorder
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
@@ -109,6 +110,8 @@ class Pipeline:
             _of_first_pipeline if state.tp_size > 1 else None,
         )
         install(self._root, placement, stage)
+        if stage.weights_elsewhere:
+            stage.random.give(given_located_weights)
         adopt()
         watch(stage, state.group(CommGroup.PP_GROUP))
         policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)

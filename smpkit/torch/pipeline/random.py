@@ -44,6 +44,9 @@ _OPERATIONS: Final = frozenset(
 _CHANCES: Final = frozenset({"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"})
 """Functions whose result a branch may hang on (LayerDrop's coin)."""
 
+Given = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
+"""Returns other positional arguments for an operation between units; None: those that it has."""
+
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
 _QUESTIONS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
@@ -72,6 +75,7 @@ class RandomStreams:
         self._cuda = device if device.type == "cuda" else None
         self._names: dict[str, int] = {}
         self._operations = _Operations(self)
+        self._given: Given | None = None
 
     def state(self) -> _Generators:
         """Return where the generators are."""
@@ -101,7 +105,11 @@ class RandomStreams:
 
     def between_units(self) -> contextlib.AbstractContextManager[object]:
         """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
-        return self._operations if self.active else _NOTHING
+        return self._operations if self.active or self._given is not None else _NOTHING
+
+    def give(self, given: Given) -> None:
+        """Have operations between units ask `given` for other arguments."""
+        self._given = given
 
     def begin_microbatch(self, index: int) -> None:
         """Start the stream of a microbatch."""
@@ -125,7 +133,8 @@ class RandomStreams:
             closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
         """
         if not self.active:
-            return function(*args, **kwargs)
+            with contextlib.nullcontext() if self._given is None or not closed else _mode_aside():
+                return function(*args, **kwargs)
         mode = None
         with torch._C.DisableTorchFunction():  # a mode must not give these draws streams
             key = self._names.get(name)
@@ -163,14 +172,28 @@ class _Operations(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name not in _WATCHED:
-            return func(*args, **kwargs)
         random = self._random
+        if random._given is not None and (given := random._given(func, args, kwargs)) is not None:
+            args = given
+        if name not in _WATCHED or not random.active:
+            return func(*args, **kwargs)
         random.drawn = random.drawn or name in _CHANCES
         random.asked = random.asked or (random.drawn and name in _QUESTIONS)
         if name not in _OPERATIONS or torch.default_generator.initial_seed() & 1 or _draws_from_its_caller():
             return func(*args, **kwargs)
         return random.run(name, True, func, args, kwargs)
+
+
+@contextlib.contextmanager
+def _mode_aside() -> Iterator[None]:
+    """Set the mode aside: no Python at each operation."""
+    aside = type(_get_current_function_mode()) is _Operations  # type: ignore[no-untyped-call]
+    mode = _pop_mode() if aside else None  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if mode is not None:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def will_be_recomputed() -> bool:

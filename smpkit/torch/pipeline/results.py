@@ -11,6 +11,7 @@ key is made; only where that fails is the call described, and looked up among al
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,9 +60,14 @@ def _to_compare(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 class Results:
-    """What calls return, by kind of call; filled while microbatches run, alike on all ranks."""
+    """What calls return, by kind of call; filled while microbatches run, alike on all ranks.
 
-    def __init__(self) -> None:
+    Args:
+        weights_elsewhere: ids of the parameters that not every rank holds; what a call makes of one must be described.
+    """
+
+    def __init__(self, weights_elsewhere: Container[int] = ()) -> None:
+        self._weights_elsewhere = weights_elsewhere
         self._templates: dict[tuple[Any, ...], Any] = {}
         self._latest: dict[Any, Call] = {}
 
@@ -78,7 +84,7 @@ class Results:
             elif kind in PLAIN:
                 if type(known) is not tuple or known[0] is not kind or known[1] != argument:
                     return None
-            elif _plain_tensor(argument) != known:
+            elif _plain_tensor(argument) != known or id(argument) in self._weights_elsewhere:
                 return None
         return call
 

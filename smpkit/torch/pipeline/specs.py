@@ -16,7 +16,7 @@ import torch
 
 from smpkit.torch.containers import children, rebuild
 
-__all__ = ["PLAIN", "TensorSpec", "describe", "map_tensors", "signature", "spec_of", "tensors_in"]
+__all__ = ["PLAIN", "TensorSpec", "dense_spec_of", "describe", "map_tensors", "signature", "spec_of", "tensors_in"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,12 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
         strides = tensor.stride() if tensor.layout is torch.strided else ()
         parts = (tensor.shape, strides, tensor.dtype, tensor.requires_grad)
     return _SPECS.get(parts) or _shared(*parts)
+
+
+def dense_spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Return the spec of a tensor as it would be without gaps; some ranks have a parameter's shape and no more."""
+    strides = torch.empty(tensor.shape, device="meta").stride()
+    return _shared(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -46,7 +46,9 @@ class Stage:
         self.device = device
         self.transport = transport
         self.random = random
-        self.results = Results()
+        self.weights_elsewhere = {key: min(ranks) for key, ranks in owners.items() if len(ranks) < size}
+        """By parameter (its id) that not every rank holds, the first rank that does."""
+        self.results = Results(self.weights_elsewhere)
         self.inside = False
         """Whether a placed module runs here now: what it calls is its own business."""
         self.python_values: dict[str, int] = {}
@@ -64,8 +66,12 @@ class Stage:
 
     def owner_of(self, parameter: nn.Parameter) -> int | None:
         """Return the rank where operations with this parameter run; None if every rank holds it."""
+        return self.weights_elsewhere.get(id(parameter))
+
+    def holds(self, rank: int, parameter: torch.Tensor) -> bool:
+        """Return whether a rank holds a parameter."""
         owners = self._owners.get(id(parameter))
-        return None if owners is None or len(owners) == self.size else min(owners)
+        return owners is None or rank in owners
 
     def count_python_value(self, func: Callable[..., Any]) -> None:
         """Note that Python needed a value: each time, ranks wait for each other."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from smpkit.torch.calls import ModuleCall, OwnCall, Placed
 from smpkit.torch.deadline import note_place
+from smpkit.torch.pipeline.captured import lists_that_fill, mode_of, parts_added, with_added
 from smpkit.torch.pipeline.located import Located, Running, between_units, current, data_on
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, tensors_in
@@ -92,12 +93,18 @@ def _is_torch_leaf(module: nn.Module) -> bool:
 def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -> None:
     """Run the module on its home only."""
     closed = kind is not _Kind.AROUND
+    lists_now = lists_that_fill()
 
     def routed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         microbatch = Running.microbatch
         if microbatch is not None and not stage.inside:
             run = functools.partial(_inside, stage, own) if home == stage.rank else own
-            return microbatch.run_at(home, name, name, run, args, kwargs, module.training, stream=closed)
+            lists = lists_now()
+            if not lists:
+                return microbatch.run_at(home, name, name, run, args, kwargs, module.training, stream=closed)
+            mode = module.training, mode_of(lists)
+            run = with_added(lists, run)
+            return parts_added(lists, microbatch.run_at(home, name, name, run, args, kwargs, mode, stream=closed))
         if not stage.inside:  # recomputation in backward, which comes past no other place
             args, kwargs = map_tensors(lambda tensor: data_on(tensor, stage.rank), (args, kwargs))
         if kind is _Kind.INNER:
@@ -121,7 +128,7 @@ def _follow(module: nn.Module, name: str, stage: Stage) -> None:
 
     def followed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         microbatch = between_units()
-        home = None if microbatch is None else home_of((args, kwargs))
+        home = None if microbatch is None else home_of((args, kwargs), microbatch.stage)
         if microbatch is None or home is None:
             return stage.random.run(name, True, own, args, kwargs)
         return microbatch.run_at(home, name, name, own, args, kwargs, module.training, stream=True)
@@ -129,9 +136,14 @@ def _follow(module: nn.Module, name: str, stage: Stage) -> None:
     _place(module, name, followed, set())
 
 
-def home_of(arguments: Any) -> int | None:
-    """Return where the first located value among arguments is."""
-    return next((tensor.home for tensor in tensors_in(arguments) if isinstance(tensor, Located)), None)
+def home_of(arguments: Any, stage: Stage | None = None) -> int | None:
+    """Return where the first located value among arguments is, or the first weight that not every rank holds."""
+    for tensor in tensors_in(arguments):
+        if isinstance(tensor, Located):
+            return tensor.home
+        if stage is not None and (home := stage.weights_elsewhere.get(id(tensor))) is not None:
+            return home
+    return None
 
 
 def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module], argument: Any) -> Any:

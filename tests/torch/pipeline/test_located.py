@@ -400,7 +400,7 @@ def test_an_operation_with_a_weight_runs_where_the_weight_is() -> None:
     wire = Wire()
     wire.told.append(spec_of(functional.linear(X, WEIGHT)))
     with running(HOME, wire) as microbatch:
-        microbatch.stage._owners = {id(WEIGHT): frozenset({OTHER})}
+        microbatch.stage.weights_elsewhere = {id(WEIGHT): OTHER}
         result = functional.linear(located(HOME), WEIGHT)
     assert isinstance(result, Located)
     assert result.home == OTHER

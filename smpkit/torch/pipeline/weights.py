@@ -1,0 +1,93 @@
+"""Parameters in the hands of code between units: `F.linear(x, emb.weight)`, `norm(emb.weight)`, `weight.norm()`.
+
+Every rank has the parameter object, and not every rank its data. Among located values an operation goes to where its
+parameter is; what else it takes, and what a module of another rank is given, travels there like any other value, once
+per microbatch, and its gradient back. An operation on parameters alone makes located values of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from smpkit.torch.pipeline.located import OF_SHAPE, PROPERTIES, Located, between_units, locate
+from smpkit.torch.pipeline.specs import dense_spec_of
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.stage import Stage
+
+__all__ = ["LocatedWeights", "given_located_weights"]
+
+_CONTAINERS: Final = frozenset({list, tuple})
+
+
+class LocatedWeights:
+    """The parameters that one microbatch has used as values, which not every rank holds.
+
+    Args:
+        segments: which segment each rank is in.
+    """
+
+    def __init__(self, stage: Stage, segments: list[int]) -> None:
+        self._stage = stage
+        self._segments = segments
+        self._located: dict[int, Located] = {}
+
+    def as_used_on(self, home: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as a call on rank `home` may have it: itself, unless it is a parameter that is not there."""
+        elsewhere = id(tensor) in self._stage.weights_elsewhere and not self._stage.holds(home, tensor)
+        return self.located(tensor) if elsewhere else tensor
+
+    def located(self, parameter: torch.Tensor) -> Located:
+        """Return a parameter as a value whose home is the first rank that holds it."""
+        located = self._located.get(id(parameter))
+        if located is None:
+            home = self._stage.weights_elsewhere[id(parameter)]
+            value = parameter if home == self._stage.rank else None
+            spec = dense_spec_of(parameter)
+            located = locate(spec, self._stage.device, home, value, self._segments[home])
+            self._located[id(parameter)] = located
+        return located
+
+    def release(self) -> None:
+        """Let go of them."""
+        self._located.clear()
+
+
+def given_located_weights(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """Return the arguments of an operation with located values in place of parameters; None if it needs none.
+
+    It needs none inside a unit, among located values (which say where it runs), and for a question about shapes.
+    """
+    microbatch = between_units()
+    if microbatch is None or kwargs.get("out") is not None:
+        return None
+    elsewhere = microbatch.stage.weights_elsewhere
+    found = False
+    for argument in args:
+        for part in argument if type(argument) in _CONTAINERS else (argument,):
+            if type(part) is Located:
+                return None
+            found = found or id(part) in elsewhere
+    if not found or not _is_operation(func):
+        return None
+
+    def placed(argument: Any) -> Any:
+        if type(argument) in _CONTAINERS:
+            return type(argument)([placed(part) for part in argument])
+        return microbatch.weights.located(argument) if id(argument) in elsewhere else argument
+
+    return tuple([placed(argument) for argument in args])
+
+
+def _is_operation(func: Callable[..., Any]) -> bool:
+    """Return whether a function takes a parameter's value, and not the parameter itself."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return func in PROPERTIES
+    changes = name.endswith("_") and not name.endswith("__")
+    return not changes and name != "__set__" and func not in OF_SHAPE
