@@ -20,7 +20,7 @@ from smpkit.torch.offload_model.shard import ModelShard
 from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS, HostMemory, Traffic, Transfers
 from smpkit.torch.offload_model.weights import SliceWeights
 
-__all__ = ["Engine", "GradientSink", "Slice"]
+__all__ = ["Engine", "GradientSink", "Modes", "Slice"]
 
 
 class GradientSink(Protocol):
@@ -36,6 +36,10 @@ class GradientSink(Protocol):
         """Block until all parameters are up to date."""
 
 
+Modes = tuple[bool, ...]
+"""Which modules of a slice are in training mode."""
+
+
 class Slice:
     """One slice at work."""
 
@@ -43,8 +47,31 @@ class Slice:
         self.shard = shard
         self.weights = weights
         self.buffers = Buffers(shard, device)
-        self.overwrites_input: bool | None = None
-        """Whether it changes its input in place; None until it has run once."""
+        self.overwrites_input: dict[Modes, bool] = {}
+        """Whether it changes its input in place (dropout may, in training only); known once it has run so."""
+        self._modules = list(shard.modules())
+
+    @property
+    def modes(self) -> Modes:
+        """Which modules are in training mode now."""
+        return tuple([module.training for module in self._modules])
+
+    @contextlib.contextmanager
+    def in_modes(self, modes: Modes) -> Iterator[None]:
+        """Let modules be as they were: `eval()` between a forward and its backward must not change the backward."""
+        before = self.modes
+        if before == modes:
+            yield
+            return
+        self._switch(modes)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, modes: Modes) -> None:
+        for module, mode in zip(self._modules, modes, strict=True):
+            module.training = mode
 
 
 class Engine:

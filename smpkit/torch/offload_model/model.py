@@ -213,10 +213,12 @@ class _Chain(torch.autograd.Function):
         tensors, run, keep = ctx.tensors, ctx.run, _keeps_graph()
         _check_unchanged(tensors, ctx.versions)
         parameters, inputs = tensors[: ctx.num_parameters], tensors[ctx.num_parameters :]
-        with torch.no_grad():
-            of_inputs, of_parameters = run.backward(inputs, parameters, gradients, keep=keep)
-        if not keep:
-            ctx.tensors = None
+        try:
+            with torch.no_grad():
+                of_inputs, of_parameters = run.backward(inputs, parameters, gradients, keep=keep)
+        finally:
+            if not keep:  # nor after an error half way, which has used up the graphs of the last slices
+                ctx.tensors = None
         return None, None, *of_parameters, *of_inputs
 
 

@@ -11,7 +11,7 @@ the host, and backward runs each slice again; without, the graphs stay on the de
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload_model.engine import Engine, Slice
+from smpkit.torch.offload_model.engine import Engine, Modes, Slice
 from smpkit.torch.offload_model.moment import Autocast, RandomState, random_state, repeating
 from smpkit.torch.offload_model.parking import Parked
 from smpkit.torch.offload_model.saved import discarding, without_weights
@@ -45,6 +45,7 @@ class _Piece:
     """One slice's work on one microbatch, as far as backward needs it."""
 
     inputs: _Boundary
+    modes: Modes = ()
     random: RandomState | None = None
     buffers: dict[int, Tensor] = field(default_factory=dict)
     graph: tuple[list[Tensor], list[Tensor]] | None = None
@@ -168,7 +169,7 @@ class Run:
                 entered, value = self._call(index, boundary, tensors)
             piece.graph = (tensors, flatten(value)[0])
         else:
-            piece.random = random_state(engine.device)
+            piece.modes, piece.random = engine.slices[index].modes, random_state(engine.device)
             with discarding(), engine.slices[index].buffers.remembered(piece.buffers):
                 entered, value = self._call(index, boundary, tensors)
         return self._outgoing(index, boundary, entered, value)
@@ -177,22 +178,24 @@ class Run:
         """Run a slice with a graph; return what went in and what came out."""
         piece = self._engine.slices[index]
         with torch.enable_grad(), self._autocast.again():
-            entered = [tensor.clone() for tensor in tensors] if piece.overwrites_input is not False else tensors
+            modes = piece.modes
+            expected = piece.overwrites_input.get(modes)
+            entered = tensors if expected is False else [tensor.clone() for tensor in tensors]
             versions = [tensor._version for tensor in entered]
             value = self._engine.call(index, boundary.structure.fill(entered))
         overwritten = any(tensor._version != version for tensor, version in zip(entered, versions, strict=True))
-        self._learn(index, piece, overwritten=overwritten)
+        self._learn(index, piece, modes, overwritten=overwritten)
         # An input that comes out changed is a new tensor to the slices behind.
         return [] if overwritten else entered, value
 
-    def _learn(self, index: int, piece: Slice, *, overwritten: bool) -> None:
+    def _learn(self, index: int, piece: Slice, modes: Modes, *, overwritten: bool) -> None:
         """Remember whether a slice changes its input in place, which backward needs unchanged."""
-        if piece.overwrites_input is False and overwritten:
+        if overwritten and piece.overwrites_input.get(modes) is False:
             raise UsageError(
                 f"slice {index} changed its input in place, which it had not done before, so the input is lost",
                 hint="let its first layer do so always or never (ReLU(inplace=True) in only one branch?)",
             )
-        piece.overwrites_input = bool(piece.overwrites_input) or overwritten
+        piece.overwrites_input[modes] = piece.overwrites_input.get(modes, False) or overwritten
 
     def _outgoing(self, index: int, inputs: _Boundary, entered: Sequence[Tensor], value: Any) -> _Boundary:
         """Make the boundary behind a slice, and start its way to the host if it is to wait there."""
@@ -235,7 +238,7 @@ class Run:
         """Return the gradients of the slice's inputs; those of its weights are added to the stand-ins'."""
         engine = self._engine
         arrived = [self._take(parked) for parked in gradients]
-        with engine.slices[index].buffers.as_before(piece.buffers) if self._recompute else contextlib.nullcontext():
+        with self._as_before(index, piece) if self._recompute else contextlib.nullcontext():
             inputs, outputs = piece.graph or self._repeat(index, piece)
             roots = [
                 (output, gradient)
@@ -256,6 +259,13 @@ class Run:
             self._send([parked for parked in found if parked is not None], always=False)
         return found
 
+    @contextlib.contextmanager
+    def _as_before(self, index: int, piece: _Piece) -> Iterator[None]:
+        """Let a slice be as it was before its forward."""
+        at_work = self._engine.slices[index]
+        with at_work.in_modes(piece.modes), at_work.buffers.as_before(piece.buffers):
+            yield
+
     def _repeat(self, index: int, piece: _Piece) -> tuple[list[Tensor], list[Tensor]]:
         """Run a slice again as the first time, with a graph; return the tensors that went in and came out."""
         engine, boundary = self._engine, piece.inputs
@@ -264,7 +274,8 @@ class Run:
         for tensor, parked in zip(tensors, boundary.tensors, strict=True):
             tensor.requires_grad_(parked.requires_grad)
         with torch.enable_grad(), self._autocast.again(), repeating(piece.random, engine.device):
-            entered = [tensor.clone() for tensor in tensors] if engine.slices[index].overwrites_input else tensors
+            overwrites = engine.slices[index].overwrites_input.get(piece.modes, True)
+            entered = [tensor.clone() for tensor in tensors] if overwrites else tensors
             value = engine.call(index, boundary.structure.fill(entered))
         return tensors, flatten(value)[0]
 

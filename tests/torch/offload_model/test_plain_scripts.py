@@ -65,4 +65,74 @@ def test_the_first_parameter_may_be_a_number() -> None:
     for network in (plain, model.to("cpu")):
         network(inputs).sum().backward()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+
+
+@both_ways
+def test_dropout_in_place_works_in_training_after_a_pass_in_evaluation(checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    plain, model = make_pair(
+        nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(4, 4), nn.Dropout(0.5, inplace=True), nn.Linear(4, 4)),
+        num_slices=4,
+        checkpoint_activation=checkpoint,
+    )
+    inputs = torch.randn(3, 4)
+    for network in (plain, model):
+        network.eval()
+        network(inputs.clone()).sum().backward()
+        network.train()
+        torch.manual_seed(1)
+        network(inputs.clone()).sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+
+
+@both_ways
+def test_the_mode_may_change_between_forward_and_backward(checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    plain, model = make_pair(
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)),
+        checkpoint_activation=checkpoint,
+    )
+    inputs = torch.randn(3, 4)
+    for network in (plain, model):
+        torch.manual_seed(1)
+        loss = network(inputs).square().sum()
+        network.eval()
+        loss.backward()
+        assert not any(module.training for module in network.modules())
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+    for one, other in zip(plain.buffers(), model.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+@both_ways
+def test_a_backward_that_failed_cannot_be_repeated(checkpoint: bool) -> None:
+    class Interrupted(nn.Module):
+        now = False
+
+        def forward(self, value: Tensor) -> Tensor:
+            output = value * 1
+            if output.requires_grad:
+                output.register_hook(self.interrupt)
+            return output
+
+        def interrupt(self, _: Tensor) -> None:
+            if self.now:
+                raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    middle = Interrupted()
+    model = OffloadModel(
+        nn.Sequential(nn.Linear(4, 4), middle, nn.Linear(4, 2)), CPU, num_slices=3, checkpoint_activation=checkpoint
+    )
+    loss = model(torch.randn(3, 4)).sum()
+    middle.now = True
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    middle.now = False
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    model(torch.randn(3, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
