@@ -33,7 +33,7 @@ HostMemory = Callable[[int], tuple[Tensor, Callable[[], object]]]
 
 def ordinary_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
     """Return memory that is not pinned, for machines without a GPU."""
-    return torch.empty(num_bytes, dtype=torch.uint8), lambda: None
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), lambda: None
 
 
 class Block:

@@ -126,7 +126,7 @@ class CudaLink:
     def _measure(self) -> tuple[float, float]:
         """Return bytes per second out and back, of a copy that is large enough to show them."""
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
-        here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+        here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         return self._speed(self._out, there, here), self._speed(self._back, here, there)
 
     def _speed(self, lane: torch.cuda.Stream, source: Tensor, target: Tensor) -> float:

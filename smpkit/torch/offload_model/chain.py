@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UsageError
 from smpkit.torch.offload_model import huggingface
@@ -63,12 +64,26 @@ def make_chain(model: Any, layers: Sequence[str] | None, num_slices: int, balanc
     )
 
 
+def _check_layers(layers: Sequence[nn.Module]) -> None:
+    for layer in layers:
+        if any(isinstance(module, ModelShard) for module in layer.modules()):
+            raise UsageError(f"a slice of another OffloadModel is in this {type(layer).__name__}; only one can move it")
+        parameters: list[tuple[str, Any]] = list(layer.named_parameters())
+        name = next((name for name, parameter in parameters if is_lazy(parameter)), None)
+        if name is not None:
+            raise UsageError(
+                f"`{name}` of a {type(layer).__name__} has no shape yet",
+                hint="run the model once before it is wrapped: lazy modules learn their shapes from inputs",
+            )
+
+
 def _listed(modules: list[Any]) -> Chain:
     wrong = next((module for module in modules if not isinstance(module, nn.Module)), None)
     if wrong is not None:
         raise TypeError(
             f"`model` argument to `OffloadModel` must be of type `nn.Sequential`. It is a list with {wrong!r} in it."
         )
+    _check_layers(modules)
     slices = [ModelShard(module, index, chained=False) for index, module in enumerate(modules)]
     return Chain(nn.Sequential(*slices), slices, splat=True)
 
@@ -100,6 +115,7 @@ def _named(model: Any, paths: Sequence[str], num_slices: int, balance: Balance) 
 
 
 def _cut(layers: Sequence[nn.Module], num_slices: int, balance: Balance) -> list[ModelShard]:
+    _check_layers(layers)
     ends = slice_ends(layers, num_slices, balance)
     starts = [0, *ends[:-1]]
     return [

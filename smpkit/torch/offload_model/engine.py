@@ -35,6 +35,12 @@ class GradientSink(Protocol):
     def synchronize(self) -> None:
         """Block until all parameters are up to date."""
 
+    def zero_grad(self) -> None:
+        """Forget gradients that no step has used."""
+
+    def distrust(self) -> None:
+        """Take nothing for known about the values of parameters."""
+
 
 Modes = tuple[bool, ...]
 """Which modules of a slice are in training mode."""
@@ -121,8 +127,10 @@ class Engine:
         self.gradients = OwnGradients(made) if in_place else Gradients(made, device, transfers, memory)
         arena = None if in_place else make_arena(device, host_budget_bytes)
         self.parking = Parking(device, Transfers(borders, self.traffic), arena)
+        # Weakly: a model's memory is to go with the last reference, not when Python looks for cycles.
+        residence = weakref.ref(self.residence)
         for shard in shards:
-            shard.attach(lambda index: self.residence.load(index, fresh=True))
+            shard.attach(lambda index: _load(residence(), index))
 
     @property
     def sink(self) -> GradientSink | None:
@@ -133,16 +141,21 @@ class Engine:
         """Give gradients to `sink` from now on, for as long as somebody else holds it."""
         self.synchronize()
         self._sink = weakref.ref(sink)
-        self.residence.wait_before_loads(self._wait_for)
+        this = weakref.ref(self)
+        self.residence.wait_before_loads(lambda index: _wait_for(this(), index))
 
     def synchronize(self) -> None:
         """Block until all parameters on the host are up to date."""
         if (sink := self.sink) is not None:
             sink.synchronize()
 
-    def _wait_for(self, index: int) -> None:
+    def distrust(self) -> None:
+        """Take nothing for known about parameters: who holds them may write to `.data`, which counts no version."""
+        self.synchronize()
+        for piece in self.slices:
+            piece.weights.distrust()
         if (sink := self.sink) is not None:
-            sink.wait_for(index)
+            sink.distrust()
 
     @contextlib.contextmanager
     def on_device(self, index: int, *, fresh: bool, then: int | None) -> Iterator[list[nn.Parameter]]:
@@ -163,6 +176,16 @@ class Engine:
 def is_the_host(device: torch.device) -> bool:
     """Return whether what a device computes with may lie where it rests."""
     return device.type == "cpu"
+
+
+def _load(residence: Residence | None, index: int) -> None:
+    if residence is not None:
+        residence.load(index, fresh=True)
+
+
+def _wait_for(engine: Engine | None, index: int) -> None:
+    if engine is not None and (sink := engine.sink) is not None:
+        sink.wait_for(index)
 
 
 def _weights(shards: Sequence[nn.Module], dtype: torch.dtype | None, memory: HostMemory) -> list[SliceWeights]:

@@ -123,7 +123,8 @@ class Gradients:
     def _host(self, num_bytes: int) -> Tensor:
         """Return memory on the host that nobody holds a part of, such as a parameter's `.grad`; slices share it."""
         if not _can_count():
-            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            pinned = self._device.type == "cuda"
+            return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         fitting = [buffer for buffer in self._hosts if buffer.nbytes >= num_bytes and _is_free(buffer)]
         buffer = min(fitting, key=lambda each: each.nbytes, default=None)
         if buffer is None:

@@ -80,7 +80,7 @@ class Adam:
             [first],
             [second],
             [],
-            [torch.tensor(float(self.step))],
+            [torch.tensor(float(self.step), device="cpu")],
             lr=self.lr,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -132,7 +132,7 @@ def tiled(rule: Rule, span: Span) -> None:
     length = span.master.numel()
     size = min(length, _TILE if torch.get_num_threads() == 1 else _UNSPLIT_TILE)
     # One scratch for all tiles: the allocator would ask the system for so much memory anew each time.
-    scratch = torch.empty(size, dtype=span.master.dtype)
+    scratch = torch.empty(size, dtype=span.master.dtype, device=span.master.device)
     for start in range(0, length, max(1, size)):
         tile = span.part(start, min(start + size, length))
         gradient = scratch[: tile.master.numel()].copy_(tile.gradient)
@@ -164,12 +164,13 @@ def choose_kernel(gradient_dtype: torch.dtype, weight_dtype: torch.dtype | None)
     """Return the faster of the two ways on this machine, by measurement."""
     if compiled.function("adam", gradient_dtype, weight_dtype) is None:
         return tiled
-    span = Span(
-        torch.zeros(_MEASURED, dtype=gradient_dtype),
-        torch.zeros(_MEASURED),
-        (torch.zeros(_MEASURED), torch.zeros(_MEASURED)),
-        None if weight_dtype is None else torch.zeros(_MEASURED, dtype=weight_dtype),
-    )
+    with torch.device("cpu"):  # the user's default may be another
+        span = Span(
+            torch.zeros(_MEASURED, dtype=gradient_dtype),
+            torch.zeros(_MEASURED, dtype=torch.float32),
+            (torch.zeros(_MEASURED, dtype=torch.float32), torch.zeros(_MEASURED, dtype=torch.float32)),
+            None if weight_dtype is None else torch.zeros(_MEASURED, dtype=weight_dtype),
+        )
     return min((one_pass, tiled), key=lambda kernel: _seconds(kernel, span))
 
 

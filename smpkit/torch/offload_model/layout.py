@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Layout", "Place", "compute_dtype"]
+__all__ = ["Layout", "Place", "apart", "compute_dtype"]
 
 _ALIGNMENT: Final = 64  # elements: enough for the vector loads of every dtype, and equal in buffers of different dtypes
 
@@ -72,6 +72,19 @@ class Layout:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a buffer of at least `num_bytes` bytes."""
         return [place.view(buffer) for place in self.places]
+
+
+def apart(view: Tensor) -> Tensor:
+    """Return the same memory under a storage of its own.
+
+    `torch.save` and copies take whole storages: one parameter's is to be its own, not that of the slice.
+    """
+    if view.numel() == 0:
+        return view
+    start = view.storage_offset() * view.itemsize
+    whole: Any = view.untyped_storage()
+    own = torch.empty(0, dtype=view.dtype, device=view.device)
+    return own.set_(whole[start : start + view.nbytes], 0, view.shape, view.stride())
 
 
 def _rank(dtype: torch.dtype | None) -> Callable[[nn.Parameter], tuple[bool, str, bool]]:

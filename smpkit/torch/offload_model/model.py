@@ -13,6 +13,7 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload_model.chain import make_chain
 from smpkit.torch.offload_model.engine import Engine
+from smpkit.torch.offload_model.inner import guard
 from smpkit.torch.offload_model.names import rename_layers
 from smpkit.torch.offload_model.run import Run
 from smpkit.torch.offload_model.slicing import Balance, check_count
@@ -100,20 +101,33 @@ class OffloadModel(nn.Module):
         self.model_slices = chain.slices
         self._checkpoint_activation = checkpoint_activation
         self._num_microbatches = num_microbatches
-        self._engine = Engine(
-            chain.slices,
-            splat=chain.splat,
-            device=self.device,
-            dtype=dtype,
-            prefetch=prefetch,
-            checkpoint=checkpoint_activation,
-            num_microbatches=num_microbatches,
-            links=links,
-            host_budget_bytes=host_budget_bytes,
-        )
-        self.register_state_dict_pre_hook(_complete)  # type: ignore[no-untyped-call]
+        self._settings: dict[str, Any] = {
+            "splat": chain.splat,
+            "device": self.device,
+            "dtype": dtype,
+            "prefetch": prefetch,
+            "checkpoint": checkpoint_activation,
+            "num_microbatches": num_microbatches,
+            "host_budget_bytes": host_budget_bytes,
+        }
+        self._engine = self._make_engine(links)
         if chain.slices[0] in chain.module.children():
             self.register_load_state_dict_pre_hook(_adapt)  # type: ignore[no-untyped-call]
+
+    def _make_engine(self, links: tuple[Link, Link] | None = None) -> Engine:
+        engine = Engine(self.model_slices, links=links, **self._settings)
+        guard(self.modules(), engine)
+        return engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: all but what is at work."""
+        self.synchronize()
+        return {name: value for name, value in self.__dict__.items() if name != "_engine"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be a copy, with buffers and threads of its own; an optimizer is to be made for it."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._engine = self._make_engine()
 
     @property
     def traffic(self) -> Traffic:
@@ -158,13 +172,13 @@ class OffloadModel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters, up to date; see `torch.nn.Module.named_parameters`."""
-        self.synchronize()
+        self._engine.distrust()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> OffloadModel:
         """Switch between training and evaluation; see `torch.nn.Module.train`."""
-        if not mode:
-            self.synchronize()
+        if mode != self.training:
+            self._engine.distrust()
         super().train(mode)
         for piece in self.model_slices:  # those of a model that is sliced by paths are not among its children
             piece.train(mode)
@@ -177,6 +191,8 @@ class OffloadModel(nn.Module):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
+        if (sink := self._engine.sink) is not None:
+            sink.zero_grad()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
         """Refuse `to`, `cuda`, `half` and their like, unless they would change nothing."""
@@ -243,10 +259,14 @@ def _keeps_graph() -> bool:
     return bool(getattr(autograd, "_get_current_graph_task_keep_graph", lambda: True)())
 
 
+class _NoGpuError(UnsupportedError, TypeError):
+    """FairScale raises a TypeError."""
+
+
 def _known_device(device: torch.device) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise UnsupportedError(
+            raise _NoGpuError(
                 f"device is {device}, but torch sees no GPU", hint="on a machine without one use device=cpu"
             )
         return torch.zeros(0, device=device).device  # with its number, as tensors have it
@@ -255,10 +275,5 @@ def _known_device(device: torch.device) -> torch.device:
     return device
 
 
-def _complete(model: OffloadModel, *_: Any) -> None:
-    model.synchronize()
-
-
 def _adapt(model: OffloadModel, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    model.synchronize()
     rename_layers(state, prefix, list(model._model.state_dict()))

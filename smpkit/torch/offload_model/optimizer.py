@@ -107,7 +107,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def receive(self, landing: Landing) -> None:
         """Take the gradients of a slice, in backward."""
         index = landing.index
+        self._states[index].expect(landing)
         if self._overlap == "backward":
+            if index == len(self._states) - 1 and 0 not in self._updated_in_backward:
+                self._updated_in_backward.clear()  # a backward that failed half way
             if index in self._updated_in_backward:
                 raise UsageError(
                     'a second backward before step(), but overlap="backward" has already updated the weights',
@@ -131,6 +134,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for index in range(len(self._states)):
             self.wait_for(index)
             self._updates[index].clear()
+
+    def distrust(self) -> None:
+        """Compare masters with parameters before the next step; somebody may have written into these."""
+        for state in self._states:
+            state.distrust()
 
     # --- what the user calls -----------------------------------------------------------------------------------------
 
@@ -169,6 +177,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for index in range(len(self._states)):
             self._update(index, factor)
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler` asks first in its `step`; it looks for gradients where none are."""
+        raise UsageError(
+            "torch.amp.GradScaler cannot unscale the gradients of an OffloadOptimizer",
+            hint="use smp.amp.GradScaler, or step(grad_scale=...), which also skips a step that is not finite",
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has used."""

@@ -22,7 +22,7 @@ _PAGE: Final = 2 << 20
 def zero_bytes(num_bytes: int) -> Tensor:
     """Return bytes, all 0; given back to the system with the last tensor that shares them."""
     if num_bytes < _PAGE:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
     large = num_bytes // _PAGE * _PAGE  # no further: the end would take a whole page

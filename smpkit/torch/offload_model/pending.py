@@ -75,7 +75,9 @@ class Pending:
         self._fold()
         owned = [gradient for parameter, gradient in self._sum.items() if self._state.owns(parameter)]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
-        total: Tensor = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.float64), *norms]))
+        total: Tensor = torch.linalg.vector_norm(
+            torch.stack([torch.zeros((), dtype=torch.float64, device="cpu"), *norms])
+        )
         return total
 
     def clear(self) -> None:

@@ -26,6 +26,10 @@ class ModelShard(nn.Module):
         self._chained = chained
         self._load: Callable[[int], object] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out who brings slices to the device: a copy has another."""
+        return self.__dict__ | {"_load": None}
+
     def attach(self, load: Callable[[int], object]) -> None:
         """Say who brings slices to the device."""
         self._load = load

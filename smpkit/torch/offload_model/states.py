@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.offload_model.gradients import Landing
 from smpkit.torch.offload_model.kernels import Rule, Span
-from smpkit.torch.offload_model.layout import Layout, Place
+from smpkit.torch.offload_model.layout import Layout, Place, apart
 from smpkit.torch.offload_model.pages import zeros
 from smpkit.torch.offload_model.pending import Arrived
 from smpkit.torch.offload_model.weights import SliceWeights
@@ -51,7 +52,14 @@ class Entry:
         """Return the state as torch's optimizers name it."""
         named = {name: self.shaped(flat) for name, flat in zip(names, self.state, strict=True)}
         master = {"master": self.shaped(self.master)} if self.separate else {}
-        return {"step": torch.tensor(float(self.step)), **named, **master}
+        return {"step": torch.tensor(float(self.step), device="cpu"), **named, **master}
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Take over what has been written into the parameter; where that rounds the master, the master stays."""
+        master = self.shaped(self.master)
+        same = master.to(self.parameter.dtype) == self.parameter
+        master.copy_(torch.where(same, master, self.parameter.detach().to(master.dtype)))
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -96,6 +104,7 @@ class SliceState:
         trained = [
             parameter for parameter in weights.layout.parameters if parameter.requires_grad and id(parameter) in groups
         ]
+        self._late = {id(p) for p in weights.layout.parameters if not p.requires_grad and id(p) in groups}
         self.borrowed = [(parameter, owners[id(parameter)]) for parameter in trained if id(parameter) in owners]
         owned = [parameter for parameter in trained if id(parameter) not in owners]
         owners.update(dict.fromkeys(map(id, owned), index))
@@ -116,10 +125,32 @@ class SliceState:
         return all(map(self.owns, parameters))
 
     def note_changes(self) -> None:
-        """Take over what somebody else has written into parameters whose master is separate, such as a checkpoint."""
+        """Take over what somebody else has written into parameters, such as a checkpoint."""
+        self._weights.gather()
         for entry in self.entries:
-            if entry.separate and entry.seen != entry.parameter._version:
-                entry.shaped(entry.master).copy_(entry.parameter.detach())
+            if entry.separate:
+                if entry.seen != entry.parameter._version or id(entry.parameter) in self._weights.moved:
+                    entry.merge()
+            elif entry.weight is not None and entry.parameter.data_ptr() != entry.master.data_ptr():
+                _adopt(entry)
+        self._weights.moved.clear()
+
+    def distrust(self) -> None:
+        """Compare all masters with their parameters before the next step."""
+        for entry in self.entries:
+            entry.seen = -1
+
+    def expect(self, landing: Landing) -> None:
+        """Raise UsageError if a parameter that was frozen when state was reserved is trained now."""
+        late = [
+            p for p, used in zip(landing.layout.parameters, landing.used, strict=True) if used and id(p) in self._late
+        ]
+        if late:
+            raise UsageError(
+                f"{len(late)} parameters were frozen when the OffloadOptimizer was made and are trained now, the first"
+                f" of shape {tuple(late[0].shape)}",
+                hint="make another OffloadOptimizer, and let it load the state_dict() of this one",
+            )
 
     def written(self) -> None:
         """Count a version of all parameters, as torch's optimizers do: a backward through older ones is an error."""
@@ -187,7 +218,7 @@ def _flats(weights: SliceWeights, layout: Layout, num_state: int) -> Iterator[_F
     total = sum(place.num_elements for place in layout.places)
     states = [zeros(total) for _ in range(num_state)]
     needs_master = any(not _is_wide(p, working[p]) for p in layout.parameters)
-    masters = zeros(total) if needs_master else torch.zeros(0)
+    masters = zeros(total) if needs_master else zeros(0)
     start = 0
     for parameter, place in zip(layout.parameters, layout.places, strict=True):
         end = start + place.num_elements
@@ -217,6 +248,12 @@ def _adopt(entry: Entry) -> None:
     """Give the master its value, and let a parameter that is wider than the working copy be a view of its master."""
     if entry.weight is None:
         return
+    if not entry.separate and entry.parameter.dtype != entry.master.dtype:
+        raise UnsupportedError(
+            f"an OffloadOptimizer does not train weights of {entry.parameter.dtype} that are computed in"
+            f" {entry.weight.dtype}",
+            hint="convert the model to torch.float32 before it is wrapped",
+        )
     entry.shaped(entry.master).copy_(entry.parameter)
-    if not entry.separate and entry.parameter.dtype == entry.master.dtype:
-        entry.parameter.data = entry.shaped(entry.master)
+    if not entry.separate:
+        entry.parameter.data = apart(entry.shaped(entry.master))

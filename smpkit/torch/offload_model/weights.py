@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from smpkit.torch.offload_model.layout import Layout
+from smpkit.errors import UsageError
+from smpkit.torch.offload_model.layout import Layout, apart
 from smpkit.torch.offload_model.transfers import HostMemory
 
 __all__ = ["SliceWeights"]
@@ -44,12 +45,14 @@ class SliceWeights:
         self._rnns = [holder for holder in module.modules() if isinstance(holder, nn.RNNBase)]
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._copied: list[tuple[nn.Parameter, Tensor]] = []
-        self._written: dict[int, int] = {}
+        self._written: dict[int, tuple[int, int]] = {}
+        self.moved: set[int] = set()
+        """Ids of parameters that have been moved out and back since somebody cleared this."""
         for parameter, view in zip(self.layout.parameters, self.views, strict=True):
             with torch.no_grad():
                 view.copy_(parameter)
             if id(parameter) in owned and view.dtype == parameter.dtype:
-                parameter.data = view
+                parameter.data = apart(view)
                 self._in_place.append((parameter, view))
             else:
                 if id(parameter) in owned and parameter.device.type != "cpu":
@@ -64,19 +67,29 @@ class SliceWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the buffer up to date with the parameters."""
+        self.gather()
+        for parameter, view in self._copied:
+            if self._written.get(id(parameter)) != _state(parameter):
+                view.copy_(parameter.detach())
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring parameters back that have been moved out of the buffer."""
         for parameter, view in self._in_place:
             # `parameter.data = ...` (vector_to_parameters, some loaders) moves a parameter out of the buffer.
             if parameter.data_ptr() != view.data_ptr() and parameter.numel() > 0:
                 view.copy_(parameter.detach())
-                parameter.data = view
-        stale = [pair for pair in self._copied if self._written.get(id(pair[0])) != pair[0]._version]
-        for parameter, view in stale:
-            view.copy_(parameter.detach())
+                parameter.data = apart(view)
+                self.moved.add(id(parameter))
 
     def written(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that the optimizer has itself put these parameters' values into the buffer."""
         for parameter in parameters:
-            self._written[id(parameter)] = parameter._version
+            self._written[id(parameter)] = _state(parameter)
+
+    def distrust(self) -> None:
+        """Forget that: the next `refresh` copies all."""
+        self._written.clear()
 
     def stand_ins(self, device_buffer: Tensor) -> list[nn.Parameter]:
         """Return parameters that are views of a buffer on the device; the slice computes with them."""
@@ -89,7 +102,18 @@ class SliceWeights:
 
     @contextlib.contextmanager
     def replaced_by(self, stand_ins: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the slice's modules see `stand_ins` in the place of their parameters."""
+        """Let the slice's modules see `stand_ins` in the place of their parameters.
+
+        Raises:
+            UsageError: a module has another parameter than when the model was wrapped.
+        """
+        for holder, name, position in self._sites:
+            found = holder._parameters.get(name)
+            if found is not self.layout.parameters[position] and found is not stand_ins[position]:
+                raise UsageError(
+                    f"`{name}` of a {type(holder).__name__} is not the parameter that the OffloadModel was made with",
+                    hint="change parameters in place, load without assign=True, and do not call it through torch.func",
+                )
         self._place(stand_ins)
         try:
             yield
@@ -101,3 +125,8 @@ class SliceWeights:
             holder._parameters[name] = parameters[position]
         for rnn in self._rnns:  # they keep a list of their own
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+
+def _state(parameter: Tensor) -> tuple[int, int]:
+    """Return what is another after most ways to change a parameter."""
+    return parameter._version, parameter.data_ptr()
