@@ -6,6 +6,7 @@ copy has ended, at most `_IN_FLIGHT` at a time: memory of older ones is given up
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Final
 
@@ -29,7 +30,7 @@ class Parked:
         requires_grad: whether a gradient is wanted for it.
     """
 
-    __slots__ = ("back", "block", "device", "origin", "out", "pattern", "requires_grad")
+    __slots__ = ("back", "block", "device", "home", "origin", "out", "pattern", "requires_grad")
 
     def __init__(self, tensor: Tensor, *, requires_grad: bool, is_input: bool = False) -> None:
         self.requires_grad = requires_grad
@@ -39,6 +40,13 @@ class Parked:
         self.block: Block | None = None
         self.out: Event = DONE
         self.back: Event = DONE
+        self.home: Parking | None = None
+
+    def __del__(self) -> None:
+        """Give up the host's memory: a forward that no backward follows, or one that failed, releases nothing."""
+        if self.home is not None:
+            with contextlib.suppress(Exception):  # at the end of the interpreter, what is needed may be gone
+                self.home.release(self)
 
 
 class Parking:
@@ -67,7 +75,7 @@ class Parking:
         assert tensor is not None, "sent out twice"
         if self._arena is None:
             return
-        parked.block = self._arena.take(parked.pattern.nbytes)
+        parked.block, parked.home = self._arena.take(parked.pattern.nbytes), self
         if parked.block is None:
             return
         dense = tensor if is_dense(tensor) else torch.empty_like(parked.pattern, device=self._device).copy_(tensor)
@@ -108,6 +116,8 @@ class Parking:
 
     def release(self, parked: Parked) -> None:
         """Forget a tensor; its memory on the host is used again after the last copy from and to it."""
+        if parked.device is not None and not parked.back.done():
+            self._transfers.link.settle(parked.back, "a slice's input")  # nobody waited for it, and it is overwritten
         if self._arena is not None and parked.block is not None:
             self._arena.give(parked.block, [event for event in (parked.out, parked.back) if not event.done()])
-        parked.block = parked.device = None
+        parked.block = parked.device = parked.home = None

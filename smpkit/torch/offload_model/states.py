@@ -142,9 +142,7 @@ class SliceState:
 
     def expect(self, landing: Landing) -> None:
         """Raise UsageError if a parameter that was frozen when state was reserved is trained now."""
-        late = [
-            p for p, used in zip(landing.layout.parameters, landing.used, strict=True) if used and id(p) in self._late
-        ]
+        late = [parameter for parameter in landing.flat if id(parameter) in self._late]
         if late:
             raise UsageError(
                 f"{len(late)} parameters were frozen when the OffloadOptimizer was made and are trained now, the first"

@@ -367,3 +367,34 @@ def test_another_default_device_changes_nothing() -> None:
         optimizer.load_state_dict(state)
     assert {each["step"].device for each in state["state"].values()} == {CPU}
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("fails", [False, True])
+def test_forwards_without_a_backward_leave_no_borders_on_the_host(num_microbatches: int, fails: bool) -> None:
+    """Losses that are computed without `no_grad`, only to be looked at; batches that are given up."""
+
+    class Fragile(nn.Module):
+        broken = False
+
+        def forward(self, value: Tensor) -> Tensor:
+            if self.broken:
+                raise ValueError("broken")
+            return value * 1
+
+    torch.manual_seed(0)
+    fragile = Fragile()
+    parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), fragile, nn.Linear(4, 4), nn.Linear(4, 4))
+    model = OffloadModel(parts, CPU, CPU, 5, True, num_microbatches)
+    arena = model._engine.parking._arena
+    inputs = torch.randn(8, 4)
+    output = model(inputs)
+    assert arena.num_blocks == 4 * num_microbatches
+    fragile.broken = fails
+    if fails:
+        with pytest.raises(ValueError, match="broken"):
+            output.sum().backward()
+        with pytest.raises(ValueError, match="broken"):
+            model(inputs)
+    del output
+    assert arena.num_blocks == 0
