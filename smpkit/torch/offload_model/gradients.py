@@ -156,7 +156,9 @@ class OwnGradients:
         """Before a backward: nothing."""
 
     def begin(self, index: int, stand_ins: Sequence[nn.Parameter]) -> None:
-        """Let autograd make the stand-ins' gradients: they have none."""
+        """Let autograd make the stand-ins' gradients; a backward that failed may have left some."""
+        for stand_in in stand_ins:
+            stand_in.grad = None
 
     def send(self, index: int, stand_ins: Sequence[nn.Parameter]) -> Landing:
         """Take the slice's gradients."""
