@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.join import JoinContext
 from smpkit.torch.model_state import PARTIAL_KEY, ModelState
 from smpkit.torch.offload.runtime import Offloading
+from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.original_forward import name_original_forwards
 from smpkit.torch.partitioning.delayed import initialize
 from smpkit.torch.partitioning.measure import Measured
@@ -369,6 +370,18 @@ class DistributedModel(ModelState):
             hook(self, state.optimizer)
 
 
+def _check_offload_model(model: OffloadModel) -> None:
+    cfg = state.cfg
+    if state.pp_size > 1 or state.tp_size > 1 or cfg.sharded_data_parallel_degree > 1 or half_dtype(cfg) is not None:
+        raise UnsupportedError(
+            "there is an OffloadModel in this model, which moves its own weights: in a DistributedModel it works with"
+            " data parallelism only",
+            hint="remove pipeline, tensor and sharded data parallelism, fp16 and bf16, or use the plain model",
+        )
+    if state.dp_size > 1:
+        model.expect_averaging("smp.DistributedModel")
+
+
 def _check_arguments(
     module: nn.Module, trace_device: str, trace_execution_times: bool, backward_passes: int, bucket_cap_mb: float
 ) -> None:
@@ -385,6 +398,9 @@ def _check_arguments(
             "there is a DistributedModel already, and a script has one",
             hint="put all models that are trained together into one torch.nn.Module",
         )
+    for part in module.modules():
+        if isinstance(part, OffloadModel):
+            _check_offload_model(part)
     if trace_device not in ("gpu", "cpu"):
         raise UsageError(f"trace_device must be one of `gpu`, `cpu`, got `{trace_device}`")
     if trace_device == "cpu" and trace_execution_times:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from smpkit.errors import UsageError
 from smpkit.torch.offload.host import make_arena
 from smpkit.torch.offload.link import Link, link_for
 from smpkit.torch.offload_model.gradients import Gradients, Landing, OwnGradients
@@ -114,6 +115,7 @@ class Engine:
         self.checkpoint = checkpoint
         self.num_microbatches = num_microbatches
         self._sink: Callable[[], GradientSink | None] = lambda: None
+        self._averaged_by: str | None = None
         self.traffic = Traffic()
         bulk, borders = links or (link_for(device, DEADLINE_SECONDS), link_for(device, DEADLINE_SECONDS))
         self.bulk_link = bulk
@@ -138,9 +140,14 @@ class Engine:
         return self._sink()
 
     def attach(self, sink: GradientSink) -> None:
-        """Give gradients to `sink` from now on, for as long as somebody else holds it."""
+        """Give gradients to `sink` from now on, for as long as somebody else holds it.
+
+        Raises:
+            UsageError: gradients are averaged over processes.
+        """
         self.synchronize()
         self._sink = weakref.ref(sink)
+        self._check_averages()
         this = weakref.ref(self)
         self.residence.wait_before_loads(lambda index: _wait_for(this(), index))
 
@@ -148,6 +155,23 @@ class Engine:
         """Block until all parameters on the host are up to date."""
         if (sink := self.sink) is not None:
             sink.synchronize()
+
+    def share(self, who: str) -> None:
+        """Note who averages gradients over processes.
+
+        Raises:
+            UsageError: there is a sink: `who` looks for gradients at the parameters.
+        """
+        self._averaged_by = who
+        self._check_averages()
+
+    def _check_averages(self) -> None:
+        if self._averaged_by is not None and self.sink is not None:
+            raise UsageError(
+                f"{self._averaged_by} averages the gradients of parameters over processes, and an OffloadOptimizer"
+                " takes them before they are there",
+                hint="use an optimizer of torch.optim over model.parameters()",
+            )
 
     def distrust(self) -> None:
         """Take nothing for known about parameters: who holds them may write to `.data`, which counts no version."""

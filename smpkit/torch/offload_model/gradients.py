@@ -157,6 +157,7 @@ class OwnGradients:
 
     def begin(self, index: int, stand_ins: Sequence[nn.Parameter]) -> None:
         """Let autograd make the stand-ins' gradients; a backward that failed may have left some."""
+        del index
         for stand_in in stand_ins:
             stand_in.grad = None
 

@@ -151,6 +151,7 @@ class OffloadModel(nn.Module):
         Raises:
             UsageError: several microbatches, and inputs of different batch sizes or an output without a batch.
         """
+        self._look_for_replicas()
         tensors, structure = flatten((inputs, kwargs))
         parameters = self._engine.parameters
         training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *parameters))
@@ -160,6 +161,20 @@ class OffloadModel(nn.Module):
         else:
             outputs, _ = run.forward(tensors)
         return run.outputs.fill(outputs)
+
+    def expect_averaging(self, who: str) -> None:
+        """Note that `who` averages the gradients of parameters over processes.
+
+        Raises:
+            UsageError: an `OffloadOptimizer` takes them before they are there; also raised when one is made later.
+        """
+        self._engine.share(who)
+
+    def _look_for_replicas(self) -> None:
+        # A wrapper is seen from inside only here; without this replicas would drift apart silently.
+        wrapper: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        if wrapper is not None and torch.distributed.get_world_size(wrapper.process_group) > 1:
+            self.expect_averaging("DistributedDataParallel")
 
     def synchronize(self) -> None:
         """Wait until an `OffloadOptimizer` has brought all parameters up to date.
