@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from smpkit.torch.offload.record import Group, Record, State
 
 __all__ = ["Arrivals"]
 
+_NONE: Final = -1
+
 
 class Arrivals(Departures):
     """Brings records back to the device. Arguments as of `Departures`."""
@@ -26,14 +29,18 @@ class Arrivals(Departures):
         super().__init__(link, arena, order, lead, rank)
         self.on_stall: Callable[[Group, int, int], object] | None = None
         """Called with the beginning and end of a wait that blocked this thread (`time.perf_counter_ns()`)."""
+        self._device = link.device
         self._groups: dict[int, weakref.ref[Group]] = {}
         self._ahead: set[int] = set()
         """Groups that were loaded, and that backward has not come to."""
-        self._using: weakref.ref[Group] | None = None
+        self._using = _NONE
+        """The group that backward is at."""
+        self._awaited: tuple[Event | None, Hashable] = (None, None)
+        """The latest load that a stream was made to wait for, and that stream."""
 
     def bring(self, group: Group, record: Record) -> Tensor:
         """Return the bytes of a record on the device, in the order of the current stream."""
-        if self._using is None or self._using() is not group:
+        if self._using != group.index:
             self._use(group)
         data = record.data
         if data is None:
@@ -44,11 +51,13 @@ class Arrivals(Departures):
         if load is None:
             record.part(self.nothing)  # autograd hands on what it gets, so that must stay whole
             return data
-        if not load.done():
-            self._await(group, load)
-        if record.state == State.LOADING:
-            record.state = State.LIVE
         stream = self.link.stream()
+        awaited, by = self._awaited
+        if load is not awaited or stream != by:  # what is loaded together is waited for once
+            if not load.done():
+                self._await(group, load)
+            self._awaited = (load, stream)
+        record.state = State.LIVE
         return data if record.stream == stream else self._move(record, data, stream)
 
     def let_go(self, record: Record) -> None:
@@ -56,6 +65,7 @@ class Arrivals(Departures):
         record.pending = record.handles  # in case that the graph is kept and backward comes again
         if record.block is None:
             return  # it never left, and has no other copy
+        self._spent_bytes += record.num_bytes
         if record.state == State.COPYING:
             assert record.out is not None
             self.link.before_reuse(record.out, record.stream)
@@ -64,7 +74,7 @@ class Arrivals(Departures):
 
     def _use(self, group: Group) -> None:
         """Come to a group in backward: load it and those after it."""
-        self._using = weakref.ref(group)
+        self._using = group.index
         self.order.use(group.index)
         self._ahead.discard(group.index)
         self._poll()
@@ -73,6 +83,7 @@ class Arrivals(Departures):
 
     def _prefetch(self, now: tuple[int, ...]) -> None:
         """Issue the loads of what is needed now and of what is needed soon, and take back those of a wrong guess."""
+        self._count_out()
         soon = self.order.upcoming(self.pace.lead)
         for index in self._ahead.difference(soon) if len(self._ahead) >= self.pace.lead else ():
             self._evict(index)
@@ -87,37 +98,35 @@ class Arrivals(Departures):
         absent = [record for record in group.needs if record.data is None]
         if not absent:
             return False
-        num_bytes = 0
         # Nothing is noted before all of it is there: a device that is out of memory must leave records as they were.
         rooms = [self._room(record) for record in absent]
         copies: list[tuple[Tensor, Tensor]] = []
         after: list[Event] = []
         last: Event | None = None
+        num_bytes = 0
         for record, room in zip(absent, rooms, strict=True):
-            block, out, form = record.block, record.out, record.form
-            assert block is not None
+            host, out = record.host, record.out
+            assert host is not None
             assert out is not None
-            copies.append((block.bytes if form is None else block.shaped(form), room))
+            copies.append((host, room))
             num_bytes += record.num_bytes
             if out is not last:  # those of a group left together, with one event
                 last = out
                 after.append(out)
         after.append(self.link.now())  # only now is all of it allocated, and what used that memory before is behind it
         event, stream = self.link.fetch(copies, after, group.what), self.link.stream()
-        ledger, host, loading = self.ledger, State.HOST, State.LOADING
-        ledger.hold(num_bytes)
-        ledger.bytes_back += num_bytes
+        on_host, loading = State.HOST, State.LOADING
+        self.ledger.hold(num_bytes)
+        self.ledger.bytes_back += num_bytes
         for record, room in zip(absent, rooms, strict=True):
-            assert record.state == host
+            assert record.state == on_host
             record.state, record.data, record.load, record.stream = loading, room, event, stream
-            ledger.watch(room.untyped_storage(), record.num_bytes)
         return True
 
     def _room(self, record: Record) -> Tensor:
         """Return device memory of the current stream."""
-        if record.form is None:
-            return torch.empty(record.num_bytes, dtype=torch.uint8, device=self.link.device)
-        return torch.empty(record.form[1], dtype=record.form[0], device=self.link.device)
+        assert record.host is not None
+        return torch.empty_like(record.host, device=self._device)
 
     def _await(self, group: Group, load: Event) -> None:
         """Let the current stream, whichever it is, go on after the load."""
@@ -133,7 +142,8 @@ class Arrivals(Departures):
         moved = record.data = data.clone()
         self.link.before_reuse(self.link.now(), record.stream)
         record.stream = stream
-        self.ledger.restored(moved.untyped_storage(), record.num_bytes)
+        self.ledger.hold(record.num_bytes)
+        self.ledger.let_go(record.num_bytes)
         return moved
 
     def _evict(self, index: int) -> None:
@@ -143,10 +153,17 @@ class Arrivals(Departures):
         for record in group.needs if group is not None else ():
             if record.load is not None and record.data is not None:
                 self.link.before_reuse(record.load, record.stream)
+                self.ledger.let_go(record.num_bytes)
                 self._drop(record)
                 record.enter(State.HOST)
 
-    def _forget(self, index: int) -> None:
+    def _forget(self, group: Group) -> None:
+        """Let go of what no other group needs."""
+        for record in group.needs:
+            record.num_groups -= 1
+            if not record.num_groups:
+                self.bury(record)
+        index = group.index
         self._groups.pop(index, None)
         self._ahead.discard(index)
         self.order.drop(index)

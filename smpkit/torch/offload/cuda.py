@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import DeadlineError
-from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.link import Copies, Event, copy_all
 
 __all__ = ["CudaLink", "pinned_memory"]
 
@@ -145,8 +145,7 @@ def _copy(lane: torch.cuda.Stream, copies: Copies, after: Sequence[Event]) -> Ev
     with torch.cuda.stream(lane):
         for event in after:
             _order(lane, event)
-        for source, target in copies:
-            target.copy_(source, non_blocking=True)
+        copy_all(copies, non_blocking=True)
     return _Mark(lane)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.link import Link
+from smpkit.torch.offload.link import Event, Link
 from smpkit.torch.offload.pace import Lead, Pace
 from smpkit.torch.offload.prefetch import Order
 from smpkit.torch.offload.record import Group, Record, State
@@ -43,16 +43,19 @@ class Departures:
         self.order = order
         self.pace = Pace(link, lead)
         self.ledger = Ledger(rank)
-        self.records: dict[Hashable, weakref.ref[Record]] = {}
+        self.records: dict[Hashable, Record] = {}
         """By storage, to know one that is saved again."""
         self.nothing = torch.empty(0, device=link.device)
+        self._spent_bytes = 0
+        """On the device, of what backward has got and may still use; ours no more."""
         self._copying: deque[weakref.ref[Group]] = deque()
         self._warned = False
 
     def take(self, group: Group, record: Record) -> None:
         """Take over a storage: from now on it is known when it is saved again."""
-        self.records[record.key] = weakref.ref(record)
+        self.records[record.key] = record
         record.last_group = group.index
+        record.num_groups = 1
         group.needs.append(record)
 
     def send(self, group: Group, records: Sequence[Record]) -> None:
@@ -71,15 +74,19 @@ class Departures:
         copies: list[tuple[Tensor, Tensor]] = []
         after = [self.link.now()]
         for record in records:
-            block = record.block = take(record.num_bytes)
+            block = take(record.num_bytes)
             if block is None:
                 self._keep(group, record)
                 num_bytes -= record.num_bytes
                 continue
-            assert record.data is not None
-            copies.append((record.data, block.bytes if record.form is None else block.shaped(record.form)))
-            if block.free_after:
-                after += block.free_after
+            data, form = record.data, record.form
+            assert data is not None
+            host = block.bytes if form is None else block.shaped(form)
+            record.block, record.host = block, host
+            copies.append((data, host))
+            for event in block.free_after:
+                if event is not after[-1]:  # blocks of a group come back together, with one event
+                    after.append(event)
             sent.append(record)
         if not sent:
             return
@@ -92,15 +99,14 @@ class Departures:
 
     def bury(self, record: Record) -> None:
         """Take over what a record leaves behind: its block, once nobody reads or writes it any more."""
-        records, key = self.records, record.key
-        known = records.get(key)
-        if known is not None and ((other := known()) is None or other is record):
-            del records[key]
+        if self.records.get(record.key) is record:
+            del self.records[record.key]
         last = record.load or record.out
         if record.state & _ON_ITS_WAY and last is not None:
             self.link.before_reuse(last, record.stream)
         if record.data is not None:
             record.witness = self.nothing  # the copy that is under way, or a user, may have the data
+            self.ledger.let_go(record.num_bytes)
             self._drop(record)
         record.state = State.DEAD
         if record.block is not None:
@@ -128,26 +134,40 @@ class Departures:
     def _release(self, group: Group) -> bool:
         """Let go of a group's device memory; return whether that could be done without blocking this thread."""
         copying, host = State.COPYING, State.HOST
+        complete: Event | None = None
+        num_bytes = 0
+        is_complete = True
         for record in group.needs:
             if record.state != copying:
                 continue
-            assert record.out is not None
-            if not record.out.done():
-                if not self.link.is_stream_ordered:
-                    return False
-                # This thread is ahead of the device: let the allocator's stream wait, or nothing would ever be free.
-                self.link.before_reuse(record.out, record.stream)
+            out = record.out
+            assert out is not None
+            if out is not complete:
+                if out.done():
+                    complete = out
+                elif self.link.is_stream_ordered:
+                    # This thread is ahead of the device: let the allocator's stream wait, or nothing would be free.
+                    self.link.before_reuse(out, record.stream)
+                else:
+                    is_complete = False
+                    break
+            num_bytes += record.num_bytes
             self._drop(record)
             record.state = host
-        return True
+        self.ledger.let_go(num_bytes)
+        return is_complete
 
     def _drop(self, record: Record) -> None:
         """Let go of device memory; it may be used again by the record's stream at once."""
-        if record.load is None:  # what was brought back is counted until its last user lets go of it
-            self.ledger.let_go(record.num_bytes)
-            if record.witness is record.data:
-                record.witness.data = self.nothing
+        if record.witness is record.data:
+            record.witness.data = self.nothing
         record.data = None
+
+    def _count_out(self) -> None:
+        """Count what backward has got no more: it has gone on to another layer."""
+        spent, self._spent_bytes = self._spent_bytes, 0
+        if spent:
+            self.ledger.let_go(spent)
 
     def _keep(self, group: Group, record: Record) -> None:
         """Leave a record on the device for good, because the host has no room."""

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from smpkit.errors import DeadlineError, SmpkitError, UsageError
-from smpkit.torch.offload.link import DONE, Copies, Event
+from smpkit.torch.offload.link import DONE, Copies, Event, copy_all
 
 __all__ = ["Blocked", "EmulatedLink", "Ticket"]
 
@@ -145,8 +145,7 @@ class EmulatedLink:
 
     def _copy(self, lane: _Lane, copies: Copies, after: Sequence[Event], what: str) -> Event:
         if self._in_place:
-            for source, target in copies:
-                target.copy_(source)
+            copy_all(copies)
             return DONE
         job = _Job(copies, tuple(event for event in after if not event.done()), what, Ticket())
         lane.put(job)
@@ -163,11 +162,6 @@ def _await(ticket: Ticket, what: str, deadline_seconds: float) -> None:
         raise ticket.error
     if ticket.error is not None:
         raise SmpkitError(f"{what} was not copied between device and host memory: {ticket.error}") from ticket.error
-
-
-def _move(copies: Copies) -> None:
-    for source, target in copies:
-        target.copy_(source)
 
 
 @dataclass(frozen=True)
@@ -247,7 +241,7 @@ class _Lane:
         jitter = self._dice.uniform(0, self._jitter_seconds) if self._jitter_seconds else 0.0
         self._free_at = start + self._latency_seconds + jitter + num_bytes / self._bytes_per_second
         _sleep_until(self._free_at)
-        _move(job.copies)
+        copy_all(job.copies)
         job.ticket.end()
 
 

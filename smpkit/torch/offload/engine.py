@@ -66,6 +66,8 @@ class Engine(Arrivals):
         self.on_step: Callable[[StepReport], object] | None = None
         self.num_boundaries = 0
         """How many checkpointed calls there have been."""
+        self.boundary_sizes: dict[str, int] = {}
+        """How many storages left with the latest boundary of each name; the next is sent when it has as many."""
         self._microbatch: int | None = None
 
     # --- what is offloaded -------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ class Engine(Arrivals):
         Does nothing inside another checkpointed call, whose recomputation makes these tensors again.
         """
         self.num_boundaries += 1
-        return self.scope_type(self, name)
+        return self.scope_type(self, name, None, self.boundary_sizes.get(name, 1))
 
     def everything(self, name: str, group_bytes: int = GROUP_BYTES) -> Scope:
         """Offload all that autograd saves inside, in groups that end at `Scope.next_layer` or when they are large."""
@@ -96,7 +98,7 @@ class Engine(Arrivals):
         """Note that a pipeline's action begins, and load what comes soon."""
         self._microbatch = microbatch
         self.order.begin(kind, segment, microbatch)
-        self._using = None
+        self._using = -1
         self._prefetch(())
 
     def begin_microbatch(self, microbatch: int) -> None:
@@ -105,8 +107,9 @@ class Engine(Arrivals):
 
     def end_step(self) -> StepReport:
         """Close the accounts of a step; graphs may outlive it."""
-        self._microbatch = self._using = None
+        self._microbatch, self._using = None, -1
         self.order.end()
+        self._count_out()
         self._poll()
         self.pace.end_step()
         report = self.ledger.end_step(self.pace.lead, self.arena.peak_bytes)
@@ -117,8 +120,9 @@ class Engine(Arrivals):
 
     def abandon_step(self) -> None:
         """Forget a step that an exception ended; its graphs give back what they hold when they go."""
-        self._microbatch = self._using = None
+        self._microbatch, self._using = None, -1
         self.order.end()
+        self._count_out()
         for index in list(self._ahead):
             self._evict(index)
 

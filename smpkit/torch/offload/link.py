@@ -8,10 +8,19 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["DONE", "Copies", "Event", "Link", "Wait", "link_for"]
+__all__ = ["DONE", "Copies", "Event", "Link", "Wait", "copy_all", "link_for"]
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs of source and target: contiguous tensors of equal type and size."""
+
+
+def copy_all(copies: Copies, *, non_blocking: bool = False) -> None:
+    """Make copies on the current stream, in one call of torch: a call for each takes twice the processor time."""
+    if len(copies) == 1:
+        copies[0][1].copy_(copies[0][0], non_blocking=non_blocking)
+    elif copies:
+        sources, targets = zip(*copies, strict=True)
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
 class Event(Protocol):

@@ -62,20 +62,27 @@ class Record:
         form: of `data`, here and whenever it is back; None if that is flat bytes.
         num_bytes: how many.
         stream: the stream whose allocator gets the memory back.
-        bury: called with the record when no graph needs it any more.
     """
 
-    # Defaults of the class, as one is made for every saved storage and each assignment would count.
-    state: int = State.LIVE
-    block: Block | None = None
-    out: Event | None = None
-    load: Event | None = None
-    handles = 1
-    """How often it was saved."""
-    pending = 1
-    """How many of those backward has not asked for yet in this pass."""
-    last_group = -1
-    """The latest group that needs it."""
+    __slots__ = (
+        "block",
+        "data",
+        "form",
+        "handles",
+        "host",
+        "key",
+        "last_group",
+        "load",
+        "num_bytes",
+        "num_groups",
+        "out",
+        "pending",
+        "state",
+        "storage",
+        "stream",
+        "version",
+        "witness",
+    )
 
     def __init__(
         self,
@@ -86,7 +93,6 @@ class Record:
         form: Form | None,
         num_bytes: int,
         stream: Hashable,
-        bury: Callable[[Record], None],
     ) -> None:
         self.key = key
         self.storage = weakref.ref(storage)
@@ -96,7 +102,18 @@ class Record:
         self.form = form
         self.num_bytes = num_bytes
         self.stream = stream
-        self.bury = bury
+        self.state: int = 1  # State.LIVE; two lookups less
+        self.block: Block | None = None
+        self.host: Tensor | None = None
+        """The block, as a tensor like `data`."""
+        self.out: Event | None = None
+        self.load: Event | None = None
+        self.handles = self.pending = 1
+        """How often it was saved, and how many of those backward has not asked for yet in this pass."""
+        self.num_groups = 0
+        """How many groups need it: it is dead when the last of them is."""
+        self.last_group = -1
+        """The latest of them."""
 
     def enter(self, state: int) -> None:
         """Go on to the next state."""
@@ -109,9 +126,6 @@ class Record:
             self.witness = self.data.detach()
             self.witness.data = nothing
 
-    def __del__(self) -> None:
-        self.bury(self)
-
 
 class Group:
     """What is saved together and needed together: the boundary of one layer, for one microbatch.
@@ -120,12 +134,12 @@ class Group:
         index: counts groups in the order of forward.
         name: of the layer.
         microbatch: which one; None outside a step.
-        forget: called with the index when no graph needs the group any more.
+        forget: called with the group when no graph needs it any more.
     """
 
     __slots__ = ("__weakref__", "forget", "index", "is_pinned", "microbatch", "name", "needs", "stays", "what")
 
-    def __init__(self, index: int, name: str, microbatch: int | None, forget: Callable[[int], None]) -> None:
+    def __init__(self, index: int, name: str, microbatch: int | None, forget: Callable[[Group], None]) -> None:
         self.index = index
         self.name = name
         self.microbatch = microbatch
@@ -137,11 +151,20 @@ class Group:
         """Needed again so soon that it does not leave at all."""
         self.what = f"`{name}`" if microbatch is None else f"`{name}` (microbatch {microbatch})"
 
-    def add(self, record: Record) -> None:
-        """Note that the group needs a record, once."""
-        if record.last_group != self.index:
-            record.last_group = self.index
+    def add(self, record: Record) -> bool:
+        """Note that the group needs a record, once; return False if it is dead, and nobody can need it any more."""
+        if record.last_group == self.index:
+            return True
+        # A destructor may have run since the record was found; now that it is counted, none will end it.
+        record.num_groups += 1
+        if record.state == State.DEAD:
+            return False
+        record.last_group = self.index
+        if record in self.needs:
+            record.num_groups -= 1
+        else:
             self.needs.append(record)
+        return True
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +175,7 @@ class Group:
         return self.what
 
     def __del__(self) -> None:
-        self.forget(self.index)
+        self.forget(self)
 
 
 def check_version(witness: Tensor, version: int, where: str) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
-
-import torch
 
 from smpkit.torch.offload.link import Wait
 
@@ -80,14 +77,6 @@ def _text(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
-class _Restored(weakref.ref[torch.UntypedStorage]):
-    """Watches a storage that was brought back, without a function of its own for each."""
-
-    __slots__ = ("num_bytes",)
-
-    num_bytes: int
-
-
 @dataclass
 class Ledger:
     """Counts while steps run; the engine's bookkeeper."""
@@ -103,8 +92,7 @@ class Ledger:
     _steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
     _totals: dict[str, float] = field(default_factory=dict)
     _freed: deque[int] = field(default_factory=deque)
-    """Sizes of restored storages that are gone. Storages die at any time in any thread: appending needs no lock."""
-    _restored: dict[int, _Restored] = field(default_factory=dict)
+    """What was let go of. Graphs die at any time in any thread: appending needs no lock."""
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that offloading keeps on the device."""
@@ -117,21 +105,6 @@ class Ledger:
     def let_go(self, num_bytes: int) -> None:
         """Count them out again; callable from destructors."""
         self._freed.append(num_bytes)
-
-    def restored(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Count a storage that was brought back until nobody uses it any more, autograd and the user included."""
-        self.hold(num_bytes)
-        self.watch(storage, num_bytes)
-
-    def watch(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Count a storage out, that has been counted, when nobody uses it any more."""
-        watched = _Restored(storage, self._gone)
-        watched.num_bytes = num_bytes
-        self._restored[id(watched)] = watched
-
-    def _gone(self, watched: _Restored) -> None:
-        self._freed.append(watched.num_bytes)
-        self._restored.pop(id(watched), None)
 
     def waited(self, layer: str, microbatch: int | None, wait: Wait) -> None:
         """Note that compute may have stood still."""

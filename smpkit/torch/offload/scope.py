@@ -39,22 +39,25 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
     Args:
         engine: what moves them.
         name: of the layer.
-        group_bytes: groups end when they are so large; None: all is one group, and each tensor leaves as it is saved.
+        group_bytes: groups end when they are so large; None: all is one group.
+        expected: without `group_bytes`, how many storages are awaited before the first leave; one by one after that.
     """
 
-    def __init__(self, engine: Engine, name: str, group_bytes: int | None = None) -> None:
+    def __init__(self, engine: Engine, name: str, group_bytes: int | None = None, expected: int = 1) -> None:
         self._engine = engine
         self._name = name
         self._group_bytes = group_bytes
         self._group: Group | None = None
         self._waiting: list[Record] = []
         self._num_bytes = 0
+        self._expected = expected
+        self._num_sent = 0
         self._device = engine.link.device
         self._empty = engine.nothing
         self._index = self._empty.get_device()
         self._hooks: saved_tensors_hooks | None = None
-        # Looked up once, and not for every tensor; a bound method would be one more object for each.
-        self._records, self._bury, self._stream = engine.records, engine.bury, engine.link.stream
+        # Looked up once, and not for every tensor.
+        self._records, self._stream = engine.records, engine.link.stream
 
     def __enter__(self) -> Self:
         if not _others_save():
@@ -69,6 +72,8 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             self._hooks.__exit__()
             self._hooks = None
         self.next_layer(self._name)
+        if self._group_bytes is None and self._num_sent:
+            self._engine.boundary_sizes[self._name] = self._num_sent
 
     def next_layer(self, name: str) -> None:
         """End the group: what is saved from now on belongs to another layer."""
@@ -81,6 +86,8 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         """Send what waits."""
         waiting, self._waiting, self._num_bytes = self._waiting, [], 0
         if waiting and self._group is not None:
+            self._expected = 1
+            self._num_sent += len(waiting)
             self._engine.send(self._group, waiting)
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -98,13 +105,12 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             return self._stay(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
-        known = self._records.get(key)
-        record = None if known is None else known()
+        record = self._records.get(key)
         if record is None or record.storage() is not storage or record.version != tensor._version:
             return self._take(tensor, storage, key)
         group = self._group or self._begin()
-        if record.last_group != group.index:
-            group.add(record)
+        if not group.add(record):
+            return self._take(tensor, storage, key)
         record.handles += 1
         record.pending += 1
         if record.form == (tensor.dtype, tensor.size()) and tensor.is_contiguous():
@@ -123,11 +129,11 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         witness = tensor.detach()
         if own_bytes == num_bytes and tensor.is_contiguous():  # nearly always: copied and handed out as it is
             form = (tensor.dtype, tensor.size())
-            record = Record(key, storage, witness, witness, form, num_bytes, self._stream(), self._bury)
+            record = Record(key, storage, witness, witness, form, num_bytes, self._stream())
             return record, self._hand_over(record)
         witness.data = self._empty
         data = torch.empty(0, dtype=_UINT8, device=self._device).set_(storage)
-        record = Record(key, storage, witness, data, None, num_bytes, self._stream(), self._bury)
+        record = Record(key, storage, witness, data, None, num_bytes, self._stream())
         group = self._hand_over(record)
         return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
@@ -141,20 +147,21 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             return gathered, alias, alias._version
         key = (storage._cdata, tensor.size(), tensor.stride(), tensor.storage_offset())
         form = (tensor.dtype, tensor.size())
-        record = Record(key, storage, alias, gathered, form, num_bytes, self._stream(), self._bury)
+        record = Record(key, storage, alias, gathered, form, num_bytes, self._stream())
         return record, self._hand_over(record)
 
     def _hand_over(self, record: Record) -> Group:
         """Let the engine hold a record, and send it now or with its group."""
         group = self._group or self._begin()
         self._engine.take(group, record)
+        self._waiting.append(record)
         if self._group_bytes is None:
-            self._engine.send(group, (record,))
-        else:
-            self._waiting.append(record)
-            self._num_bytes += record.num_bytes
-            if self._num_bytes >= self._group_bytes:
-                self.next_layer(self._name)
+            if len(self._waiting) >= self._expected:
+                self.flush()
+            return group
+        self._num_bytes += record.num_bytes
+        if self._num_bytes >= self._group_bytes:
+            self.next_layer(self._name)
         return group
 
     def _stay(self, tensor: Tensor) -> Handle:
