@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,10 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.torch.offload.link import Event
 
-__all__ = ["Arena", "Block", "HostMemory", "ordinary_memory"]
+__all__ = ["Arena", "Block", "Form", "HostMemory", "ordinary_memory"]
+
+Form = tuple[torch.dtype, torch.Size]
+"""Type and size of a contiguous tensor that is all of its storage."""
 
 ALIGNMENT: Final = 256
 """Bytes: where a GPU's copies begin."""
@@ -42,17 +45,21 @@ class Block:
     `bytes` is a flat tensor of exactly what was asked for; whoever writes to it waits for `free_after` first.
     """
 
-    __slots__ = ("_shaped", "bytes", "free_after", "offset", "segment", "size")
+    __slots__ = ("_shaped", "bytes", "form", "free_after", "num_bytes", "offset", "segment", "size", "whole")
 
     def __init__(self, segment: Tensor, offset: int, size: int, free_after: tuple[Event, ...] = ()) -> None:
         self.segment = segment
         self.offset = offset
         self.size = size
+        self.num_bytes = size
         self.bytes = segment[offset : offset + size]
         self.free_after = free_after
-        self._shaped: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
+        self.form: Form | None = None
+        """What `shaped` was called with last, and returned as `whole`: the next step wants the same."""
+        self.whole = self.bytes
+        self._shaped: dict[Form, Tensor] = {}
 
-    def shaped(self, form: tuple[torch.dtype, torch.Size]) -> Tensor:
+    def shaped(self, form: Form) -> Tensor:
         """Return the beginning of the block as a contiguous tensor of this type and size; kept for the next step."""
         found = self._shaped.get(form)
         if found is None:
@@ -62,10 +69,12 @@ class Block:
             num_bytes = size.numel() * dtype.itemsize
             whole = self.segment[self.offset : self.offset + num_bytes]
             found = self._shaped[form] = whole.view(dtype).view(size)
+        self.form, self.whole = form, found
         return found
 
     def fit(self, num_bytes: int) -> None:
         """Make `bytes` exactly so long."""
+        self.num_bytes = num_bytes
         self.bytes = self.segment[self.offset : self.offset + num_bytes]
 
 
@@ -102,7 +111,7 @@ class Arena:
         self._ranges: list[_Range] = []
         # Blocks come back from destructors, which run at any time in any thread, perhaps inside `take`: appending to a
         # deque needs no lock, and leaves what `take` is about to change alone.
-        self._returned: deque[tuple[Block, tuple[Event, ...]]] = deque()
+        self._returned: deque[Block] = deque()
         self._releases: list[Callable[[], object]] = []
         self._taken = 0
         weakref.finalize(self, _release_all, self._releases)
@@ -115,24 +124,31 @@ class Arena:
 
     def take(self, num_bytes: int) -> Block | None:
         """Return a block of so many bytes; None if the budget (or the machine) has no more."""
-        size = -(-(num_bytes or 1) // ALIGNMENT) * ALIGNMENT
+        return self.take_all((num_bytes,))[0]
+
+    def take_all(self, sizes: Iterable[int]) -> list[Block | None]:
+        """Return what `take` returns for each of these."""
         if self._returned:
             self._collect()
-        same = self._free.get(size)
-        block = same.pop() if same else self._carve(size)
-        if block is None:
-            return None
-        self._taken += 1
-        used = self.used_bytes = self.used_bytes + size
-        if used > self.peak_bytes:  # noqa: PLR1730 - at every saved tensor; a call of max takes three times as long
-            self.peak_bytes = used
-        if block.bytes.numel() != num_bytes:
-            block.fit(num_bytes)
-        return block
+        free, used, blocks = self._free, self.used_bytes, list[Block | None]()
+        for num_bytes in sizes:
+            size = -(-(num_bytes or 1) // ALIGNMENT) * ALIGNMENT
+            same = free.get(size)
+            block = same.pop() if same else self._carve(size)
+            blocks.append(block)
+            if block is not None:
+                used += size
+                if block.num_bytes != num_bytes:
+                    block.fit(num_bytes)
+        self._taken += len(blocks) - blocks.count(None)
+        self.used_bytes = used
+        self.peak_bytes = max(self.peak_bytes, used)
+        return blocks
 
     def give(self, block: Block, after: Sequence[Event] = ()) -> None:
         """Return a block; the next one to write to it waits for `after` (its last readers and writers)."""
-        self._returned.append((block, tuple(after)))
+        block.free_after = tuple(after)
+        self._returned.append(block)
 
     def close(self) -> None:
         """Give all memory back to the system; blocks must not be used any more."""
@@ -152,8 +168,7 @@ class Arena:
     def _collect(self) -> None:
         """Make what was given back ready to be taken."""
         while self._returned:
-            block, after = self._returned.popleft()
-            block.free_after = after
+            block = self._returned.popleft()
             same = self._free.get(block.size)
             if same is None:
                 self._free[block.size] = [block]

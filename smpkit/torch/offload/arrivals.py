@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.departures import Departures
-from smpkit.torch.offload.link import Event, Link
+from smpkit.torch.offload.link import Copies, Event, Link
 from smpkit.torch.offload.pace import Lead
 from smpkit.torch.offload.prefetch import Order
 from smpkit.torch.offload.record import Group, Record, State
@@ -100,21 +100,20 @@ class Arrivals(Departures):
             return False
         # Nothing is noted before all of it is there: a device that is out of memory must leave records as they were.
         rooms = [self._room(record) for record in absent]
-        copies: list[tuple[Tensor, Tensor]] = []
-        after: list[Event] = []
+        hosts, after = list[Tensor](), list[Event]()
         last: Event | None = None
         num_bytes = 0
-        for record, room in zip(absent, rooms, strict=True):
+        for record in absent:
             host, out = record.host, record.out
             assert host is not None
             assert out is not None
-            copies.append((host, room))
+            hosts.append(host)
             num_bytes += record.num_bytes
             if out is not last:  # those of a group left together, with one event
                 last = out
                 after.append(out)
         after.append(self.link.now())  # only now is all of it allocated, and what used that memory before is behind it
-        event, stream = self.link.fetch(copies, after, group.what), self.link.stream()
+        event, stream = self.link.fetch(Copies(hosts, rooms), after, group.what), self.link.stream()
         on_host, loading = State.HOST, State.LOADING
         self.ledger.hold(num_bytes)
         self.ledger.bytes_back += num_bytes

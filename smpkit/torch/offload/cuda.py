@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import DeadlineError
-from smpkit.torch.offload.link import Copies, Event, copy_all
+from smpkit.torch.offload.link import Copies, Event
 
 __all__ = ["CudaLink", "pinned_memory"]
 
@@ -145,7 +145,7 @@ def _copy(lane: torch.cuda.Stream, copies: Copies, after: Sequence[Event]) -> Ev
     with torch.cuda.stream(lane):
         for event in after:
             _order(lane, event)
-        copy_all(copies, non_blocking=True)
+        copies.make(non_blocking=True)
     return _Mark(lane)
 
 

@@ -237,12 +237,13 @@ class CheckedEngine(Engine):
             if event is not None:
                 self.link.inner.settle(_inner(event), "the checker")
 
-    def take(self, group: Group, record: Record) -> None:
+    def send(self, group: Group, records: Sequence[Record]) -> None:
         """Note that compute has written what is about to leave."""
-        super().take(group, record)
-        if record.data is not None:
-            self.link.clocks.allocated(record.data)
-            self._touch(record.stream, record.data, f"computing what {group} saves", is_write=True)
+        for record in records:
+            if record.data is not None:
+                self.link.clocks.allocated(record.data)
+                self._touch(record.stream, record.data, f"computing what {group} saves", is_write=True)
+        super().send(group, records)
 
     def bring(self, group: Group, record: Record) -> Tensor:
         """Note that compute reads what came back."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.link import Event, Link
+from smpkit.torch.offload.link import Copies, Event, Link
 from smpkit.torch.offload.pace import Lead, Pace
 from smpkit.torch.offload.prefetch import Order
 from smpkit.torch.offload.record import Group, Record, State
@@ -51,46 +51,36 @@ class Departures:
         self._copying: deque[weakref.ref[Group]] = deque()
         self._warned = False
 
-    def take(self, group: Group, record: Record) -> None:
-        """Take over a storage: from now on it is known when it is saved again."""
-        self.records[record.key] = record
-        record.last_group = group.index
-        record.num_groups = 1
-        group.needs.append(record)
-
     def send(self, group: Group, records: Sequence[Record]) -> None:
         """Begin to copy records of a group to the host; they stay if it has no room, or if they would soon be back.
 
         Either way they are held from now on.
         """
-        num_bytes = 0
-        for record in records:
-            num_bytes += record.num_bytes
+        sizes = [record.num_bytes for record in records]
+        num_bytes = sum(sizes)
         self.ledger.hold(num_bytes)
         if group.stays:
             return
-        take = self.arena.take
-        sent: list[Record] = []
-        copies: list[tuple[Tensor, Tensor]] = []
+        sent, sources, targets = list[Record](), list[Tensor](), list[Tensor]()
         after = [self.link.now()]
-        for record in records:
-            block = take(record.num_bytes)
+        for record, block in zip(records, self.arena.take_all(sizes), strict=True):
             if block is None:
                 self._keep(group, record)
                 num_bytes -= record.num_bytes
                 continue
             data, form = record.data, record.form
             assert data is not None
-            host = block.bytes if form is None else block.shaped(form)
+            host = block.bytes if form is None else block.whole if form == block.form else block.shaped(form)
             record.block, record.host = block, host
-            copies.append((data, host))
+            sources.append(data)
+            targets.append(host)
             for event in block.free_after:
                 if event is not after[-1]:  # blocks of a group come back together, with one event
                     after.append(event)
             sent.append(record)
         if not sent:
             return
-        event = self.link.send(copies, after, group.what)
+        event = self.link.send(Copies(sources, targets), after, group.what)
         copying = State.COPYING
         for record in sent:
             record.state, record.out = copying, event

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from smpkit.errors import DeadlineError, SmpkitError, UsageError
-from smpkit.torch.offload.link import DONE, Copies, Event, copy_all
+from smpkit.torch.offload.link import DONE, Copies, Event
 
 __all__ = ["Blocked", "EmulatedLink", "Ticket"]
 
@@ -145,7 +145,7 @@ class EmulatedLink:
 
     def _copy(self, lane: _Lane, copies: Copies, after: Sequence[Event], what: str) -> Event:
         if self._in_place:
-            copy_all(copies)
+            copies.make()
             return DONE
         job = _Job(copies, tuple(event for event in after if not event.done()), what, Ticket())
         lane.put(job)
@@ -241,7 +241,7 @@ class _Lane:
         jitter = self._dice.uniform(0, self._jitter_seconds) if self._jitter_seconds else 0.0
         self._free_at = start + self._latency_seconds + jitter + num_bytes / self._bytes_per_second
         _sleep_until(self._free_at)
-        copy_all(job.copies)
+        job.copies.make()
         job.ticket.end()
 
 

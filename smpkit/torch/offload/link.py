@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["DONE", "Copies", "Event", "Link", "Wait", "copy_all", "link_for"]
-
-Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of source and target: contiguous tensors of equal type and size."""
+__all__ = ["DONE", "Copies", "Event", "Link", "Wait", "link_for"]
 
 
-def copy_all(copies: Copies, *, non_blocking: bool = False) -> None:
-    """Make copies on the current stream, in one call of torch: a call for each takes twice the processor time."""
-    if len(copies) == 1:
-        copies[0][1].copy_(copies[0][0], non_blocking=non_blocking)
-    elif copies:
-        sources, targets = zip(*copies, strict=True)
-        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+class Copies:
+    """Copies to be made together: contiguous tensors, each target of its source's type and size."""
+
+    __slots__ = ("sources", "targets")
+
+    def __init__(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        self.sources = sources
+        self.targets = targets
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.sources, self.targets, strict=True)
+
+    def make(self, *, non_blocking: bool = False) -> None:
+        """Make them on the current stream, in one call of torch: a call for each takes twice the processor time."""
+        if len(self.sources) == 1:
+            self.targets[0].copy_(self.sources[0], non_blocking=non_blocking)
+        else:
+            # Between devices this is `copy_` for one after the other, as torch's optimizers and FSDP use it.
+            torch._foreach_copy_(self.targets, self.sources, non_blocking=non_blocking)
 
 
 class Event(Protocol):

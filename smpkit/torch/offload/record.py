@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload.arena import Block
+from smpkit.torch.offload.arena import Block, Form
 from smpkit.torch.offload.link import Event
 
-__all__ = ["Form", "Group", "Record", "State", "check_version"]
-
-Form = tuple[torch.dtype, torch.Size]
-"""Type and size of a contiguous tensor that is all of its storage."""
+__all__ = ["Group", "Record", "State", "check_version"]
 
 
 class State:
@@ -110,7 +107,7 @@ class Record:
         self.load: Event | None = None
         self.handles = self.pending = 1
         """How often it was saved, and how many of those backward has not asked for yet in this pass."""
-        self.num_groups = 0
+        self.num_groups = 1
         """How many groups need it: it is dead when the last of them is."""
         self.last_group = -1
         """The latest of them."""

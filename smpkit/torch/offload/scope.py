@@ -7,6 +7,7 @@ not kept.
 from __future__ import annotations
 
 import contextlib
+import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -50,7 +51,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         self._group: Group | None = None
         self._waiting: list[Record] = []
         self._num_bytes = 0
-        self._expected = expected
+        self._most_bytes, self._most = (sys.maxsize, expected) if group_bytes is None else (group_bytes, sys.maxsize)
         self._num_sent = 0
         self._device = engine.link.device
         self._empty = engine.nothing
@@ -58,6 +59,8 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         self._hooks: saved_tensors_hooks | None = None
         # Looked up once, and not for every tensor.
         self._records, self._stream = engine.records, engine.link.stream
+        self._parameters = engine.parameters
+        self._least_bytes = max(1, engine.min_bytes)
 
     def __enter__(self) -> Self:
         if not _others_save():
@@ -86,7 +89,8 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         """Send what waits."""
         waiting, self._waiting, self._num_bytes = self._waiting, [], 0
         if waiting and self._group is not None:
-            self._expected = 1
+            if self._group_bytes is None:
+                self._most = 1
             self._num_sent += len(waiting)
             self._engine.send(self._group, waiting)
 
@@ -94,6 +98,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
 
     def _pack(self, tensor: Tensor) -> Handle:
         """Return a handle that does not keep the tensor on the device."""
+        # What nearly all tensors need is written out here: a call for each step would cost as much as the steps.
         if (
             type(tensor) is not Tensor
             or tensor.layout is not _STRIDED
@@ -106,35 +111,51 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         storage = tensor.untyped_storage()
         key = storage._cdata
         record = self._records.get(key)
-        if record is None or record.storage() is not storage or record.version != tensor._version:
-            return self._take(tensor, storage, key)
+        if record is not None and record.storage() is storage and record.version == tensor._version:
+            return self._save_again(tensor, storage, record)
+        num_bytes = storage.nbytes()
+        if num_bytes != tensor.nbytes or not tensor.is_contiguous() or num_bytes < self._least_bytes:
+            return self._take_part(tensor, storage)
+        if key in self._parameters or (self._index >= 0 and _is_capturing()):
+            return self._stay(tensor)
+        witness = tensor.detach()
+        record = Record(key, storage, witness, witness, (tensor.dtype, tensor.size()), num_bytes, self._stream())
+        group = self._group or self._begin()
+        record.last_group = group.index
+        self._records[key] = record
+        group.needs.append(record)
+        waiting = self._waiting
+        waiting.append(record)
+        self._num_bytes += num_bytes
+        if self._num_bytes >= self._most_bytes or len(waiting) >= self._most:
+            self._send()
+        return record, group
+
+    def _save_again(self, tensor: Tensor, storage: torch.UntypedStorage, record: Record) -> Handle:
+        """Refer to a storage that left before, or is about to."""
         group = self._group or self._begin()
         if not group.add(record):
-            return self._take(tensor, storage, key)
+            return self._take_part(tensor, storage)
         record.handles += 1
         record.pending += 1
         if record.form == (tensor.dtype, tensor.size()) and tensor.is_contiguous():
             return record, group
         return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def _take(self, tensor: Tensor, storage: torch.UntypedStorage, key: int) -> Handle:
-        """Take over a storage that is saved for the first time."""
-        engine, num_bytes, own_bytes = self._engine, storage.nbytes(), tensor.nbytes
-        if key in engine.parameters:
+    def _take_part(self, tensor: Tensor, storage: torch.UntypedStorage) -> Handle:
+        """Take over a storage of which the tensor is a view, or a copy of the view."""
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._parameters:
             return self._stay(tensor)
-        if own_bytes * _SPARSE_USE <= num_bytes:
+        if tensor.nbytes * _SPARSE_USE <= num_bytes:
             return self._gather(tensor, storage)
-        if num_bytes < engine.min_bytes or not num_bytes or (self._index >= 0 and _is_capturing()):
+        if num_bytes < self._least_bytes or (self._index >= 0 and _is_capturing()):
             return self._stay(tensor)
         witness = tensor.detach()
-        if own_bytes == num_bytes and tensor.is_contiguous():  # nearly always: copied and handed out as it is
-            form = (tensor.dtype, tensor.size())
-            record = Record(key, storage, witness, witness, form, num_bytes, self._stream())
-            return record, self._hand_over(record)
         witness.data = self._empty
         data = torch.empty(0, dtype=_UINT8, device=self._device).set_(storage)
         record = Record(key, storage, witness, data, None, num_bytes, self._stream())
-        group = self._hand_over(record)
+        group = self._take_over(record)
         return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _gather(self, tensor: Tensor, storage: torch.UntypedStorage) -> Handle:
@@ -143,26 +164,31 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         gathered = alias.clone(memory_format=torch.contiguous_format)
         alias.data = self._empty
         num_bytes = gathered.numel() * gathered.element_size()
-        if num_bytes < self._engine.min_bytes or not num_bytes or (self._index >= 0 and _is_capturing()):
+        if num_bytes < self._least_bytes or (self._index >= 0 and _is_capturing()):
             return gathered, alias, alias._version
         key = (storage._cdata, tensor.size(), tensor.stride(), tensor.storage_offset())
         form = (tensor.dtype, tensor.size())
         record = Record(key, storage, alias, gathered, form, num_bytes, self._stream())
-        return record, self._hand_over(record)
+        return record, self._take_over(record)
 
-    def _hand_over(self, record: Record) -> Group:
-        """Let the engine hold a record, and send it now or with its group."""
+    def _take_over(self, record: Record) -> Group:
+        """Hold a record, to be known when it is saved again, and send it now or with its group."""
         group = self._group or self._begin()
-        self._engine.take(group, record)
+        record.last_group = group.index
+        self._records[record.key] = record
+        group.needs.append(record)
         self._waiting.append(record)
-        if self._group_bytes is None:
-            if len(self._waiting) >= self._expected:
-                self.flush()
-            return group
         self._num_bytes += record.num_bytes
-        if self._num_bytes >= self._group_bytes:
-            self.next_layer(self._name)
+        if self._num_bytes >= self._most_bytes or len(self._waiting) >= self._most:
+            self._send()
         return group
+
+    def _send(self) -> None:
+        """Send what waits, as that is enough."""
+        if self._group_bytes is None:
+            self.flush()
+        else:
+            self.next_layer(self._name)
 
     def _stay(self, tensor: Tensor) -> Handle:
         """Leave a tensor where it is, as autograd itself would keep it."""

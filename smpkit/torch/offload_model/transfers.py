@@ -10,7 +10,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from smpkit.torch.offload.link import DONE, Event, Link
+from smpkit.torch.offload.link import DONE, Copies, Event, Link
 from smpkit.torch.offload_model.pages import zero_bytes
 
 __all__ = ["DEADLINE_SECONDS", "HostMemory", "Traffic", "Transfers", "flat_bytes", "is_dense"]
@@ -52,7 +52,7 @@ class Transfers:
     ) -> Event:
         """Copy bytes to the host; whoever calls keeps both tensors until the event."""
         self._count(kind, source)
-        return self.link.send([(source, target)], after, what) if source.nbytes else DONE
+        return self.link.send(Copies([source], [target]), after, what) if source.nbytes else DONE
 
     def fetch(
         self,
@@ -64,7 +64,7 @@ class Transfers:
     ) -> Event:
         """Copy bytes to the device; whoever calls keeps both tensors until the event."""
         self._count(kind, source)
-        return self.link.fetch([(source, target)], after, what) if source.nbytes else DONE
+        return self.link.fetch(Copies([source], [target]), after, what) if source.nbytes else DONE
 
     def _count(self, kind: str, source: Tensor) -> None:
         setattr(self._traffic, kind, getattr(self._traffic, kind) + source.nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import pytest
 import torch
@@ -238,10 +238,10 @@ class Remembers(Arena):
         super().__init__()
         self.blocks: list[Block] = []
 
-    def take(self, num_bytes: int) -> Block | None:
-        block = super().take(num_bytes)
-        self.blocks += [] if block is None else [block]
-        return block
+    def take_all(self, sizes: Iterable[int]) -> list[Block | None]:
+        blocks = super().take_all(sizes)
+        self.blocks += [block for block in blocks if block is not None]
+        return blocks
 
 
 def test_freed_host_memory_is_poisoned() -> None:

@@ -1,0 +1,135 @@
+"""What is saved together leaves together, comes back together, and ends together."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from smpkit.torch.offload.arena import Arena
+from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
+from smpkit.torch.offload.emulated import Blocked
+from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.record import State
+from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, engine_on, inputs
+from tests.torch.offload.streams import StreamLink
+
+
+class CountingLink(StreamLink):
+    """Knows how many tensors each copy had, and for what it was waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+        self.fetched: list[int] = []
+        self.waited: list[str] = []
+
+    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        self.sent.append(len(copies.sources))
+        return super().send(copies, after, what)
+
+    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        self.fetched.append(len(copies.sources))
+        return super().send(copies, after, what)
+
+    def wait(self, event: Event, what: str) -> Blocked:
+        self.waited.append(what)
+        return super().wait(event, what)
+
+
+def counted(link: CountingLink, lead: int = 1) -> CheckedEngine:
+    return CheckedEngine(CheckedLink(link), Arena(), lead=lead)
+
+
+def checkpointed(engine: CheckedEngine, num_layers: int, num_inputs: int) -> tuple[Tensor, list[Tensor]]:
+    """Run layers with so many inputs of their own; return the result and the leaves."""
+    x, leaves = inputs() * 1, list[Tensor]()
+    for number in range(num_layers):
+        own = [torch.randn(BATCH, WIDTH, requires_grad=True) for _ in range(num_inputs - 1)]
+        leaves += own
+        with engine.boundary(f"layers.{number}"):
+            x = checkpoint(lambda y, *more: y * 2 + sum(each * each for each in more), x, *own, use_reentrant=False)
+    return x, leaves
+
+
+def test_a_boundary_leaves_in_one_copy_once_its_size_is_known_and_when_that_changes() -> None:
+    link = CountingLink()
+    engine = counted(link)
+    sent = []
+    for num_inputs in (3, 3, 2, 4, 4, 1):
+        link.sent.clear()
+        y, leaves = checkpointed(engine, 3, num_inputs)
+        sent.append(list(link.sent))
+        y.sum().backward()
+        assert all(torch.equal(leaf.grad, _expected(leaf, leaves, num_inputs)) for leaf in leaves)  # type: ignore[arg-type]
+        del y
+        gc.collect()
+        assert engine.end_step().bytes_out == 3 * num_inputs * BOUNDARY_BYTES
+    # The first time each leaves as it is saved; what is fewer leaves at the end, what is more one by one.
+    assert sent == [[1] * 9, [3] * 3, [2] * 3, [2, 1, 1] * 3, [4] * 3, [1] * 3]
+    assert_idle(engine)
+
+
+def _expected(leaf: Tensor, leaves: list[Tensor], num_inputs: int) -> Tensor:
+    layer = next(place for place, each in enumerate(leaves) if each is leaf) // (num_inputs - 1)
+    return leaf.detach() * 2 * 2.0 ** (2 - layer)
+
+
+def test_what_comes_back_together_is_waited_for_once_by_each_stream() -> None:
+    link = CountingLink()
+    engine = counted(link)
+    y, _ = checkpointed(engine, 4, 3)
+    y.sum().backward()
+    assert link.fetched == [3] * 2  # the latest two stay
+    assert link.waited == ["`layers.1`", "`layers.0`"]
+    del y
+
+    scope, x = engine.everything("layer"), [torch.randn(4), torch.randn(4)]
+    handles = [scope._pack(each) for each in x]
+    for name in ("next", "last"):
+        scope.next_layer(name)
+        scope._pack(torch.randn(4))
+    link.waited.clear()
+    back = [scope._unpack(handles[0])]
+    with link.on("side"):
+        back.append(scope._unpack(handles[1]))
+    assert all(map(torch.equal, back, x))
+    assert link.waited == ["`layer`"] * 2
+
+
+def test_a_storage_that_ended_while_it_was_found_is_taken_anew() -> None:
+    """A destructor may run at any time: between the look for a storage and its use."""
+    engine, x = engine_on(), torch.randn(BATCH, WIDTH)
+    scope = engine.everything("layer")
+    first = scope._pack(x)[0][0]
+    scope.next_layer("next")
+    assert first.state == State.DEAD
+    engine.records[first.key] = first  # as if it had been looked up before
+    handle = scope._pack(x)
+    assert handle[0][0] is not first
+    scope.next_layer("last")
+    assert torch.equal(scope._unpack(handle), x)
+    del handle, scope
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_layers_in_turn_need_what_they_share_once_each(num_turns: int) -> None:
+    link = CountingLink()
+    engine, mask = counted(link), torch.randn(BATCH, WIDTH)
+    scopes = [engine.everything(f"layers.{number}") for number in range(2)]
+    handles = [(scope, scope._pack(mask)) for _ in range(num_turns) for scope in scopes]
+    for scope in scopes:
+        scope.next_layer("next")
+    with engine.boundary("later"):
+        (torch.randn(2, requires_grad=True) * 1).square()
+    assert link.sent[:1] == [1]
+    for scope, handle in handles:
+        assert torch.equal(scope._unpack(handle), mask)
+    assert sum(link.fetched) == 1
+    del handles, scope, handle, scopes
+    assert_idle(engine)
