@@ -115,8 +115,9 @@ class Engine:
         self.checkpoint = checkpoint
         self.num_microbatches = num_microbatches
         self._sink: Callable[[], GradientSink | None] = lambda: None
-        self._averaged_by: str | None = None
+        self.averaged_by: str | None = None
         self.traffic = Traffic()
+        self.links = links
         bulk, borders = links or (link_for(device, DEADLINE_SECONDS), link_for(device, DEADLINE_SECONDS))
         self.bulk_link = bulk
         in_place = links is None and is_the_host(device)
@@ -162,13 +163,13 @@ class Engine:
         Raises:
             UsageError: there is a sink: `who` looks for gradients at the parameters.
         """
-        self._averaged_by = who
+        self.averaged_by = who
         self._check_averages()
 
     def _check_averages(self) -> None:
-        if self._averaged_by is not None and self.sink is not None:
+        if self.averaged_by is not None and self.sink is not None:
             raise UsageError(
-                f"{self._averaged_by} averages the gradients of parameters over processes, and an OffloadOptimizer"
+                f"{self.averaged_by} averages the gradients of parameters over processes, and an OffloadOptimizer"
                 " takes them before they are there",
                 hint="use an optimizer of torch.optim over model.parameters()",
             )

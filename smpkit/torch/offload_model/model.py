@@ -210,16 +210,36 @@ class OffloadModel(nn.Module):
             sink.zero_grad()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
-        """Refuse `to`, `cuda`, `half` and their like, unless they would change nothing."""
+        """Convert weights and buffers to another type (`half()`, `to(dtype)`); they stay where they are.
+
+        Raises:
+            UsageError: another device, or an `OffloadOptimizer` has states for the weights as they are.
+        """
         del recurse
-        first = next(iter(self._engine.parameters), torch.empty(0))
-        probe = torch.empty(0, dtype=first.dtype, device=first.device)
-        moved = fn(probe)
-        if moved.dtype != probe.dtype or moved.device not in (probe.device, self.device):
+        tensors = [*self._engine.parameters, *self.buffers()]
+        kinds = {tensor.dtype: fn(torch.empty(0, dtype=tensor.dtype, device=_CPU)) for tensor in tensors}
+        elsewhere = [made.device for made in kinds.values() if made.device not in (_CPU, self.device)]
+        if elsewhere:
             raise UsageError(
-                f"an OffloadModel cannot be moved to {moved.dtype} on {moved.device}",
-                hint="convert the model before it is wrapped, or give OffloadModel dtype=...",
+                f"an OffloadModel cannot be moved to {elsewhere[0]}",
+                hint="give OffloadModel(..., device=...) where its slices are to run",
             )
+        if all(made.dtype == dtype for dtype, made in kinds.items()):
+            return self
+        if self._engine.sink is not None:
+            raise UsageError(
+                "an OffloadModel cannot be converted to another type under an OffloadOptimizer",
+                hint="convert the model before the optimizer is made",
+            )
+        with torch.no_grad():
+            for tensor in tensors:
+                dtype, gradient = kinds[tensor.dtype].dtype, tensor.grad
+                tensor.grad = None
+                tensor.data = tensor.data.to(dtype)
+                tensor.grad = None if gradient is None else gradient.to(dtype)
+        before, self._engine = self._engine, self._make_engine(self._engine.links)
+        if before.averaged_by is not None:
+            self._engine.share(before.averaged_by)
         return self
 
 

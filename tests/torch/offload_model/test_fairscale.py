@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smpkit import OffloadModel
+from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -171,8 +171,33 @@ def test_old_names_of_loading_work() -> None:
 def test_it_stays_where_it_is() -> None:
     _, model = pair(False, 2, 2)
     assert model.to(CPU) is model
-    with pytest.raises(UsageError, match=r"cannot be moved to torch\.float16"):
+    with pytest.raises(UsageError, match="cannot be moved to meta"):
+        model.to("meta")
+
+
+@both_ways
+def test_it_is_converted_like_any_module(checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = OffloadModel(copy.deepcopy(plain), CPU, checkpoint_activation=checkpoint)
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (plain, model)]
+    inputs = torch.randn(5, 3)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for network, optimizer in zip((plain, model), optimizers, strict=True):
+            network.to(dtype)
+            optimizer.zero_grad()
+            network(inputs.to(dtype)).square().sum().backward()
+            optimizer.step()
+        for p, q in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
+            assert p.dtype == q.dtype
+            assert torch.equal(p, q)
+    for p, q in zip(plain.float().parameters(), model.float().parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+    ours = OffloadOptimizer(model)
+    with pytest.raises(UsageError, match="cannot be converted to another type under an OffloadOptimizer"):
         model.half()
+    del ours
+    assert model.half().state_dict()["_model.0.model_shard.0.weight"].dtype is torch.float16
 
 
 # --- the defects -----------------------------------------------------------------------------------------------------
