@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smpkit.errors import UnsupportedError
+
 __all__ = ["stages"]
 
 _FULL: Final = "full_attention"
@@ -74,7 +76,9 @@ class _Gpt2Start(nn.Module):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        **options: Any,
     ) -> _Stream:
+        _check_options(options)
         embedded = self.wte(input_ids)
         positions = _positions(embedded, position_ids)
         hidden = embedded + self.wpe(positions)
@@ -102,7 +106,9 @@ class _LlamaStart(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        **options: Any,
     ) -> _Stream:
+        _check_options(options)
         hidden = self.embed_tokens(input_ids)
         positions = _positions(hidden, position_ids)
         shared = {
@@ -137,6 +143,24 @@ class _Head(nn.Module):
         logits, labels = self.lm_head(self.norm(stream.hidden)), stream.ending["labels"]
         loss = None if labels is None else self._loss_function(logits, labels, vocab_size=self._vocabulary)
         return CausalLMOutput(loss=loss, logits=logits)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Accept what training scripts pass to say that they want nothing special."""
+    for name, value in options.items():
+        if value is not None and (name, value) not in _HARMLESS:
+            raise UnsupportedError(
+                f"`{name}` is not something that a Hugging Face model takes inside an OffloadModel",
+                hint="pass input_ids, attention_mask, position_ids and labels; it returns logits and loss",
+            )
+
+
+_HARMLESS: Final = (
+    ("use_cache", False),
+    ("return_dict", True),
+    ("output_attentions", False),
+    ("output_hidden_states", False),
+)
 
 
 def _positions(embedded: Tensor, given: Tensor | None) -> Tensor:

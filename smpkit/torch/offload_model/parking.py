@@ -44,9 +44,10 @@ class Parked:
 
     def __del__(self) -> None:
         """Give up the host's memory: a forward that no backward follows, or one that failed, releases nothing."""
-        if self.home is not None:
+        home = getattr(self, "home", None)  # torch.compile, and interrupts, leave some half made
+        if home is not None:
             with contextlib.suppress(Exception):  # at the end of the interpreter, what is needed may be gone
-                self.home.release(self)
+                home.release(self)
 
 
 class Parking:

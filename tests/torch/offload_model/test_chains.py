@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.emulated import EmulatedLink
 from smpkit.torch.offload_model.transfers import Traffic
 from tests.transparency.huggingface_models import gpt2, llama
@@ -94,7 +94,8 @@ def test_hugging_face_decoders(make: Any, num_microbatches: int, padded: bool) -
     expected = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     actual = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
     tokens = torch.randint(0, 11, (5, 8))
-    more = {"attention_mask": (torch.arange(8) < 6).long().repeat(5, 1)} if padded else {}
+    more: dict[str, Any] = {"use_cache": False, "return_dict": True, "past_key_values": None}
+    more |= {"attention_mask": (torch.arange(8) < 6).long().repeat(5, 1)} if padded else {}
     for _ in range(3):
         for network, optimizer in ((plain, expected), (model, actual)):
             optimizer.zero_grad()
@@ -102,6 +103,9 @@ def test_hugging_face_decoders(make: Any, num_microbatches: int, padded: bool) -
             optimizer.step()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=0, atol=3e-6)
+    for options in ({"use_cache": True}, {"inputs_embeds": torch.randn(5, 8, 16)}):
+        with pytest.raises(UnsupportedError, match=f"`{next(iter(options))}` is not something"):
+            model(tokens, **options)
     if num_microbatches == 1:
         assert torch.allclose(model(tokens, labels=tokens).loss, plain(tokens, labels=tokens).loss)
     else:
