@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.attributes import refuse_assignment
 from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.join import JoinContext
@@ -126,6 +127,7 @@ class DistributedModel(ModelState):
         self._post_partition_hooks: OrderedDict[int, ModelHook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, ModelHook] = OrderedDict()
         _answer_to_module(module)
+        refuse_assignment(module)
         if self.pipeline is None:
             self._guard_bare_backward()
         state.model = self

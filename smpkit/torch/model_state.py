@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
+from smpkit.torch.attributes import assignment_refusal
 from smpkit.torch.gathering import merge_everywhere, merge_on_first
 from smpkit.torch.partitioning.apply import home_of
 from smpkit.torch.partitioning.delayed import fill, is_delayed
@@ -146,7 +147,13 @@ class ModelState(nn.Module):
         Args:
             strict: raise if names do not match, as `nn.Module.load_state_dict` does.
             same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
+
+        Raises:
+            UnsupportedError: with `assign=True`, which would put tensors in the place of parameters that the optimizer
+                and data parallelism know.
         """
+        if kwargs.get("assign"):
+            raise assignment_refusal()
         read_now()
         values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
         partial = bool(state_dict.get(PARTIAL_KEY))

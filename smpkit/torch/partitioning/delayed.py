@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smpkit.errors import UsageError
+from smpkit.torch.attributes import keep_attributes_in_copies
 from smpkit.torch.tensor_parallel.shards import shard_of, take
 
 __all__ = [
@@ -58,6 +59,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         if param is not None and not is_delayed(param):
             param.data = torch.empty((), dtype=param.dtype).expand(param.shape)
             setattr(param, _MARK, True)
+            keep_attributes_in_copies(param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:

@@ -17,7 +17,7 @@ from smpkit.torch.tensor_parallel.cross_entropy import cross_entropy, gather_log
 from smpkit.torch.tensor_parallel.dropout import BoundaryDropout
 from smpkit.torch.tensor_parallel.embedding import VocabularyParallelEmbedding, gather_indices
 from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear
-from smpkit.torch.tensor_parallel.module import DistributedModule
+from smpkit.torch.tensor_parallel.module import DistributedModule, MarkedModule
 from smpkit.torch.tensor_parallel.transformer import DistributedTransformer, into_stack, out_of_stack
 
 __all__ = ["BoundaryEmbedding", "DistributedTransformerLMHead"]
@@ -25,7 +25,7 @@ __all__ = ["BoundaryEmbedding", "DistributedTransformerLMHead"]
 Inputs = tuple[torch.Tensor | None, ...]
 
 
-class BoundaryEmbedding(nn.Embedding):
+class BoundaryEmbedding(MarkedModule, nn.Embedding):
     """A small embedding (of positions, of token types): every rank holds it, for what it holds of the values."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, initializer_range: float, boundary: Boundary) -> None:

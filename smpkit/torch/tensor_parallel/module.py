@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,10 +16,33 @@ from smpkit.torch.tensor_parallel.shards import marked_like, shard_of, take
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DistributedModule", "initialize_piece", "load_piece", "whole_shape"]
+__all__ = ["DistributedModule", "MarkedModule", "initialize_piece", "load_piece", "whole_shape"]
 
 
-class DistributedModule(nn.Module):
+class MarkedModule(nn.Module):
+    """A module that keeps what is written on its parameters and buffers when they are replaced by new tensors."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Keep marks on buffers, which `to`, `half` and their like replace."""
+        before = _own_tensors(self)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark_again(before)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Keep marks on what `load_state_dict(assign=True)` replaces."""
+        before = _own_tensors(self)
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_again(before)
+
+    def _mark_again(self, before: Mapping[str, torch.Tensor]) -> None:
+        after = _own_tensors(self)
+        for name, tensor in before.items():
+            if after.get(name, tensor) is not tensor:
+                marked_like(after[name], tensor)
+
+
+class DistributedModule(MarkedModule):
     """A module that the ranks of a tensor-parallel group hold and compute together (the class of that name in SMP v1).
 
     Sizes given to constructors are those of the whole module; parameters are this rank's pieces, and `shard_of` says of
@@ -35,14 +58,6 @@ class DistributedModule(nn.Module):
     def __init__(self, *, boundary: Boundary | None = None) -> None:
         super().__init__()
         self.boundary = outer_boundary() if boundary is None else boundary
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Keep what is written on buffers, which `to`, `half` and their like replace by new tensors."""
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in before.items():
-            marked_like(self.get_buffer(name), buffer)
-        return self
 
     def load_whole(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's piece of every parameter and saved buffer from the state dict of the whole module.
@@ -99,6 +114,11 @@ def initialize_piece(parameter: nn.Parameter, initialize: Callable[[torch.Tensor
         whole = torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)
         initialize(whole)
         parameter.copy_(take(whole, shard))
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    both: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

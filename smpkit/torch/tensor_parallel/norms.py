@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from smpkit.torch.tensor_parallel.boundary import Boundary, mark_whole
+from smpkit.torch.tensor_parallel.module import MarkedModule
 
 __all__ = ["BoundaryLayerNorm", "FusedLayerNorm"]
 
@@ -28,7 +29,7 @@ class FusedLayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
 
 
-class BoundaryLayerNorm(FusedLayerNorm):
+class BoundaryLayerNorm(MarkedModule, FusedLayerNorm):
     """A layer norm on what a rank holds between distributed modules; its parameters say how they are reduced.
 
     Args:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.attributes import keep_attributes_in_copies
 
 __all__ = ["Shard", "join", "mark", "marked_like", "piece_of", "shard_of", "take"]
 
@@ -67,8 +68,9 @@ class Shard:
 
 
 def mark(parameter: torch.Tensor, shard: Shard) -> None:
-    """Write on a parameter (or buffer) where it lies."""
+    """Write on a parameter (or buffer) where it lies; `copy.deepcopy` then copies that too."""
     setattr(parameter, _ATTRIBUTE, shard)
+    keep_attributes_in_copies(parameter)
 
 
 def marked_like(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def test_parameters_take_no_memory_and_keep_shapes_ties_and_buffers() -> None:
     assert module.head.weight is module.embedding.weight
     assert module.get_buffer("scale").item() == 0.5
     assert storage_bytes(module) <= 8 * len(list(module.parameters()))
+
+
+def test_copies_have_no_memory_either_and_get_values_of_their_own() -> None:
+    """Layers are often copies of one (`nn.TransformerEncoder`): theirs were zeros."""
+    smp.init()
+    torch.manual_seed(1)
+    with smp.delay_param_initialization():
+        layer = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        layer[1].weight = layer[0].weight
+        module: Any = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+    assert storage_bytes(module) <= 8 * len(list(module.parameters()))
+    model = smp.DistributedModel(module)
+    first, second = (each[0].weight for each in module)
+    assert module[0][1].weight is first
+    assert first.std() > 0.1
+    assert not torch.equal(first, second)
+    assert len(list(model.parameters())) == 6
+    smp.shutdown()
 
 
 def test_disabled_it_does_nothing() -> None:

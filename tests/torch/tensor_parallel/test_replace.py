@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.partitioning.delayed import initialize, is_delayed
 from smpkit.torch.tensor_parallel import replace
 from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding
 from smpkit.torch.tensor_parallel.linear import DistributedLinear
 from smpkit.torch.tensor_parallel.registry import Entry, Rewrite, register, register_rewrite
-from smpkit.torch.tensor_parallel.shards import Shard, mark, take
+from smpkit.torch.tensor_parallel.shards import Shard, mark, shard_of, take
 from smpkit.torch.tensor_parallel.whole_state import joined
 from tests.ranks import RankFailed, run_ranks
 
@@ -114,6 +114,50 @@ def test_the_outermost_supported_modules_that_stand_alone_are_replaced() -> None
     assert "not distributed: Linear `0`: in_features 3 is not divisible by tensor_parallel_degree 2" in text
     assert "nothing is distributed: create the model under smp.tensor_parallelism()" in text
     assert "no distributed module has an argument `no_such_argument`: it has no effect" in text
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def marks(module: nn.Module) -> dict[str, Shard | None]:
+    return {name: shard_of(each) for name, each in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def copy_and_assign() -> None:
+    start(optimize="speed")
+    torch.manual_seed(3)
+    layer = smp.nn.DistributedTransformer(1, 2, 4, 8, 16).double()
+    attention = next(each for each in layer.modules() if isinstance(each, smp.nn.DistributedAttentionLayer))
+    attention.register_buffer("table", torch.zeros(4))
+    mark(attention.get_buffer("table"), Shard((8,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 0.5))
+    written = marks(layer)
+    assert sum(each is not None and each.is_distributed for each in written.values()) >= 4
+    assert sum(each is not None and not each.is_distributed for each in written.values()) >= 2
+
+    stack = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+    stack[1].load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    parameters = {name: nn.Parameter(value.clone()) for name, value in layer.state_dict().items()}
+    stack.append(copy.deepcopy(layer))
+    stack[2].load_state_dict(parameters, assign=True)
+    assert all(each is parameters[name] for name, each in stack[2].named_parameters())
+    for each in stack:
+        assert marks(each) == written
+        assert_equal(whole(each), whole(layer))
+    assert all(mine is not theirs for mine, theirs in zip(stack[0].parameters(), layer.parameters(), strict=True))
+
+    model = smp.DistributedModel(marked(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
+    inner: Any = model.module
+    for part in (model, inner, inner[0]):
+        with pytest.raises(UnsupportedError, match="assign=True"):
+            part.load_state_dict(part.state_dict(), assign=True)
+    kept = copy.deepcopy(model.module)
+    assert marks(kept) == marks(model.module)
+    kept.load_state_dict(kept.state_dict(), assign=True)
+    assert marks(kept) == marks(model.module), "a copy is not the wrapped model"
+
+
+def test_copies_and_what_is_assigned_lie_where_the_parameters_lay() -> None:
+    run_ranks(copy_and_assign, 2)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
