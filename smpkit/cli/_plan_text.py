@@ -111,12 +111,14 @@ def _count(number: int) -> str:
 def _memory(made: Plan) -> Iterator[str]:
     unit, size = ("GiB", GIB) if max(memory.total_bytes for memory in made.memory) >= GIB else ("MiB", _MIB)
     gathers = any(memory.gathered_bytes for memory in made.memory)
+    masters = any(memory.masters_bytes for memory in made.memory)
     head = [
         unit,
         "parameters",
         *["gathered"] * gathers,
         "gradients",
         "reduction",
+        *["masters"] * masters,
         made.optimizer,
         "activations",
         "total",
@@ -124,6 +126,7 @@ def _memory(made: Plan) -> Iterator[str]:
     rows = [head if made.limit_gib is None else [*head, f"of {made.limit_gib:g} GiB"]]
     for stage, memory in enumerate(made.memory):
         known = [memory.parameters_bytes, memory.gradients_bytes, memory.reduction_bytes, memory.optimizer_bytes]
+        known[3:3] = [memory.masters_bytes] * masters
         known[1:1] = [memory.gathered_bytes] * gathers
         cells = [f"{num_bytes / size:.1f}" for num_bytes in known]
         cells.append("unknown" if memory.activations_bytes is None else f"{memory.activations_bytes / size:.1f}")
@@ -134,7 +137,10 @@ def _memory(made: Plan) -> Iterator[str]:
     for row in rows:
         yield "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
     dtypes = sorted({dtype for memory in made.memory for dtype in memory.dtypes})
-    yield f"(parameters and buffers in {', '.join(dtypes)}; at the peak of live microbatches)"
+    peak = "at the peak of live microbatches"
+    if any(memory.step_bytes > memory.gathered_bytes + (memory.activations_bytes or 0) for memory in made.memory):
+        peak = "in optimizer.step(), where the masters have gradients, instead of activations"
+    yield f"(parameters and buffers in {', '.join(dtypes)}; {peak})"
 
 
 def advise(made: Plan) -> None:

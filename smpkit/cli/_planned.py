@@ -192,6 +192,7 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
             offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],
             share=share,
             persistent=cfg.sdp_param_persistence_threshold,
+            half="float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else None,
         )
 
     memory = tuple(_largest(made, stage, memory_with) for stage in range(assignment.num_partitions))

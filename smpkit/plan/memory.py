@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from smpkit.errors import SmpkitError
 from smpkit.plan.assignment import Assignment, UnitCost
-from smpkit.plan.shares import Share, gathered_bytes, owned, part_of, piece_of
+from smpkit.plan.shares import Share, gathered_bytes, in_dtype, owned, part_of, piece_of
 
 __all__ = ["OPTIMIZERS", "ModelFacts", "RankMemory", "TensorFacts", "UnitFacts", "memory_of_ranks"]
 
 OPTIMIZERS: Final[Mapping[str, int]] = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
-"""How many numbers an optimizer keeps per trained one, each in the parameter's dtype, as those of torch.optim do."""
+"""How many numbers an optimizer keeps per trained one, in the dtype of what it updates, as those of torch.optim do."""
 
 _FORMAT: Final = 1
 
@@ -125,6 +125,7 @@ class RankMemory:
     reduction_bytes: int
     """Buffers in which gradients travel to the ranks that hold the same parameters."""
     optimizer_bytes: int
+    """What the optimizer keeps, without the masters that it updates in half precision."""
     activations_bytes: int | None
     """What the live microbatches keep for their backward, and the largest recomputation of a checkpointed layer; None
     if the model was not traced."""
@@ -134,12 +135,17 @@ class RankMemory:
     """Inputs of checkpointed layers that were offloaded to the host, at their peak."""
     gathered_bytes: int = 0
     """With sharded data parallelism, the most that is gathered at a time of parameters that replicas divide."""
+    masters_bytes: int = 0
+    """Float32 weights behind those in half precision."""
+    step_bytes: int = 0
+    """Their gradients, during `optimizer.step()`, when there are no activations."""
 
     @property
     def total_bytes(self) -> int:
-        """All that is known."""
+        """The most at a time of all that is known."""
         known = self.parameters_bytes + self.gradients_bytes + self.reduction_bytes + self.optimizer_bytes
-        return known + self.gathered_bytes + (self.activations_bytes or 0)
+        known += self.masters_bytes
+        return known + max(self.gathered_bytes + (self.activations_bytes or 0), self.step_bytes)
 
 
 def memory_of_ranks(
@@ -152,6 +158,7 @@ def memory_of_ranks(
     offloaded: Sequence[tuple[int, int]] = (),
     share: Share | None = None,
     persistent: int = 0,
+    half: str | None = None,
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank at its peak.
 
@@ -163,6 +170,8 @@ def memory_of_ranks(
             and on its host; empty: all of them stay on the device.
         share: which of the ranks that hold a partition; None: there is one, or they hold the same.
         persistent: with sharded data parallelism, blocks of fewer elements stay gathered.
+        half: the dtype that the job computes in, where that is half precision: trained weights of this dtype have
+            float32 masters. With sharded data parallelism what is gathered has it, and what is divided are the masters.
     """
     share = share or Share()
     pieces_reduced = replicated and (share.rdp[1] > 1 or share.dp[1] == 1)
@@ -174,6 +183,9 @@ def memory_of_ranks(
         whole = {name: piece_of(model.tensors[name], share) for name in sorted(names)}
         tensors = [part_of(tensor, share) for tensor in whole.values()]
         trained = [tensor for tensor in tensors if tensor.trainable]
+        updated = owned(trained, share, names - alone)
+        masters = [in_dtype(tensor, "float32", 4) for tensor in updated if tensor.dtype == half]
+        alike = [tensor for tensor in updated if tensor.dtype != half]
         reduced = [
             tensor
             for tensor in trained
@@ -191,11 +203,13 @@ def memory_of_ranks(
                 parameters_bytes=_bytes(tensors),
                 gradients_bytes=_bytes(trained),
                 reduction_bytes=_bytes(reduced),
-                optimizer_bytes=states_per_parameter * _bytes(owned(trained, share, names - alone)),
+                optimizer_bytes=states_per_parameter * _bytes([*masters, *alike]),
                 activations_bytes=activation if model.traced else None,
                 boundaries_bytes=on_device,
                 host_bytes=on_host,
-                gathered_bytes=gathered_bytes(whole, model.blocks, share, persistent),
+                gathered_bytes=gathered_bytes(whole, model.blocks, share, persistent, half=half is not None),
+                masters_bytes=_bytes(masters),
+                step_bytes=_bytes(masters),
             )
         )
     return tuple(found)

@@ -11,7 +11,7 @@ from smpkit.plan.mesh import CommGroup, Mesh
 if TYPE_CHECKING:
     from smpkit.plan.memory import TensorFacts
 
-__all__ = ["Share", "gathered_bytes", "owned", "part_of", "piece_of", "shares_of"]
+__all__ = ["Share", "gathered_bytes", "in_dtype", "owned", "part_of", "piece_of", "shares_of"]
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,20 @@ def owned(tensors: Iterable[TensorFacts], share: Share, tied: Collection[str]) -
     return kept
 
 
+def in_dtype(tensor: TensorFacts, dtype: str, itemsize: int) -> TensorFacts:
+    """Return a tensor of as many elements in another dtype."""
+    num_bytes = itemsize * tensor.num_elements
+    pieces = tuple(each * num_bytes // max(tensor.num_bytes, 1) for each in tensor.pieces)
+    return replace(tensor, dtype=dtype, num_bytes=num_bytes, pieces=pieces)
+
+
 def gathered_bytes(
-    tensors: Mapping[str, TensorFacts], blocks: Sequence[Sequence[str]], share: Share, persistent: int
+    tensors: Mapping[str, TensorFacts],
+    blocks: Sequence[Sequence[str]],
+    share: Share,
+    persistent: int,
+    *,
+    half: bool = False,
 ) -> int:
     """Return the most that is whole at a time of what is divided over replicas.
 
@@ -105,15 +117,17 @@ def gathered_bytes(
     Args:
         blocks: names of the tensors that are gathered together.
         persistent: blocks of fewer elements stay whole.
+        half: what is gathered has two bytes per element.
     """
     if share.sharding_degree == 1:
         return 0
     inside = {name for block in blocks for name in block}
-    rest = sum(each.num_bytes for name, each in tensors.items() if each.rows and name not in inside)
+    size = {name: 2 * each.num_elements if half else each.num_bytes for name, each in tensors.items()}
+    rest = sum(size[name] for name, each in tensors.items() if each.rows and name not in inside)
     sizes = []
     for block in blocks:
         parts = [tensors[name] for name in block if name in tensors]
-        num_bytes = sum(each.num_bytes for each in parts)
+        num_bytes = sum(size[each.name] for each in parts)
         if sum(each.num_elements for each in parts) < persistent:
             rest += num_bytes
         else:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from smpkit.errors import SmpkitError
@@ -52,6 +54,24 @@ def test_every_kind_is_counted() -> None:
     assert first.activations_bytes == 3 * (1000 + 2000)
     assert first.total_bytes == 648 + 528 + 1056 + (400 + 28) + 9000
     assert (last.parameters_bytes, last.activations_bytes) == (428, 500)
+
+
+def test_half_precision_has_masters_and_their_gradients_only_in_a_step() -> None:
+    facts = model(traced=False)
+    (first,) = memory_of_ranks(
+        facts,
+        assign(facts.costs, 1, {}, 0),
+        live_microbatches=(1,),
+        states_per_parameter=2,
+        replicated=False,
+        half="bfloat16",
+    )
+    assert first.masters_bytes == first.step_bytes == 4 * 50
+    assert first.optimizer_bytes == 2 * (400 + 4 * 50 + 28)
+    assert first.gradients_bytes == 400 + 100 + 28
+    assert first.total_bytes == 648 + 528 + 200 + 1256 + 200
+    traced = replace(first, activations_bytes=1000)
+    assert traced.total_bytes == first.total_bytes - 200 + 1000
 
 
 def test_bytes_are_split_by_dtype() -> None:

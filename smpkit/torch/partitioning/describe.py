@@ -25,10 +25,12 @@ from smpkit.errors import SmpkitError, UsageError
 from smpkit.plan.assignment import UnitCost
 from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts
 from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.plan.shares import in_dtype
 from smpkit.torch.context import Launch
 from smpkit.torch.partitioning.delayed import without_memory
 from smpkit.torch.partitioning.manual import Pins, pinned_modules, planning
 from smpkit.torch.partitioning.trace import measure_units, units_of
+from smpkit.torch.precision import cast_inputs, cast_model, half_dtype
 from smpkit.torch.sharded_data_parallel import blocks_of
 from smpkit.torch.state import Runtime, state
 from smpkit.torch.tensor_parallel.replace import distribute_alone
@@ -55,14 +57,15 @@ def describe(
             tensor), with which compute and activations become known too.
         num_places: how many partitions (or virtual stages) it may name in `smp.partition`.
         by_hand: units are placed there, so modules whose parts are placed apart are no units.
-        cfg: of the job. What the factory marks is divided over its tensor-parallel ranks, and the first is described.
+        cfg: of the job. What the factory marks is divided over its tensor-parallel ranks, and the first is described,
+            in the precision of the job.
         world_size: how many ranks the job has.
 
     Raises:
         UsageError: it fails, or returns something else.
     """
     with planning(num_places), _first_rank(cfg, world_size):
-        return _described(factory, by_hand=by_hand)
+        return _described(factory, cfg or ModelParallelConfig(), by_hand=by_hand)
 
 
 @contextlib.contextmanager
@@ -81,7 +84,7 @@ def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[No
         state.runtime = None
 
 
-def _described(factory: Callable[[], Any], *, by_hand: bool) -> ModelFacts:
+def _described(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool) -> ModelFacts:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
@@ -98,8 +101,26 @@ def _described(factory: Callable[[], Any], *, by_hand: bool) -> ModelFacts:
     if state.initialized:
         without_memory(model)
         model, notes = distribute_alone(model)
+    half = half_dtype(cfg)
+    masters = {}
+    if half is not None:
+        masters = _master_dtypes(model) if cfg.sharded_data_parallel_degree > 1 else {}
+        cast_model(model, half)
+        inputs = cast_inputs(inputs, half)
     call = None if inputs is None else _call(model, inputs, mode)
-    return _facts(model, call, pinned_modules(model) if by_hand else None, notes)
+    facts = _facts(model, call, pinned_modules(model) if by_hand else None, notes)
+    kept = {name: in_dtype(facts.tensors[name], _word(dtype), dtype.itemsize) for name, dtype in masters.items()}
+    return replace(facts, tensors={**facts.tensors, **kept})
+
+
+def _master_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return what sharded data parallelism keeps parameters in, by name: its blocks only compute in half precision."""
+    dtypes = {name: each.dtype for name, each in model.named_parameters() if each.is_floating_point()}
+    return {name: torch.float32 if dtype.itemsize == 2 else dtype for name, dtype in dtypes.items()}
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _really(factory: Callable[[], Any]) -> Any:
@@ -173,7 +194,7 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
     shard = shard_of(tensor)
     return TensorFacts(
         name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=_word(tensor.dtype),
         num_elements=tensor.numel(),
         num_bytes=tensor.numel() * tensor.element_size(),
         trainable=isinstance(tensor, nn.Parameter) and tensor.requires_grad,

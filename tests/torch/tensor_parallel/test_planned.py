@@ -27,6 +27,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("GPT2", {"tensor_parallel_degree": 2, "shard_optimizer_state": True, "prescaled_batch": True}),
     ("GPT2", {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2}),
     ("Llama", {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "prescaled_batch": True}),
+    ("GPT2", {"tensor_parallel_degree": 2, "bf16": True, "shard_optimizer_state": True}),
+    ("GPT2", {"pipeline_parallel_degree": 2, "microbatches": 2, "fp16": True}),
+    ("Llama", {"sharded_data_parallel_degree": 2, "bf16": True}),
 ]
 
 
@@ -51,8 +54,8 @@ def bytes_of(tensor: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def held(name: str, config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the bytes of this rank's parameters and buffers, and of its optimizer's states."""
+def held(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the bytes of this rank's parameters and buffers, of masters, and of its optimizer's states."""
     smp.init({"ddp": True, **config})
     model = smp.DistributedModel(build(name))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -60,16 +63,17 @@ def held(name: str, config: Mapping[str, Any]) -> tuple[int, int]:
     optimizer.step()
     tensors = {id(each): each for each in (*model.local_parameters(), *model.local_buffers())}
     moments = [each[key] for each in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq") if key in each]
-    found = sum(map(bytes_of, tensors.values())), sum(map(bytes_of, moments))
+    masters = [] if optimizer.masters is None else optimizer.masters.masters().values()
+    found = sum(map(bytes_of, tensors.values())), sum(map(bytes_of, masters)), sum(map(bytes_of, moments))
     smp.shutdown()
     return found
 
 
-def held_in_all() -> list[tuple[int, int]]:
+def held_in_all() -> list[tuple[int, int, int]]:
     return [held(name, config) for name, config in CASES]
 
 
-def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
+def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int, int]]:
     """Return what a plan says, by rank."""
     cfg, _ = ModelParallelConfig.from_sources({"ddp": True, **config}, None)
     mesh = Mesh.from_world(RANKS, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy)
@@ -94,21 +98,25 @@ def foreseen(name: str, config: Mapping[str, Any]) -> dict[int, tuple[int, int]]
                 states_per_parameter=2,
                 replicated=True,
                 share=share,
+                half="float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else None,
             )[stage]
-            result[rank] = (memory.parameters_bytes, memory.optimizer_bytes)
+            result[rank] = (memory.parameters_bytes, memory.masters_bytes, memory.optimizer_bytes)
     return result
 
 
 def test_ranks_hold_what_was_planned() -> None:
     for (name, config), *ranks in zip(CASES, *run_ranks(held_in_all, RANKS, timeout=180), strict=True):
         plan = foreseen(name, config)
-        for rank, (parameters, states) in enumerate(ranks):
+        for rank, found in enumerate(ranks):
+            assert (found[1] > 0) is ("bf16" in config or "fp16" in config) & (
+                "sharded_data_parallel_degree" not in config
+            )
             said = f"{name}, {config}, rank {rank}"
             if "sharded_data_parallel_degree" in config:  # parts are padded to the same size
-                assert 0.95 * plan[rank][0] < parameters <= plan[rank][0], said
-                assert 0.95 * plan[rank][1] < states <= plan[rank][1], said
+                for kind, num_bytes in enumerate(found):
+                    assert 0.95 * plan[rank][kind] <= num_bytes <= plan[rank][kind], said
             else:
-                assert (parameters, states) == plan[rank], said
+                assert found == plan[rank], said
 
 
 def test_what_is_not_divided_is_said_and_a_plan_leaves_nothing_behind() -> None:
