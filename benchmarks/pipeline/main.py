@@ -29,16 +29,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small cell of each kind; the README stays as it is")
     parser.add_argument("--only", choices=["gpt", "sleep", "schedules"], help="run one of the parts")
+    parser.add_argument("--sizes", type=int, nargs="+", help="of the sleeping stages, only cells of so many ranks")
+    parser.add_argument("--counts", type=int, nargs="+", help="and of so many microbatches")
+    parser.add_argument("--messages", choices=["small", "large"], help="and with messages of this size")
     parser.add_argument("--repetitions", type=int, default=5, help="counted steps of each (default: %(default)s)")
     options = parser.parse_args(arguments)
     repetitions = 2 if options.quick else options.repetitions
     if options.only in (None, "gpt"):
         report("gpt", gpt_table(run(2, repetitions)[0]), repetitions, save=not options.quick)
     if options.only in (None, "sleep"):
-        sizes, counts = ([2], [8]) if options.quick else ([2, 4, 8], [8, 16, 32])
-        cells = [[count, num_bytes // 4] for num_bytes in (SMALL, LARGE) for count in counts]
+        chosen = options.sizes or options.counts or options.messages
+        sizes, counts = ([2], [8]) if options.quick else (options.sizes or [2, 4, 8], options.counts or [8, 16, 32])
+        messages = {"small": [SMALL], "large": [LARGE]}.get(options.messages, [SMALL, LARGE])
+        cells = [[count, num_bytes // 4] for num_bytes in messages for count in counts]
         found = [cell for size in sizes for cell in run(size, repetitions, cells)]
-        report("sleep", sleep_table(found), repetitions, save=not options.quick)
+        report("sleep", sleep_table(found), repetitions, save=not (options.quick or chosen))
     if options.only in (None, "schedules"):
         sizes, counts = ([2], [4]) if options.quick else ([2, 4], [8, 16])
         cells = [[count, SMALL // 4] for count in counts]

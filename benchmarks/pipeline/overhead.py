@@ -27,7 +27,7 @@ from smpkit.torch.state import state
 
 MICROBATCHES = 32
 FEW, MANY = 2, 42
-WARM_UPS = 4
+WARM_UPS = 5
 
 Figures = dict[str, list[float]]
 """Microseconds on each rank."""

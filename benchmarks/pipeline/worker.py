@@ -22,8 +22,8 @@ from smpkit.torch.state import state
 
 Times = dict[str, dict[str, Any]]
 
-WARM_UPS = 3
-"""Steps that are not counted: smpkit measures and plans again within them, torch exchanges shapes."""
+WARM_UPS = 5
+"""Steps that are not counted: within them smpkit measures, plans again and tries it, torch exchanges shapes."""
 
 
 def main() -> None:

@@ -149,12 +149,17 @@ class DistributedModel(ModelState):
             self._run_hooks(self._post_partition_hooks)
             if self.data_parallel is not None:
                 self.data_parallel.begin_plain_pass(self.training)
-        gathering = isinstance(self.data_parallel, ShardedDataParallel)
-        with _abandoned_on_error(self.data_parallel if gathering else None):
-            if self._half is None:
-                return self.module(*args, **kwargs)
-            args, kwargs = cast_inputs((args, kwargs), self._half)
-            return cast_outputs(self.module(*args, **kwargs), self._half)
+        if isinstance(self.data_parallel, ShardedDataParallel):
+            with _abandoned_on_error(self.data_parallel):
+                return self._called(args, kwargs)
+        return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module, in half precision if it has that."""
+        if self._half is None:
+            return self.module(*args, **kwargs)
+        args, kwargs = cast_inputs((args, kwargs), self._half)
+        return cast_outputs(self.module(*args, **kwargs), self._half)
 
     def backward(
         self,

@@ -14,7 +14,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, from_json, interleaved
 from smpkit.torch.pipeline.executor import Executor, Policy
-from smpkit.torch.pipeline.replan import Meter, _better, _costs
+from smpkit.torch.pipeline.replan import Meter, _better, _costs, _is_kept
 from smpkit.torch.state import state
 from tests.ranks import RankFailed, run_ranks
 
@@ -125,7 +125,7 @@ def count(degree: int, microbatches: int) -> list[dict[str, Any]]:
     """Return for three steps after the schedule is settled what this rank's transport did."""
     model = start(degree, microbatches)
     inputs = torch.randn(4 * microbatches, WIDTH)
-    for _ in range(2):
+    for _ in range(5):  # recorded, measured, tried in turns
         train_step(model, inputs)
     transport = executor().stage.transport
     messages: list[tuple[str, int, int, int]] = []
@@ -186,30 +186,37 @@ def test_sent_tensors_are_let_go_while_the_step_runs() -> None:
     assert max(run_ranks(outstanding, 2, 24)) <= 8
 
 
-def slow_second_step(degree: int, microbatches: int) -> tuple[list[str], list[str], list[Any]]:
-    """Make the link slow by what rank 0 measures, and return the schedule before and after, and the losses."""
+def slow_second_step(degree: int, microbatches: int, kept: bool) -> list[str]:
+    """Return the schedules of seven steps: the link is slow by what rank 0 measures, and what it then plans is kept."""
     import smpkit.torch.pipeline.replan as room
 
     room._measure_link = lambda stage, num_bytes: (0.01, 0.0)
+    room._is_kept = lambda before_seconds, after_seconds: kept
     model = start(degree, microbatches, active_microbatches=8)
     inputs = torch.randn(4 * microbatches, WIDTH, generator=torch.Generator().manual_seed(1))
     gradients: list[Any] = []
     texts = []
-    for _ in range(4):
+    for _ in range(7):
         model.zero_grad()
         train_step(model, inputs)
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
-        texts.append(str(next(iter(executor().schedules.values()))))
+        texts.append(str(executor().last_schedule))
     smp.shutdown()
     assert all(torch.equal(a, b) for other in gradients for a, b in zip(gradients[0], other, strict=True))
-    return texts[:2], texts[2:], gradients
+    return texts
 
 
-def test_measured_times_make_the_schedule_deeper_everywhere_and_gradients_stay_the_same_to_the_bit() -> None:
-    found = run_ranks(slow_second_step, 2, 2, 8)
-    before, after, _ = found[0]
-    assert before[0] == before[1] != after[0] == after[1]
-    assert [f"{b}{a}" for b, a, _ in found] == [f"{before}{after}"] * 2
+@pytest.mark.parametrize("kept", [True, False], ids=["faster", "slower"])
+def test_a_deeper_schedule_is_tried_and_gradients_stay_the_same_to_the_bit(kept: bool) -> None:
+    found = run_ranks(slow_second_step, 2, 2, 8, kept)
+    before, after = found[0][1:3]
+    assert before != after
+    assert found[0] == found[1] == [before, before, after, before, after, *[after if kept else before] * 2]
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [((1.0, 0.9), True), ((1.0, 1.02), True), ((1.0, 1.04), False)])
+def test_what_is_measured_as_slower_is_not_kept(seconds: tuple[float, float], kept: bool) -> None:
+    assert _is_kept(*seconds) is kept
 
 
 @pytest.mark.parametrize(

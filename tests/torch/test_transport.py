@@ -11,7 +11,7 @@ import smpkit.torch as smp
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
-from smpkit.torch.pipeline.transport import Tag, Transport, pack, packed_bytes, unpack
+from smpkit.torch.pipeline.transport import Tag, Transport, pack, packed_bytes, unpack, unpack_copies
 from smpkit.torch.state import state
 from tests.ranks import run_ranks
 
@@ -24,6 +24,8 @@ TENSORS = [
     torch.arange(6).view(2, 3).t(),
     torch.ones(1).expand(3),
 ]
+
+CHANNELS_LAST = torch.arange(16.0).view(1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
 
 
 def open_transport() -> Transport:
@@ -44,6 +46,25 @@ def test_packed_tensors_come_out_as_they_went_in() -> None:
         assert after.dtype == before.dtype
         assert after.is_contiguous()
         assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("tensor", [*TENSORS, CHANNELS_LAST, torch.eye(3).requires_grad_()])
+def test_tensors_of_one_kind_are_packed_without_gaps(tensor: torch.Tensor) -> None:
+    tensors = [tensor, tensor.detach().clone(), torch.zeros_like(tensor)]
+    specs = [spec_of(each) for each in tensors]
+    packed = pack(tensors)
+    assert packed.nbytes == packed_bytes(specs) == 3 * tensor.numel() * tensor.element_size()
+    for found in (unpack(packed, specs), unpack_copies(packed, specs)):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, tensors, strict=True))
+
+
+def test_unpacked_copies_are_tensors_of_their_own() -> None:
+    packed = pack([torch.zeros(2), torch.zeros(2)])
+    first, second = unpack_copies(packed, [spec_of(torch.zeros(2))] * 2)
+    first.add_(torch.ones(2, requires_grad=True))
+    assert first.requires_grad
+    assert second.tolist() == [0, 0]
+    assert unpack(packed, [spec_of(second)] * 2)[0].tolist() == [0, 0]
 
 
 def test_packed_tensors_do_not_follow_the_originals() -> None:

@@ -7,6 +7,7 @@ is a checksum of the calls that each microbatch made.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -17,9 +18,9 @@ from smpkit.errors import UsageError
 from smpkit.torch.pipeline.divergence import disagreement, ways_of
 from smpkit.torch.pipeline.located import Located
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.specs import map_tensors
+from smpkit.torch.pipeline.specs import TensorSpec, map_tensors
 from smpkit.torch.pipeline.stage import Stage
-from smpkit.torch.pipeline.transport import Tag, pack, packed_bytes, unpack
+from smpkit.torch.pipeline.transport import Tag, pack, packed_bytes, unpack_copies
 
 __all__ = ["Ending"]
 
@@ -93,7 +94,8 @@ class Ending:
         packed = self._waits[home]()
         self._hand_on(home, packed, values)
         # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
-        return [tensor.to(self._stage.device, copy=True) for tensor in unpack(packed, [value.spec for value in values])]
+        copies = unpack_copies(packed, [value.spec for value in values])
+        return [tensor.to(self._stage.device) for tensor in copies]
 
     def _explain(self, rank: int) -> None:
         """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""
@@ -135,4 +137,10 @@ def _tag(home: int, values: Sequence[Located]) -> int:
 
 
 def _checksum(values: Sequence[Located]) -> int:
-    return zlib.crc32(" ".join(str(value.spec) for value in values).encode()) & _CHECKSUM_BITS
+    return zlib.crc32(" ".join([_text(value.spec) for value in values]).encode()) & _CHECKSUM_BITS
+
+
+@functools.lru_cache(maxsize=256)
+def _text(spec: TensorSpec) -> str:
+    """Return shape and dtype as text, made once: microbatches return the same kinds of tensors."""
+    return str(spec)

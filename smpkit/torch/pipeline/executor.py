@@ -2,9 +2,9 @@
 
 The first microbatch of a new kind of step runs straight through all ranks and is recorded; from its moves every rank
 derives the same segment graph and schedule, and runs its own list of actions of it. After the second step the schedule
-is made again from measured times (see `replan`). A step in which Python asked for a
-value that a branch may hang on keeps going straight through, microbatch after microbatch: there the next microbatch may
-take another path, and following the program's own order cannot deadlock whatever path that is.
+is made again from measured times, and tried (see `replan`). A step in which Python asked for a value that a branch may
+hang on keeps going straight through, microbatch after microbatch: there the next microbatch may take another path, and
+following the program's own order cannot deadlock whatever path that is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.parking import Parked
 from smpkit.torch.pipeline.plan import Plan, graph_of
 from smpkit.torch.pipeline.record import Move
-from smpkit.torch.pipeline.replan import Meter, replan
+from smpkit.torch.pipeline.replan import Meter, Trial, replan
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.watch import watching
 
@@ -80,6 +80,7 @@ class Executor:
         """Told of every action that has run, in the order in which they ran; None costs nothing."""
         self._policy = policy
         self._plans: dict[Hashable, Plan | None] = {}
+        self._trials: dict[Hashable, Trial[Plan]] = {}
         self._steps: Counter[Hashable] = Counter()
         self._strays: Counter[Hashable] = Counter()
         self._parked: dict[int, Parked] = {}
@@ -95,6 +96,7 @@ class Executor:
             kind: what must be equal for a recorded schedule to serve again: function, shapes, modes.
             before_last_backward: called when the backward that comes next is this rank's last of the step.
         """
+        started = time.perf_counter()
         meter = Meter() if self._steps[kind] == _REPLAN_AFTER - 1 else None
         step = _Step(self.stage, body, count, before_last_backward, self.recorder, meter)
         self._parked = step.parked
@@ -104,7 +106,8 @@ class Executor:
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.forward_straight(0)
             self._plans[kind] = self._planned(microbatch, count)
-        plan = self._plans[kind]
+        trial = self._trials.get(kind)
+        plan = self._plans[kind] if trial is None else trial.next
         self.last_schedule = None if plan is None else plan.schedule
         if plan is None:
             step.run_straight()
@@ -116,22 +119,40 @@ class Executor:
         self.stage.transport.end_step()
         self._steps[kind] += 1
         if any(microbatch.strayed for microbatch in step.microbatches):
-            self.stage.transport.abandon()  # receives that were posted for the record's moves wait for nothing
-            self._strays[kind] += 1
-            if self._strays[kind] < _STRAYS:
-                del self._plans[kind]  # perhaps the step has changed for good: record it again
-                return outputs
-            plan = self._plans[kind] = None
-        if plan is not None and meter is not None and self._policy.can_replan(plan.schedule):
-            schedule = replan(self.stage, plan.schedule, self._policy.schedule, meter)
-            self._plans[kind] = plan.follow(schedule, self.stage.rank)
+            self._follow_no_more(kind)
+        elif plan is not None:
+            self._choose(kind, plan, meter, time.perf_counter() - started)
         return outputs
+
+    def _follow_no_more(self, kind: Hashable) -> None:
+        """Record a step again whose microbatches have left the record: perhaps it has changed for good."""
+        self.stage.transport.abandon()  # receives that were posted for the record's moves wait for nothing
+        self._trials.pop(kind, None)
+        self._strays[kind] += 1
+        if self._strays[kind] < _STRAYS:
+            del self._plans[kind]
+        else:
+            self._plans[kind] = None
+
+    def _choose(self, kind: Hashable, plan: Plan, meter: Meter | None, seconds: float) -> None:
+        """Plan the next step of a kind: again, if this one was measured, or as a trial says."""
+        trial = self._trials.get(kind)
+        if trial is not None:
+            trial.note(seconds)
+            if trial.is_over:
+                self._plans[kind] = trial.winner(self.stage)
+                del self._trials[kind]
+        elif meter is not None and self._policy.can_replan(plan.schedule):
+            schedule = replan(self.stage, plan.schedule, self._policy.schedule, meter)
+            if schedule is not plan.schedule:
+                self._trials[kind] = Trial(plan, plan.follow(schedule, self.stage.rank), seconds)
 
     def abandon(self) -> None:
         """Forget a step that an exception ended."""
         for parked in self._parked.values():
             parked.abandon()
         self._parked = {}
+        self._trials.clear()  # the times of a step that was tried are gone; what ran before goes on
         Running.microbatch = None
         self.stage.inside = False
         self.stage.transport.abandon()

@@ -162,10 +162,12 @@ class Microbatch:
         results, device_type = self.stage.results, self._device_type
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         how = (mode, torch.is_grad_enabled(), autocast)
+        if len(args) == 1 and not kwargs and type(argument := args[0]) is Located:
+            call = results.latest_of_one(target, how, argument.spec)
+            if call is not None:
+                return call, (self._bring(argument, home),), kwargs
         call = None if kwargs else results.latest(target, how, args)
         if call is not None:
-            if len(args) == 1:
-                return call, (self._bring(args[0], home),), kwargs
             return call, tuple([self._bring(part, home) if type(part) is Located else part for part in args]), kwargs
         key = [target, *how]
 

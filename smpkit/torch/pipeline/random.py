@@ -53,6 +53,8 @@ _QUESTIONS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", 
 _WATCHED: Final = _OPERATIONS | _CHANCES | _QUESTIONS
 
 _NOTHING: Final = contextlib.nullcontext()
+_WithoutModes: Final = torch._C.DisableTorchFunction
+_CPU: Final = torch.default_generator
 
 
 class RandomStreams:
@@ -80,11 +82,11 @@ class RandomStreams:
     def state(self) -> _Generators:
         """Return where the generators are."""
         cuda = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
-        return torch.default_generator.get_state(), cuda
+        return _CPU.get_state(), cuda
 
     def restore(self, state: _Generators) -> None:
         """Put the generators back."""
-        torch.default_generator.set_state(state[0])
+        _CPU.set_state(state[0])
         if state[1] is not None and self._cuda is not None:
             torch.cuda.set_rng_state(state[1], self._cuda)
 
@@ -120,7 +122,7 @@ class RandomStreams:
     def skip(self) -> None:
         """Take the number that a call takes which another rank runs."""
         if self.active:
-            with torch._C.DisableTorchFunction():
+            with _WithoutModes():
                 _DRAWN.random_()
 
     def run(
@@ -136,10 +138,10 @@ class RandomStreams:
             with contextlib.nullcontext() if self._given is None or not closed else _mode_aside():
                 return function(*args, **kwargs)
         mode = None
-        with torch._C.DisableTorchFunction():  # a mode must not give these draws streams
-            key = self._names.get(name)
-            if key is None:
-                key = self._names[name] = _mixed(zlib.crc32(name.encode()))
+        key = self._names.get(name)
+        if key is None:
+            key = self._names[name] = _mixed(zlib.crc32(name.encode()))
+        with _WithoutModes():  # a mode must not give these draws streams
             seed = _drawn() ^ key
             kept = self.state()
             self._seed(seed, closed=closed)
@@ -155,7 +157,7 @@ class RandomStreams:
 
     def _seed(self, seed: int, *, closed: bool) -> None:
         seed = seed | 1 if closed else seed & ~1
-        torch.default_generator.manual_seed(seed)
+        _CPU.manual_seed(seed)
         if self._cuda is not None:
             torch.cuda.manual_seed(seed)
 

@@ -5,6 +5,10 @@ its segments computed and how fast the link to the next rank is. pp_rank 0 plans
 the schedule, so it is the same everywhere: a slow link is hidden by holding more microbatches, as far as
 `active_microbatches` allows. The order in which a rank accumulates gradients, ascending microbatches, stays. Pipelines
 that tensor parallelism joins follow the first of them.
+
+What is predicted need not come true: more live microbatches need more memory, caches and cores. So the new schedule and
+the one before run in turns for some steps, and pp_rank 0, which is the first to begin and the last to end a step, tells
+everyone which of them was faster.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Final
+from dataclasses import InitVar, dataclass, field
+from typing import Final, Generic, TypeVar
 
 import torch
 
@@ -22,7 +27,9 @@ from smpkit.plan.simulate import simulate
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.transport import Tag
 
-__all__ = ["Meter", "replan"]
+__all__ = ["Meter", "Trial", "replan"]
+
+T = TypeVar("T")
 
 _KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 _WORTH: Final = 0.002
@@ -32,6 +39,10 @@ _LATE_SHARE: Final = 0.01
 """A message counts as at least this share of the longest action late. What a ping takes is less than what lies between
 two ranks' actions: Python of both, other processes on their cores, and no two actions take the same time. Without any
 slack, as in 1F1B, each rank waits for all of it with each microbatch."""
+_NUM_TRIED: Final = 2
+"""Steps that each schedule runs, the one before its measured step included; the fastest counts."""
+_SLOWER: Final = 0.03
+"""By so much slower than the schedule before, measured, the new one is not kept."""
 _NUM_PINGS: Final = 5
 _NS_PER_SECOND: Final = 1e9
 _WHAT: Final = "the measured times of a step"
@@ -51,6 +62,52 @@ class Meter:
         """Return the median time of each kind of action, by segment."""
         spent = [self._spent_ns.get((kind, segment), [0]) for segment in range(num_segments) for kind in _KINDS]
         return [statistics.median(times) / _NS_PER_SECOND for times in spent]
+
+
+@dataclass
+class Trial(Generic[T]):
+    """Two ways to run a step, in turns, until it is known which is faster.
+
+    Args:
+        before: how it has run so far.
+        after: how it is predicted to be faster.
+        seconds_before: what the latest step took.
+    """
+
+    before: T
+    after: T
+    seconds_before: InitVar[float]
+    _seconds: tuple[list[float], list[float]] = field(init=False)
+
+    def __post_init__(self, seconds_before: float) -> None:
+        self._seconds = [seconds_before], []
+
+    @property
+    def next(self) -> T:
+        """How the next step runs: the new way first."""
+        return self.before if len(self._seconds[0]) <= len(self._seconds[1]) else self.after
+
+    @property
+    def is_over(self) -> bool:
+        """Whether both have run often enough."""
+        return min(map(len, self._seconds)) == _NUM_TRIED
+
+    def note(self, seconds: float) -> None:
+        """Add a step that ran as `next` said."""
+        self._seconds[self.next is self.after].append(seconds)
+
+    def winner(self, stage: Stage) -> T:
+        """Return what was faster; all ranks call this at the same time."""
+        if stage.rank:
+            kept = stage.transport.receive_object(0, "which schedule was faster")
+        else:
+            kept = stage.agreed("kept" if _is_kept(*map(min, self._seconds)) else "")
+            stage.transport.broadcast_object(kept, what="which schedule was faster")
+        return self.after if kept else self.before
+
+
+def _is_kept(before_seconds: float, after_seconds: float) -> bool:
+    return after_seconds <= before_seconds * (1 + _SLOWER)
 
 
 Planner = Callable[[SegmentGraph, int, Costs], Schedule]

@@ -88,6 +88,13 @@ class Results:
                 return None
         return call
 
+    def latest_of_one(self, target: Any, mode: _Mode, spec: TensorSpec) -> Call | None:
+        """Return what `latest` would for one located argument, which is what most calls get."""
+        call = self._latest.get(target)
+        if call is None or (known := call.arguments) is None or len(known) != 1 or known[0] is not spec:
+            return None
+        return call if call.mode == mode else None
+
     def find(self, key: tuple[Any, ...]) -> Any:
         """Return the template of what a call returns, or UNKNOWN."""
         return self._templates.get(key, UNKNOWN)
