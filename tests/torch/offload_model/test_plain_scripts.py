@@ -403,3 +403,38 @@ def test_forwards_without_a_backward_leave_no_borders_on_the_host(num_microbatch
             model(inputs)
     del output
     assert arena.num_blocks == 0
+
+
+@both_ways
+def test_other_weights_may_be_trained_in_the_next_step(checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    plain, model = make_pair(
+        nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), num_slices=2, checkpoint_activation=checkpoint
+    )
+    inputs = torch.randn(3, 4)
+    for frozen in (0, 1, 2, 7):  # always as many
+        for network in (plain, model):
+            network.zero_grad()
+            for number, parameter in enumerate(network.parameters()):
+                parameter.requires_grad_(number != frozen)
+            network(inputs).square().sum().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+
+
+@both_ways
+def test_an_input_may_be_used_by_some_microbatches_only(checkpoint: bool) -> None:
+    class Sometimes(nn.Module):
+        def forward(self, value: Tensor, other: Tensor) -> Tensor:
+            return value * other if value[0, 0] > 0 else value * 1
+
+    model = OffloadModel(nn.Sequential(Sometimes(), nn.Identity()), CPU, CPU, 2, checkpoint, 3)
+    value = torch.tensor([[1.0], [1.0], [1.0], [-1.0], [-1.0], [1.0], [1.0]], requires_grad=True)  # cut into 3, 2, 2
+    other = torch.full((7, 1), 3.0, requires_grad=True)
+    model(value, other).sum().backward()
+    assert value.grad is not None
+    assert other.grad is not None
+    assert value.grad.flatten().tolist() == [3, 3, 3, 1, 1, 3, 3]
+    assert other.grad.flatten().tolist() == [1, 1, 1, 0, 0, 1, 1]
