@@ -66,6 +66,8 @@ class Gradients:
         needed = [max((layout.num_bytes for layout in layouts[parity::2]), default=0) for parity in (0, 1)]
         if [buffer.nbytes for buffer in self._buffers] != needed:
             self._views.clear()
+            for event in self._leaving:  # a copy may still read what the allocator gets back here
+                self._transfers.link.before_reuse(event, self._transfers.link.stream())
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in needed]
 
     def layout(self, index: int) -> Layout:

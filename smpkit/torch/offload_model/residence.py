@@ -57,6 +57,7 @@ class Residence:
         self._stand_ins: dict[int, list[nn.Parameter]] = {}
         self._held: list[int | None] = [None, None]
         self._loads: dict[int, Event | Future[Event]] = {}
+        self._latest: Event = DONE
         # Loads that first wait for the optimizer, or cast, do so here, not in the thread that computes.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="smpkit-weights")
         weakref.finalize(self, self._thread.shutdown, wait=False)
@@ -79,6 +80,7 @@ class Residence:
         if self._held[index % 2] == index:
             return
         self._held[index % 2] = index
+        self.buffer(index)  # made in this thread and before `now`: the memory may just have been somebody else's
         after = (self._transfers.link.now(),)  # what computes with the buffer's last slice has been enqueued before
         if fresh and (self._wait_for is not None or self._slices[index].is_copied):
             self._loads[index] = self._thread.submit(self._refresh_and_copy, index, after)
@@ -98,7 +100,15 @@ class Residence:
             return DONE
         weights = self._slices[index]
         target = self.buffer(index)[: weights.layout.num_bytes]
-        return self._transfers.fetch("weights_in", weights.buffer, target, after, f"slice {index}")
+        self._latest = self._transfers.fetch("weights_in", weights.buffer, target, after, f"slice {index}")
+        return self._latest
+
+    def complete(self) -> None:
+        """Block until no copy reads the host's weights any more, for the user may change them now.
+
+        Computation runs behind this thread on a GPU, and loads wait for it.
+        """
+        self._transfers.link.settle(self._latest, "the weights of the last slice")
 
     def _await(self, index: int) -> None:
         """Let what is computed from now on come after the load of a slice."""

@@ -90,6 +90,7 @@ class Run:
         for index in range(last + 1):
             with engine.on_device(index, fresh=True, then=index + 1 if index < last else None):
                 boundaries = self._forward_slice(index, boundaries)
+        engine.residence.complete()
         self.outputs = boundaries[0].structure
         joined = join([[engine.parking.take(parked) for parked in each.tensors] for each in boundaries])
         self._joined = [how for _, how in joined]
@@ -127,6 +128,8 @@ class Run:
         joined = [join_gradients(*each) for each in zip(inputs, rows, self._rows, strict=True)]
         if not keep:
             self._pieces.clear()
+        if engine.sink is None:  # else it is the sink who changes weights, after their gradients
+            engine.residence.complete()
         return joined, engine.gradients.landed(landings, parameters)
 
     def _arriving(self, part: Sequence[Tensor]) -> _Boundary:
