@@ -24,12 +24,12 @@ def test_without_speed_and_latency_a_copy_is_made_in_place_by_no_thread() -> Non
 
 
 def test_copies_of_one_direction_are_made_in_order_and_directions_do_not_wait_for_each_other() -> None:
-    link = EmulatedLink(latency_seconds=0.02)
+    link, gate = EmulatedLink(latency_seconds=0.001), Ticket()
     copies = [pair(number) for number in range(3)]
-    out = [link.send(each, [], "out") for each in copies]
-    back = link.fetch(pair(), [], "back")
-    link.settle(back, "back")
-    assert not out[2].done()
+    out = [link.send(each, [gate] if number == 0 else [], "out") for number, each in enumerate(copies)]
+    link.settle(link.fetch(pair(), [], "back"), "back")
+    assert not out[2].done()  # it waits behind the first one, which waits for the gate
+    gate.end()
     for event, each in zip(out, copies, strict=True):
         link.settle(event, "out")
         assert torch.equal(each.sources[0], each.targets[0])
