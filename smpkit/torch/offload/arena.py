@@ -152,11 +152,11 @@ class Arena:
 
     def close(self) -> None:
         """Give all memory back to the system; blocks must not be used any more."""
+        _release_all(self._releases)  # while the memory is there: it goes with the last tensor
         self._free.clear()
         self._ranges.clear()
         self._returned.clear()
         self.mapped_bytes = self.used_bytes = self._taken = 0
-        _release_all(self._releases)
 
     def reset_peak(self) -> None:
         """Start a new peak from what is used now."""

@@ -6,6 +6,7 @@ Everything that a copy touches is held until an event says that it is complete, 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import DeadlineError
+from smpkit.torch.offload.arena import ordinary_memory
 from smpkit.torch.offload.link import Copies, Event
 
 __all__ = ["CudaLink", "pinned_memory"]
@@ -126,13 +128,19 @@ class CudaLink:
     def _measure(self) -> tuple[float, float]:
         """Return bytes per second out and back, of a copy that is large enough to show them."""
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
-        here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return self._speed(self._out, there, here), self._speed(self._back, here, there)
+        try:
+            here, release = pinned_memory(_MEASURED_BYTES)
+        except OSError:  # then activations will not leave either
+            here, release = ordinary_memory(_MEASURED_BYTES)
+        speeds = self._speed(self._out, there, here), self._speed(self._back, here, there)
+        release()
+        return speeds
 
     def _speed(self, lane: torch.cuda.Stream, source: Tensor, target: Tensor) -> float:
-        first, last = _event(keeps_time=True), _event(keeps_time=True)
+        first, last, computed = _event(keeps_time=True), _event(keeps_time=True), self.stamp()
         with torch.cuda.stream(lane):
-            lane.wait_stream(torch.cuda.default_stream(self.device))
+            # The allocator gives memory that the computing stream may still be using.
+            lane.wait_event(computed)
             target.copy_(source, non_blocking=True)  # the first copy pays for what the driver puts off
             first.record(lane)
             target.copy_(source, non_blocking=True)
@@ -170,7 +178,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _is_over(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]
+    # While a CUDA graph is captured, to ask is forbidden, and the capture would fail.
+    return not torch.cuda.is_current_stream_capturing() and bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
@@ -184,13 +193,23 @@ def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
     # place, and the GPU would go on with the old one.
     mapping.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
-    address, owner = tensor.data_ptr(), os.getpid()
+    owner = os.getpid()
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if error := int(cudart.cudaHostRegister(address, num_bytes, 0)):
+    if error := int(cudart.cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):
+        _forget_last_error()
         raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {error}")
 
-    def release() -> None:
+    def release() -> None:  # holds the tensor: what is registered must not go back to the system before
         if os.getpid() == owner:
-            cudart.cudaHostUnregister(address)
+            cudart.cudaHostUnregister(tensor.data_ptr())
 
     return tensor, release
+
+
+def _forget_last_error() -> None:
+    """Let a failed call of the CUDA runtime be over: it stays this thread's last error until somebody asks for that.
+
+    Torch asks after each kernel that it launches, and would take it for the kernel's. So this launches one for it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -92,9 +92,10 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
         self._end_step()
         self._is_counting = True
         self._engine.keep(_tensors_of(self._model))
-        self._scope = scope = self._engine.everything(type(self._model).__name__, GROUP_BYTES)
+        scope = self._engine.everything(type(self._model).__name__, GROUP_BYTES)
+        scope.__enter__()  # where hooks on saved tensors are forbidden this raises, and nothing has begun
+        self._scope = scope
         self._hooks = [layer.register_forward_pre_hook(_Named(scope, name)) for name, layer in self._layers]
-        scope.__enter__()
         return self
 
     def __exit__(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -92,7 +93,8 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             if self._group_bytes is None:
                 self._most = 1
             self._num_sent += len(waiting)
-            self._engine.send(self._group, waiting)
+            with _outside_transforms():
+                self._engine.send(self._group, waiting)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -106,6 +108,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             or tensor.is_neg()
             or tensor.is_conj()
             or tensor.is_quantized
+            or tensor.is_nested
         ):
             return self._stay(tensor)
         storage = tensor.untyped_storage()
@@ -116,7 +119,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         num_bytes = storage.nbytes()
         if num_bytes != tensor.nbytes or not tensor.is_contiguous() or num_bytes < self._least_bytes:
             return self._take_part(tensor, storage)
-        if key in self._parameters or (self._index >= 0 and _is_capturing()):
+        if key in self._parameters or self._is_not_ours(tensor) or (self._index >= 0 and _is_capturing()):
             return self._stay(tensor)
         witness = tensor.detach()
         record = Record(key, storage, witness, witness, (tensor.dtype, tensor.size()), num_bytes, self._stream())
@@ -134,7 +137,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
     def _save_again(self, tensor: Tensor, storage: torch.UntypedStorage, record: Record) -> Handle:
         """Refer to a storage that left before, or is about to."""
         group = self._group or self._begin()
-        if not group.add(record):
+        if (self._index >= 0 and _is_capturing()) or not group.add(record):
             return self._take_part(tensor, storage)
         record.handles += 1
         record.pending += 1
@@ -145,7 +148,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
     def _take_part(self, tensor: Tensor, storage: torch.UntypedStorage) -> Handle:
         """Take over a storage of which the tensor is a view, or a copy of the view."""
         key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._parameters:
+        if key in self._parameters or self._is_not_ours(tensor):
             return self._stay(tensor)
         if tensor.nbytes * _SPARSE_USE <= num_bytes:
             return self._gather(tensor, storage)
@@ -192,12 +195,27 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
 
     def _stay(self, tensor: Tensor) -> Handle:
         """Leave a tensor where it is, as autograd itself would keep it."""
-        alias = tensor.detach()
+        with _outside_transforms():
+            alias = tensor.detach()
         return alias, alias, alias._version
 
+    def _is_not_ours(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is nothing that could be copied and be given up.
+
+        Views of parameters that the model does not know stay: FSDP makes such for a layer's forward, and resizes their
+        storage to nothing after it, be it copied or not.
+        """
+        base = tensor._base
+        return (
+            (base is not None and type(base) is not Tensor)
+            or (self._index < 0 and not tensor.is_cpu)  # -1 is the index of the CPU, and of "meta"
+            or _is_transformed()
+        )
+
     def _begin(self) -> Group:
-        self._group = self._engine.new_group(self._name)
-        return self._group
+        with _outside_transforms():
+            group = self._group = self._engine.new_group(self._name)
+        return group
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -231,6 +249,19 @@ def _others_save() -> bool:
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     owner = None if top is None else getattr(top[0], "__self__", top)
     return not (owner is None or isinstance(owner, Scope)) or torch._C._current_graph_task_id() != -1
+
+
+def _is_transformed() -> bool:
+    """Return whether this runs inside `torch.func.jvp`, `vmap` and the like.
+
+    Those take every operation for the user's: a copy would be one that changes a captured tensor, which they refuse.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """Return what hides the transforms from the engine's own work."""
+    return torch._C._DisableFuncTorch() if _is_transformed() else contextlib.nullcontext()
 
 
 def _is_capturing() -> bool:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 
 import pytest
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch.offload import cuda
 from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block
 from smpkit.torch.offload.emulated import Ticket
 
@@ -100,3 +102,58 @@ def test_memory_goes_back_to_the_system_on_closing_and_with_the_arena() -> None:
 def test_an_empty_budget_is_refused() -> None:
     with pytest.raises(UsageError, match="budget of 0 bytes"):
         Arena(0)
+
+
+class Cudart:
+    """Stands for the CUDA runtime: pins nothing, and notes what it was asked for."""
+
+    def __init__(self, error: int) -> None:
+        self.error = error
+        self.unpinned = list[bool]()
+        self.watched: weakref.ref[torch.UntypedStorage] | None = None
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert address % 4096 == num_bytes % 4096 == flags == 0
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.unpinned.append(self.watched is None or self.watched() is not None)
+        return 0
+
+
+def test_25_what_the_driver_does_not_pin_is_a_spent_budget_and_its_error_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA keeps a failed call as the thread's last error, which torch takes for that of its next kernel."""
+    forgotten = list[bool]()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
+    monkeypatch.setattr(cuda, "_forget_last_error", lambda: forgotten.append(True))
+    assert Arena(memory=cuda.pinned_memory).take(100) is None
+    assert forgotten == [True]
+
+
+def test_memory_is_unpinned_before_it_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else something else could be at its address by then."""
+    runtime = Cudart(error=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    arena = Arena(memory=cuda.pinned_memory)
+    block = arena.take(100)
+    assert block is not None
+    runtime.watched = weakref.ref(block.segment.untyped_storage())
+    arena.give(block)
+    del block
+    arena.close()
+    assert runtime.unpinned == [True]
+    assert runtime.watched() is None
+
+
+class Forbidden:
+    """An event during a capture."""
+
+    def query(self) -> bool:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_20_no_event_is_asked_for_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert cuda._is_over(Forbidden()) is False  # type: ignore[arg-type]
