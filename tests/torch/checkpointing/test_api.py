@@ -39,7 +39,7 @@ def saved(call: Any) -> int:
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal count
-        count += 1
+        count += tensor.numel() > 0  # until 2.12, torch's checkpoint keeps an empty tensor of its own
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -41,7 +41,8 @@ def hooks() -> Iterator[list[Tensor]]:
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.detach())
+        if tensor.numel():  # until 2.12, torch's checkpoint keeps an empty tensor of its own
+            kept.append(tensor.detach())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
