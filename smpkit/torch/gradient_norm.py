@@ -44,8 +44,10 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is not a finite number, instead of scaling by it.
 
     Raises:
-        UsageError: before `smp.init()`, or on all ranks for such a norm.
+        UsageError: before `smp.init()`, for a `max_norm` that is none, or on all ranks for such a norm.
     """
+    if not max_norm >= 0:
+        raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     unique = {id(each): each for each in ([given] if isinstance(given, torch.Tensor) else given)}
     half = None if state.optimizer is None else state.optimizer.masters

@@ -32,6 +32,7 @@ from smpkit.torch.reducer import CommHook
 from smpkit.torch.sharded_data_parallel import ShardedDataParallel, shard_model
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
+from smpkit.torch.tensor_parallel.arguments import check_callable
 from smpkit.torch.tensor_parallel.replace import distribute
 from smpkit.torch.tensor_parallel.same_call import SameCall
 from smpkit.torch.tensor_parallel.successors import adopt_successors
@@ -171,8 +172,13 @@ class DistributedModel(ModelState):
         Inside a step, gradients are scaled so that the step's result is the average over microbatches (or the sum, with
         `average_grads_across_microbatches=False`). With `fp16` they are multiplied with the optimizer's loss scale too,
         which its step takes out again.
+
+        Raises:
+            UsageError: outside a step, with a pipeline; or for something else than tensors.
         """
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if not isinstance(roots, Sequence):
+            raise UsageError(f"model.backward takes a loss (a tensor) or a list of them, got {type(tensors).__name__}")
         grads = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
         run = state.step
         if state.tracing:
@@ -455,6 +461,7 @@ def _scaled(
 
 
 def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableHandle:
+    check_callable("a hook", hook)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

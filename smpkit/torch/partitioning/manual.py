@@ -12,6 +12,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.creation import noting_created
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.arguments import check_module
 
 __all__ = ["Pins", "hand_on_place", "partition", "pinned_modules", "planning", "set_partition"]
 
@@ -56,8 +57,9 @@ def set_partition(module: nn.Module, index: int) -> None:
     With virtual stages `index` counts them, as in `partition`.
 
     Raises:
-        UsageError: `index` is no pipeline rank or virtual stage, or the model has been partitioned.
+        UsageError: `index` is no pipeline rank or virtual stage, or the model has been partitioned, or is no module.
     """
+    check_module("smp.set_partition", module)
     _check(index)
     if state.model is not None and state.model.partitioned and state.pp_size > 1:
         raise UsageError("the model has been partitioned", hint="call smp.set_partition before the first step")

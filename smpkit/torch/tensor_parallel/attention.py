@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.arguments import check_probability, check_sizes
 from smpkit.torch.tensor_parallel.boundary import Boundary, check_divisible, leave
 from smpkit.torch.tensor_parallel.dropout import BoundaryDropout, numbers
 from smpkit.torch.tensor_parallel.embedding import gather_indices
@@ -48,6 +49,7 @@ class FlashAttentionLayer(nn.Module):
         use_alibi: bool = False,
     ) -> None:
         super().__init__()
+        check_probability(type(self).__name__, "attention_dropout_prob", attention_dropout_prob)
         if scale_attn_by_layer_idx and layer_idx is None:
             raise UsageError("scale_attn_by_layer_idx=True needs `layer_idx`")
         self.attention_dropout_prob = attention_dropout_prob
@@ -135,6 +137,12 @@ class DistributedAttentionLayer(DistributedModule):
         **options: Any,
     ) -> None:
         super().__init__(boundary=boundary)
+        check_sizes(
+            type(self).__name__,
+            num_attention_heads=num_attention_heads,
+            attention_head_size=attention_head_size,
+            hidden_size=hidden_size,
+        )
         check_divisible("num_attention_heads", num_attention_heads)
         check_norms(pre_layernorm, post_layernorm, bare=bare)
         self.options = LayerOptions.of(options, "DistributedAttentionLayer")

@@ -62,6 +62,7 @@ def cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"the reduction `{reduction}` is unknown", hint="use `mean`, `sum` or `none`")
     if state.tp_size == 1:
+        _check_shapes(logits, labels, tuple(labels.shape))
         losses = functional.cross_entropy(
             logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction=reduction
         )
@@ -78,11 +79,7 @@ def _losses(
 ) -> torch.Tensor:
     ours = boundary in (Boundary.BATCH, Boundary.GATHERED)
     samples = (labels.shape[0] * (state.tp_size if ours else 1), *labels.shape[1:]) if labels.dim() else ()
-    if logits.shape[:-1] != samples:
-        raise UsageError(
-            f"logits of {list(logits.shape)} do not fit labels of {list(labels.shape)} on {state.tp_size}"
-            f" tensor-parallel ranks: they should be {[*samples, 'classes of this rank']}"
-        )
+    _check_shapes(logits, labels, samples)
     everybody = gather_indices(labels, Boundary.BATCH) if ours else labels
     picks = _local(everybody.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
     made: tuple[torch.Tensor, ...] = _Statistics.apply(logits.flatten(0, -2), picks)  # type: ignore[no-untyped-call]
@@ -93,6 +90,14 @@ def _losses(
         statistics = collectives.gather_equal(statistics, 0)
     losses = statistics[..., 0].logsumexp(0) - statistics[..., 1].sum(0)
     return losses.view(labels.shape).masked_fill(labels == ignore_index, 0)
+
+
+def _check_shapes(logits: torch.Tensor, labels: torch.Tensor, samples: tuple[int, ...]) -> None:
+    if not logits.dim() or tuple(logits.shape[:-1]) != samples:
+        raise UsageError(
+            f"logits of {list(logits.shape)} do not fit labels of {list(labels.shape)} on {state.tp_size}"
+            f" tensor-parallel ranks: they should be {[*samples, 'classes of this rank']}"
+        )
 
 
 def _local(labels: torch.Tensor, ignore_index: int, num_classes: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.arguments import check_probability
 from smpkit.torch.tensor_parallel.boundary import Boundary
 
 __all__ = ["BoundaryDropout", "numbers"]
@@ -36,6 +37,7 @@ class BoundaryDropout(nn.Module):
 
     def __init__(self, p: float, boundary: Boundary) -> None:
         super().__init__()
+        check_probability("distributed modules", "the dropout", p)
         self.p = p
         self.boundary = boundary
 

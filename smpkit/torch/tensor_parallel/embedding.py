@@ -9,6 +9,7 @@ from torch.nn import functional
 from smpkit.errors import UnsupportedError
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.arguments import check_sizes
 from smpkit.torch.tensor_parallel.boundary import (
     Boundary,
     check_divisible,
@@ -37,6 +38,7 @@ class _Embedding(DistributedModule):
         boundary: Boundary | None,
     ) -> None:
         super().__init__(boundary=boundary)
+        check_sizes(type(self).__name__, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
         self.num_embeddings = num_embeddings

@@ -18,6 +18,7 @@ from torch.nn import functional
 from smpkit.errors import UsageError
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.arguments import check_sizes
 from smpkit.torch.tensor_parallel.boundary import (
     Boundary,
     check_divisible,
@@ -47,6 +48,7 @@ class _Linear(DistributedModule):
         self, in_features: int, out_features: int, boundary: Boundary | None, initializer_range: float | None
     ) -> None:
         super().__init__(boundary=boundary)
+        check_sizes(type(self).__name__, 0, in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.initializer_range = initializer_range

@@ -14,6 +14,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.creation import noting_created
 from smpkit.torch.partitioning.delayed import delay_param_initialization
 from smpkit.torch.state import state
+from smpkit.torch.tensor_parallel.arguments import check_module
 
 __all__ = ["Marking", "marking_of", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]
 
@@ -71,8 +72,9 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **tensor_par
         tensor_parallel_config: as in `smp.tensor_parallelism`.
 
     Raises:
-        UsageError: the model has been wrapped.
+        UsageError: the model has been wrapped, or this is no module.
     """
+    check_module("smp.set_tensor_parallelism", module)
     if state.model is not None and any(each is module for each in state.model.modules()):
         raise UsageError(
             "the model has been wrapped", hint="call smp.set_tensor_parallelism before smp.DistributedModel"
@@ -103,7 +105,8 @@ def model_creation(
     Raises:
         UsageError: `dtype` is no floating-point dtype, or the two names of the delay contradict each other.
     """
-    if dtype is not None and not dtype.is_floating_point:
+    given: object = dtype
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise UsageError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     with (
         _marked(tensor_parallelism, tensor_parallel_config),

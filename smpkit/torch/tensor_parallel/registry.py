@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
+from smpkit.torch.tensor_parallel.arguments import check_callable
 
 __all__ = [
     "Arguments",
@@ -168,7 +169,7 @@ def tp_register(
             (an extension: SMP v1 always started afresh). See `Translation`.
 
     Raises:
-        UsageError: not a class of modules.
+        UsageError: not a class of modules, or a hook that cannot be called.
     """
     _check_class(dist_module, "dist_module")
 
@@ -202,10 +203,14 @@ def tp_register_with_module(
     Call it before instances are made: the arguments they are made with are recorded from now on.
 
     Raises:
-        UsageError: not a class of modules.
+        UsageError: not a class of modules, or a hook that cannot be called.
     """
     _check_class(module_cls, "module_cls")
     _check_class(dist_module, "dist_module")
+    functions = {"init_hook": init_hook, "forward_hook": forward_hook, "return_hook": return_hook}
+    for name, given in {**functions, "to_distributed": to_distributed, "from_distributed": from_distributed}.items():
+        if given is not None:
+            check_callable(name, given)
     entry = Entry(
         module_cls,
         dist_module,

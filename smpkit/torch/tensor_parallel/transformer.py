@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from smpkit.errors import UsageError
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.arguments import check_sizes
 from smpkit.torch.tensor_parallel.attention import (
     DistributedAttentionLayer,
     check_norms,
@@ -260,6 +261,7 @@ class DistributedTransformer(DistributedModule):
         **options: Any,
     ) -> None:
         super().__init__(boundary=boundary)
+        check_sizes(type(self).__name__, num_layers=num_layers)
         if window_sizes is not None and len(window_sizes) != num_layers:
             raise UsageError(f"window_sizes has {len(window_sizes)} entries for {num_layers} layers")
         self.inner = stack_boundary() if inner is None else inner

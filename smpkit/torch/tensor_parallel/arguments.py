@@ -1,0 +1,36 @@
+"""What users give to distributed modules: refused at once where it cannot be meant."""
+
+from __future__ import annotations
+
+import numbers
+
+from torch import nn
+
+from smpkit.errors import UsageError
+
+__all__ = ["check_callable", "check_module", "check_probability", "check_sizes"]
+
+
+def check_sizes(owner: str, minimum: int = 1, **sizes: object) -> None:
+    """Raise UsageError unless all sizes are integers of at least `minimum`."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or int(size) < minimum:
+            raise UsageError(f"{name} of {owner} must be an integer of at least {minimum}, got {size!r}")
+
+
+def check_probability(owner: str, name: str, value: object) -> None:
+    """Raise UsageError unless a value is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
+        raise UsageError(f"{name} of {owner} must be a number from 0 to 1, got {value!r}")
+
+
+def check_module(function: str, given: object) -> None:
+    """Raise UsageError unless a function was given a module."""
+    if not isinstance(given, nn.Module):
+        raise UsageError(f"{function} takes a torch.nn.Module, got {type(given).__name__}")
+
+
+def check_callable(what: str, given: object) -> None:
+    """Raise UsageError unless something can be called."""
+    if not callable(given):
+        raise UsageError(f"{what} must be callable, got {given!r}")
