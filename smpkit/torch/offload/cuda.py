@@ -76,9 +76,9 @@ class CudaLink:
         """Return the stream that computes now."""
         return torch.cuda.current_stream(self.device)
 
-    def now(self) -> Event:
-        """Return an event of all that the current stream has been given so far."""
-        return _Mark(torch.cuda.current_stream(self.device))
+    def now(self, stream: Hashable = None) -> Event:
+        """Return an event of all that a stream, None for the current one, has been given so far."""
+        return _Mark(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(self.device))
 
     def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
         """Copy on the stream to the host."""

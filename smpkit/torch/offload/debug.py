@@ -132,9 +132,10 @@ class CheckedLink:
         """Return the stream that computes now."""
         return self.inner.stream()
 
-    def now(self) -> Event:
-        """Return an event with the current stream's clock."""
-        return _Stamped(self.inner.now(), self.clocks.step(self.stream()), self.clocks)
+    def now(self, stream: Hashable = None) -> Event:
+        """Return an event with the stream's clock."""
+        clock = self.clocks.step(self.stream() if stream is None else stream)
+        return _Stamped(self.inner.now(stream), clock, self.clocks)
 
     def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
         """Check and copy: the lane reads the device's bytes and writes the host's."""

@@ -62,7 +62,8 @@ class Departures:
         if group.stays:
             return
         sent, sources, targets = list[Record](), list[Tensor](), list[Tensor]()
-        after = [self.link.now()]
+        # Nearly always the current stream alone. Another one may be joined only later than this.
+        after = [self.link.now(stream) for stream in {record.stream for record in records}]
         for record, block in zip(records, self.arena.take_all(sizes), strict=True):
             if block is None:
                 self._keep(group, record)

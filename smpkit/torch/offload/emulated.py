@@ -104,7 +104,7 @@ class EmulatedLink:
         """Return the one stream there is: the caller's own thread of control."""
         return "compute"
 
-    def now(self) -> Event:
+    def now(self, stream: Hashable = None) -> Event:
         """Return a complete event: what this thread was given it has done."""
         return DONE
 

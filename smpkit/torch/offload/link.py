@@ -66,8 +66,8 @@ class Link(Protocol):
     def stream(self) -> Hashable:
         """Return the stream that computes now; asked at each use, never kept from another one."""
 
-    def now(self) -> Event:
-        """Return an event of all that the current stream has been given so far."""
+    def now(self, stream: Hashable = None) -> Event:
+        """Return an event of all that a stream, None for the current one, has been given so far."""
 
     def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
         """Copy from the device to the host when `after` is complete; `what` is named in errors."""

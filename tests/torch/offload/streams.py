@@ -49,7 +49,7 @@ class StreamLink:
     def stream(self) -> Hashable:
         return self._stream
 
-    def now(self) -> Event:
+    def now(self, stream: Hashable = None) -> Event:
         self.count += 1
         return Pending(self)
 

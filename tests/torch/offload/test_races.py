@@ -91,7 +91,23 @@ def leave_a_graph(make: Engines) -> None:
     engine.end_step()
 
 
-SCENARIOS = [train, drop_what_was_loaded, change_streams, view_twice, leave_a_graph]
+def save_on_two_streams(make: Engines) -> None:
+    """Save on `side`, which nobody has waited for when all that the layer saves is sent from `main`."""
+    inner = StreamLink()
+    engine = make(inner)
+    for _ in range(2):  # the first step learns how much the layer saves
+        x, y = (torch.randn(WIDTH, requires_grad=True) * 1 for _ in range(2))
+        with engine.boundary("layer"):
+            with inner.on("side"):
+                there = x.square().sum()
+            here = y.square().sum()
+        here.backward()
+        with inner.on("side"):
+            there.backward()
+        engine.end_step()
+
+
+SCENARIOS = [train, drop_what_was_loaded, change_streams, save_on_two_streams, view_twice, leave_a_graph]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
@@ -148,6 +164,13 @@ class SharesMemoryOfStreams(CheckedEngine):
         return data
 
 
+class KnowsTheCurrentStreamOnly(CheckedLink):
+    """Rule 1: a copy waits for the streams on which its bytes were made."""
+
+    def now(self, stream: Hashable = None) -> Event:
+        return super().now()
+
+
 class LetsGoTooEarly(CheckedLink):
     """Rule 4: the source is held until its copy is complete."""
 
@@ -191,12 +214,13 @@ BROKEN = [
     (lambda inner: CheckedEngine(CheckedLink(inner), ForgetsReaders(), lead=2), drop_what_was_loaded, "the copy back"),
     (with_link(RemembersTheStream), change_streams, "not ordered after: the copy back"),
     (lambda inner: SharesMemoryOfStreams(CheckedLink(inner), Arena(), lead=2), change_streams, "using memory again"),
+    (with_link(KnowsTheCurrentStreamOnly), save_on_two_streams, "the copy out of `layer` .read. is not ordered"),
     (with_link(LetsGoTooEarly), train, "using memory again that was offloaded"),
     (with_link(DoesNotWait), train, "the backward of `layers.*` is not ordered"),
     (lambda inner: MixesUpStrides(CheckedLink(inner), Arena(), lead=2), view_twice, "came back as"),
     (lambda inner: KeepsItsBlocks(CheckedLink(inner), Arena(), lead=2), leave_a_graph, "belong to no graph"),
 ]
-NAMES = ["load", "load-into", "host-reuse", "stream", "allocator", "source", "wait", "strides", "leak"]
+NAMES = ["load", "load-into", "host-reuse", "stream", "allocator", "made", "source", "wait", "strides", "leak"]
 
 
 @pytest.mark.parametrize(("broken", "scenario", "complaint"), BROKEN, ids=NAMES)
