@@ -11,7 +11,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.attributes import assignment_refusal
 from smpkit.torch.gathering import merge_everywhere, merge_on_first
-from smpkit.torch.partitioning.apply import home_of
+from smpkit.torch.partitioning.apply import home_of, user_of
 from smpkit.torch.partitioning.delayed import fill, is_delayed
 from smpkit.torch.sharded_tensors import as_local, as_shards, as_whole
 from smpkit.torch.state import state
@@ -69,7 +69,7 @@ class ModelState(nn.Module):
         return (buffer for _, buffer in self.local_named_buffers())
 
     def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return (pair for pair in self.module.named_buffers() if pair[1].device.type != "meta")
+        return (pair for pair in self.module.named_buffers() if self._holds_buffer(*pair))
 
     def local_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules that this rank holds, and those above them."""
@@ -181,8 +181,17 @@ class ModelState(nn.Module):
         return {
             name
             for name, value in self.module.state_dict().items()
-            if parameters.get(name, not isinstance(value, torch.Tensor) or value.device.type != "meta")
+            if (parameters[name] if name in parameters else self._holds_buffer(name, value))
         }
+
+    def _holds_buffer(self, name: str, value: Any) -> bool:
+        """Tell whether a buffer (or extra state) is this rank's: its data are here, and its module runs here."""
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            return False
+        assignment = None if self.pipeline is None else self.pipeline.assignment
+        if assignment is None:
+            return True
+        return user_of(name.rpartition(".")[0], assignment.partition_of) in (None, state.pp_rank)
 
     def _check_names(self, values: Mapping[str, Any], expected: set[str]) -> None:
         missing, surplus = sorted(expected - values.keys()), sorted(values.keys() - expected)

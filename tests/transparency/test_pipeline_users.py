@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.ranks import run_ranks
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.training import Setup, run_all
 from tests.transparency.pipeline_models import WIDTH, Case, Loop, block, mse_step, tokens, vectors
 
@@ -31,11 +34,9 @@ def mixtral() -> nn.Module:
 
     sizes: dict[str, Any] = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
-    return MixtralForCausalLM(
-        MixtralConfig(
-            **sizes, **heads, num_local_experts=4, experts_implementation="eager"
-        )  # the others know no float64
-    )
+    config = MixtralConfig(**sizes, **heads, num_local_experts=4)
+    config._experts_implementation = "eager"  # the others know no float64
+    return MixtralForCausalLM(config)
 
 
 def collecting_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
@@ -106,3 +107,104 @@ class Remembering(nn.Module):
 
 def test_tracing_leaves_no_hooks_and_nothing_in_lists() -> None:
     assert run_ranks(train, 2, {"it": Case(Remembering, vectors, mse_step)}, SETUPS[:1]) == [1, 1]
+
+
+class Centred(nn.Module):
+    """Keeps a running mean beside the layer in it, as the module around a unit."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        with torch.no_grad():
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return x - self.mean
+
+
+def whole_and_own_buffers() -> tuple[bool, list[str]]:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1})
+    module = nn.Sequential(Centred(), block())
+    smp.set_partition(module[0], 0)
+    model = smp.DistributedModel(module)
+    smp.step(mse_step)(model, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+    mean = model.state_dict()["0.mean"]
+    names = [name for name, _ in model.local_named_buffers()]
+    smp.barrier()
+    return bool(mean.abs().sum() > 0), names
+
+
+def test_buffers_around_a_unit_are_those_of_the_rank_that_changes_them() -> None:
+    # A state dict had them as the last rank had them: as they were at first.
+    assert run_ranks(whole_and_own_buffers, 2) == [(True, ["0.mean"]), (True, [])]
+
+
+# --- what cannot work is refused --------------------------------------------------------------------------------------
+
+
+class Noting(nn.Module):
+    """Keeps a loss of its own as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.loss = x.pow(2).mean()
+        return x.tanh()
+
+
+def noted_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = functional.mse_loss(model(x), y) + sum(layer.loss for layer in model.module)
+    model.backward(loss)
+    return loss
+
+
+def gradient_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    prediction = model(x)
+    (gradient,) = torch.autograd.grad(prediction.sum(), x, create_graph=True)
+    loss = functional.mse_loss(prediction, y) + gradient.pow(2).mean()
+    model.backward(loss)
+    return loss
+
+
+def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
+    loss = functional.mse_loss(model(x), y)
+    model.backward(loss)
+    return loss if smp.pp_rank() == 0 else None
+
+
+def scripted() -> nn.Module:
+    return nn.Sequential(block(), torch.jit.script(block()), block())
+
+
+def take_step(step: Any) -> None:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "timeout_seconds": 20})
+    model = smp.DistributedModel(nn.Sequential(*[Noting() for _ in range(4)]))
+    smp.step(step)(model, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("step", "hint"),
+    [
+        pytest.param(noted_step, "return it from the module's forward", id="a loss kept as an attribute"),
+        pytest.param(gradient_step, "take others inside a torch.nn.Module", id="a gradient penalty"),
+        pytest.param(returning_step, "returned other things from the step", id="a result on one rank only"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_what_to_do(step: Any, hint: str) -> None:
+    with pytest.raises(RankFailed, match=UsageError.__name__) as caught:
+        run_ranks(take_step, 2, step)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_layer_trains() -> None:
+    assert run_ranks(train, 2, {"scripted": Case(scripted, vectors, mse_step)}, SETUPS[:1]) == [1, 1]

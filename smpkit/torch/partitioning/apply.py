@@ -10,7 +10,7 @@ from torch import nn
 from smpkit.torch.partitioning.delayed import initialize
 from smpkit.torch.tensor_parallel.shards import marked_like
 
-__all__ = ["holders_of", "home_of", "keep_own_parts"]
+__all__ = ["holders_of", "home_of", "keep_own_parts", "user_of"]
 
 
 def holders_of(root: nn.Module, placement: Mapping[str, int], size: int) -> dict[int, frozenset[int]]:
@@ -64,3 +64,16 @@ def home_of(name: str, placement: Mapping[str, int]) -> int | None:
         if not name:
             return None
         name = name.rpartition(".")[0]
+
+
+def user_of(name: str, placement: Mapping[str, int]) -> int | None:
+    """Return the rank whose calls of a module change its buffers; None if all ranks run it.
+
+    Besides what is placed, a module above whose placed parts all lie on one rank runs there alone.
+    """
+    home = home_of(name, placement)
+    if home is not None:
+        return home
+    below = f"{name}." if name else ""
+    homes = {rank for unit, rank in placement.items() if unit.startswith(below)}
+    return homes.pop() if len(homes) == 1 else None

@@ -122,10 +122,10 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
         return hook
 
     handles = []
-    for name in costs:
-        module = root.get_submodule(name)
-        handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
     try:
+        for name in costs:  # a scripted module takes no hooks
+            module = root.get_submodule(name)
+            handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
         with counter, checkpointed.watch(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             body()
     except Exception as error:  # user code on tensors without data may fail in any way

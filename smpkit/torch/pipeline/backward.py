@@ -119,6 +119,10 @@ class BackwardWork:
             torch.autograd.backward(roots, gradients)
         for leaf, move in arrivals:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            if gradient.untyped_storage().nbytes() > gradient.nbytes:
+                # A part of the gradient of a `cat`, say, whose other parts may be gradients of weights: adding to those
+                # would look like a change of this one on its way.
+                gradient = gradient.clone()
             transport.send_gradient(gradient, index, move)
 
     def run_weights(self, segment: int) -> None:

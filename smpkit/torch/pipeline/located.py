@@ -18,7 +18,17 @@ from smpkit.torch.pipeline.specs import TensorSpec
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["OF_SHAPE", "PROPERTIES", "Located", "Running", "between_units", "current", "data_on", "locate"]
+__all__ = [
+    "OF_SHAPE",
+    "PROPERTIES",
+    "Located",
+    "Running",
+    "between_units",
+    "current",
+    "data_on",
+    "locate",
+    "refuse_foreign_graph",
+]
 
 T = torch.Tensor
 
@@ -145,6 +155,15 @@ def data_on(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     return here.value
 
 
+def refuse_foreign_graph(grad_fn: Any) -> None:
+    """Raise: torch has put a graph of its own on a ghost; its backward would end there, and nobody would notice."""
+    raise UsageError(
+        f"`{grad_fn.name().removesuffix('Backward')}`, a custom autograd.Function, was applied to a value that"
+        " another pipeline rank may hold",
+        hint="put the code that calls it into a torch.nn.Module, which is placed as a whole",
+    )
+
+
 def _attribute(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Answer `x.shape` and its like from what is known, and treat `x.T` and its like as the operations they are."""
     operation = PROPERTIES.get(func)
@@ -242,8 +261,10 @@ _REFUSED: Final[dict[Any, str]] = {
     T.register_hook: _INSIDE,
     T.retain_grad: _INSIDE,
     T.untyped_storage: _INSIDE,
+    torch.autograd.grad: "gradients come with the step's backward; take others inside a torch.nn.Module",
+    torch.autograd.backward: "call `model.backward(loss)` instead, so that every rank runs its part",
 }
-"""Methods that mean the tensor itself and not its value, with what to do instead."""
+"""Functions that mean the tensor itself and not its value, with what to do instead."""
 
 _LIKE_OTHER: Final = frozenset({T.type_as, T.expand_as, T.view_as, T.reshape_as, T.to})
 """Methods that look at their second tensor's shape, dtype or device only."""

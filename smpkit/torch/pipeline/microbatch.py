@@ -19,7 +19,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.pipeline.backward import BackwardWork
-from smpkit.torch.pipeline.located import Located, locate
+from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of, tensors_in
@@ -258,7 +258,7 @@ class Microbatch:
         if type(tensor) is not Located:
             return tensor
         if (grad_fn := tensor.grad_fn) is not None:
-            _refuse_foreign_graph(grad_fn)
+            refuse_foreign_graph(grad_fn)
         if tensor.home == home:
             return tensor
         copy = tensor.copies.get(home)
@@ -376,15 +376,6 @@ def _only_home(args: tuple[Any, ...]) -> int | None:
         elif kind not in PLAIN:
             return None
     return home
-
-
-def _refuse_foreign_graph(grad_fn: Any) -> None:
-    """Raise: torch has put a graph of its own on a ghost; its backward would end there, and nobody would notice."""
-    raise UsageError(
-        f"`{grad_fn.name().removesuffix('Backward')}`, a custom autograd.Function, was applied to a value that"
-        " another pipeline rank may hold",
-        hint="put the code that calls it into a torch.nn.Module, which is placed as a whole",
-    )
 
 
 def _spec_of_located(value: Any) -> TensorSpec:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from smpkit.errors import UsageError
 from smpkit.torch.pipeline.located import OF_SHAPE, PROPERTIES, Located, between_units, locate
 from smpkit.torch.pipeline.specs import dense_spec_of
 
@@ -36,9 +37,16 @@ class LocatedWeights:
         self._located: dict[int, Located] = {}
 
     def as_used_on(self, home: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as a call on rank `home` may have it: itself, unless it is a parameter that is not there."""
-        elsewhere = id(tensor) in self._stage.weights_elsewhere and not self._stage.holds(home, tensor)
-        return self.located(tensor) if elsewhere else tensor
+        """Return a tensor as a call on rank `home` may have it: itself, unless it is a parameter that is not there.
+
+        Raises:
+            UsageError: the tensor came out of a unit by a way of its own.
+        """
+        if id(tensor) in self._stage.weights_elsewhere:
+            return tensor if self._stage.holds(home, tensor) else self.located(tensor)
+        if type(tensor) is not Located and tensor.grad_fn is not None:
+            _refuse_leak(tensor.grad_fn, self._stage)
+        return tensor
 
     def located(self, parameter: torch.Tensor) -> Located:
         """Return a parameter as a value whose home is the first rank that holds it."""
@@ -54,6 +62,27 @@ class LocatedWeights:
     def release(self) -> None:
         """Let go of them."""
         self._located.clear()
+
+
+def _refuse_leak(grad_fn: Any, stage: Stage) -> None:
+    """Raise if a tensor that every rank should have was made of weights that only some hold.
+
+    Between units these are located values, so a plain tensor of them was made inside a unit, and did not come out as
+    its result: other ranks have none, or an older one.
+    """
+    seen, stack = {grad_fn}, [grad_fn]
+    while stack:
+        node = stack.pop()
+        weight = getattr(node, "variable", None)
+        if weight is not None and id(weight) in stage.weights_elsewhere:
+            raise UsageError(
+                f"a tensor that a module on pipeline rank {stage.rank} made was used outside it, where other ranks do"
+                " not have it: it was kept as an attribute, or in a list that a hook fills, instead of returned",
+                hint="return it from the module's forward along with its result",
+            )
+        after = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(after)
+        stack += after
 
 
 def given_located_weights(
