@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def optimizer_table(num_parameters: int) -> str:
     counts = (1, 2)
-    found = [optimizers.measure(num_parameters, count, repetitions=10) for count in counts]
+    found = [optimizers.measure(num_parameters, count, repetitions=30) for count in counts]
     lines = ["| | ns per parameter, 1 thread | / torch | 2 threads | / torch |", "|---|---|---|---|---|"]
     for name in found[0]:
         cells = []
@@ -71,14 +71,18 @@ def words_table(width: int, rounds: int, fairscale_python: str) -> str:
                 print(f"{name} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
             else:
                 runs.append(json.loads(done.stdout.splitlines()[-1]))
-    lines = ["| | words/s, best | median | peak host | peak device | reserved | loss after 1 step | after 5 |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = [
+        "| | words/s, best | median | CPU s/step | peak host | peak device | reserved | loss after 1 step | after 5 |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for name, runs in found.items():
         if runs:
             speeds = [run["words_per_second"] for run in runs]
-            memory = [size(runs[0].get(key)) for key in ("host_bytes", "device_bytes", "reserved_bytes")]
+            kinds = ("host_bytes", "device_bytes", "reserved_bytes")
+            memory = [size(min((run[key] for run in runs if key in run), default=None)) for key in kinds]
             losses = runs[0]["losses"]
-            cells = [f"{max(speeds):.1f}", f"{statistics.median(speeds):.1f}", *memory]
+            busy = min(run["busy_seconds"] for run in runs)
+            cells = [f"{max(speeds):.1f}", f"{statistics.median(speeds):.1f}", f"{busy:.3f}", *memory]
             lines.append(f"| {name} | {' | '.join(cells)} | {losses[1]:.5f} | {losses[5]:.5f} |")
     return f"Width {width}, 10 layers, 3 slices, 1 microbatch, fp32, Adam.\n\n" + "\n".join(lines)
 

@@ -62,7 +62,12 @@ def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callabl
         fused(wide)
         weight.copy_(master)
 
+    def two_passes() -> None:
+        fused(gradient)
+        weight.copy_(master)
+
     wide_span = Span(gradient, master, (first, second), None)
+    out_span = Span(gradient, master, (first, second), weight)
     narrow_span = Span(narrow, master, (first, second), weight)
 
     def ours(kernel: Kernel, span: Span) -> Callable[[], object]:
@@ -79,8 +84,10 @@ def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callabl
         BASE: lambda: fused(gradient),
         "torch fused AdamW, fp32 only, in memory of torch": lambda: fused(of_torch[0], tuple(of_torch[1:])),
         "smpkit, fp32 only": ours(one_pass, wide_span),
+        "smpkit, one pass with the cast out": ours(one_pass, out_span),
         "smpkit, one pass with both casts": ours(one_pass, narrow_span),
         "smpkit without a compiler, tiles with both casts": ours(tiled, narrow_span),
+        "torch fused AdamW, cast": two_passes,
         "cast, torch fused AdamW, cast": three_passes,
     }
     if num_threads == 1:  # it runs in the thread that calls it
@@ -89,27 +96,34 @@ def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callabl
         contestants["torch.compile, one pass with both casts"] = lambda: compiled(
             narrow, master, first, second, weight, *constants
         )
-    theirs = deepspeed_step(master, gradient)
+    theirs = deepspeed_step(master, gradient, first, second)
     if theirs is not None:
 
-        def three_passes_of_theirs() -> None:
-            gradient.copy_(narrow)
+        def two_passes_of_theirs() -> None:
             theirs()
             weight.copy_(master)
 
+        def three_passes_of_theirs() -> None:
+            gradient.copy_(narrow)
+            two_passes_of_theirs()
+
         contestants[PEER] = theirs
+        contestants["DeepSpeedCPUAdam, cast"] = two_passes_of_theirs
         contestants["cast, DeepSpeedCPUAdam, cast"] = three_passes_of_theirs
     return contestants
 
 
-def deepspeed_step(master: Tensor, gradient: Tensor) -> Callable[[], object] | None:
-    """Return a step of DeepSpeedCPUAdam on the same memory, where it is installed and compiles."""
+def deepspeed_step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> Callable[[], object] | None:
+    """Return a step of DeepSpeedCPUAdam on the same memory, its states too, where it is installed and compiles."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
         parameter = torch.nn.Parameter(master)
         parameter.grad = gradient
-        step: Callable[[], object] = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01).step
+        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
+        step: Callable[[], object] = optimizer.step
+        step()  # makes states of its own, in memory of torch
+        optimizer.state[parameter].update(exp_avg=first, exp_avg_sq=second)
     except Exception as error:  # it compiles when it is made, and fails in many ways where it cannot
         print(f"DeepSpeedCPUAdam is left out: {type(error).__name__}: {str(error).splitlines()[0]}")
         return None

@@ -228,11 +228,14 @@ def _host_seconds(model: OffloadedModel, machine: Machine) -> float:
 
 
 def device_peak_bytes(model: OffloadedModel) -> float:
-    """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, two borders."""
+    """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, two borders.
+
+    A model of one slice has one of each.
+    """
     slice_bytes = model.imbalance * model.weights_bytes / model.num_slices
     border = model.border_bytes / model.num_microbatches
     in_slice = _SAVED_UNITS * border * model.layers / model.num_slices
-    return 4 * slice_bytes + in_slice + 2 * border
+    return 2 * min(2, model.num_slices) * slice_bytes + in_slice + 2 * border
 
 
 def host_peak_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> float:

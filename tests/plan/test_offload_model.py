@@ -77,6 +77,8 @@ def test_device_holds_two_slices_and_one_microbatch() -> None:
     model = OffloadedModel(32e6, 8, 4000, num_microbatches=4, num_layers=16, width=100)
     border = 1000 * 100 * 2
     assert device_peak_bytes(model) == pytest.approx(4 * 8e6 + 2 * 25.04 * border + 2 * border)
+    whole = replace(model, num_slices=1)  # one buffer for weights and one for gradients
+    assert device_peak_bytes(whole) == pytest.approx(2 * 64e6 + 16 * 25.04 * border + 2 * border)
     assert device_peak_bytes(replace(model, imbalance=1.5)) == pytest.approx(device_peak_bytes(model) + 16e6)
 
 
