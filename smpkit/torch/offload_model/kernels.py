@@ -106,7 +106,8 @@ class Sgd:
     @property
     def constants(self) -> tuple[float, ...]:
         """Learning rate, L2 factor, what of the momentum stays, of the gradient enters it, and of each is used."""
-        keep, enter = (0.0, 1.0) if self.step == 1 else (self.momentum, 1 - self.dampening)
+        first = self.step == 1 or not self.momentum  # without momentum there is no dampening, as in torch
+        keep, enter = (0.0, 1.0) if first else (self.momentum, 1 - self.dampening)
         of_gradient, of_momentum = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
         return self.lr, self.weight_decay, keep, enter, of_gradient, of_momentum, self.factor
 

@@ -256,8 +256,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.grad_norm = float(torch.stack(norms).double().norm()) / scale if norms else 0.0
         if grad_scale is not None and not math.isfinite(self.grad_norm):
             return None
-        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
-        return clip / scale
+        clip = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (self.grad_norm + 1e-6)
+        return (1.0 if clip > 1.0 else clip) / scale  # not `min`: a norm that is NaN makes all weights NaN, as in torch
 
     def _update(self, index: int, factor: float) -> None:
         """Let threads update a slice when its gradients have arrived and its last update has ended."""

@@ -116,6 +116,66 @@ def test_groups_and_schedules() -> None:
     close(plain, model, 1e-5)
 
 
+@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD])
+def test_groups_that_maximize(rule: Any) -> None:
+    plain, model = make_pair()
+
+    def groups(network: nn.Module) -> list[dict[str, Any]]:
+        parameters = list(network.parameters())
+        return [{"params": parameters[::2], "maximize": True}, {"params": parameters[1::2]}]
+
+    optimizers = (
+        rule(groups(plain), lr=1e-2, weight_decay=0.1),
+        OffloadOptimizer(model, rule, groups(model), lr=1e-2, weight_decay=0.1),
+    )
+    train((plain, model), lambda _: [(each.step(), each.zero_grad()) for each in optimizers])
+    close(plain, model)
+
+
+def test_momentum_of_some_groups_only() -> None:
+    """Without momentum torch's SGD takes no notice of dampening."""
+    plain, model = make_pair()
+
+    def groups(network: nn.Module) -> list[dict[str, Any]]:
+        parameters = list(network.parameters())
+        return [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:], "dampening": 0.5}]
+
+    optimizers = torch.optim.SGD(groups(plain), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, groups(model), lr=0.1)
+    train((plain, model), lambda _: [(each.step(), each.zero_grad()) for each in optimizers])
+    close(plain, model)
+
+
+def test_clipping_is_torchs_to_the_last_epsilon() -> None:
+    """With SGD, for Adam takes no notice of a factor; with a norm that is not much larger than torch's 1e-6."""
+    plain, model = make_pair()
+    expected = torch.optim.SGD(plain.parameters(), lr=1e4)
+    actual = OffloadOptimizer(model, torch.optim.SGD, lr=1e4, max_grad_norm=5e-6)
+    inputs = torch.randn(5, 6)
+    for network, scale in ((plain, 1.0), (model, 1024.0)):
+        (network(inputs).square().mean() * 1e-5 * scale).backward()
+    assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 5e-6) > 5e-6
+    expected.step()
+    actual.step(grad_scale=1024.0)
+    close(plain, model, 1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_clipping_what_is_not_finite_gives_what_torch_gives(value: float) -> None:
+    """Without a loss scale no step is dropped: a norm that is no number leaves none in any weight."""
+    plain, model = make_pair()
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1)
+    actual = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_grad_norm=1.0)
+    for network in (plain, model):
+        output = network(torch.ones(5, 6))
+        (output * torch.tensor([value, 1.0])).sum().backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for each in (expected, actual):
+        each.step()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(q.isnan(), p.isnan())
+        torch.testing.assert_close(q, p, rtol=0, atol=1e-6, equal_nan=True)
+
+
 @everywhere
 def test_frozen_and_unused_parameters_are_left_alone() -> None:
     class Part(nn.Module):
