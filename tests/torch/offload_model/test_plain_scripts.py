@@ -438,3 +438,42 @@ def test_an_input_may_be_used_by_some_microbatches_only(checkpoint: bool) -> Non
     assert other.grad is not None
     assert value.grad.flatten().tolist() == [3, 3, 3, 1, 1, 3, 3]
     assert other.grad.flatten().tolist() == [1, 1, 1, 0, 0, 1, 1]
+
+
+@both_ways
+def test_more_weights_may_be_trained_in_the_next_step(checkpoint: bool) -> None:
+    plain, model = make_pair(layers(), checkpoint_activation=checkpoint)
+    inputs = torch.randn(3, 4)
+    for smallest in (1, 2):  # biases, then all
+        for network in (plain, model):
+            network.eval().zero_grad()
+            for parameter in network.parameters():
+                parameter.requires_grad_(parameter.dim() == 1 or smallest == 2)
+            network(inputs).square().sum().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+
+
+@both_ways
+def test_a_weight_may_be_handed_on_and_returned(checkpoint: bool) -> None:
+    class Give(nn.Linear):
+        def forward(self, value: Tensor) -> Any:
+            return super().forward(value), self.weight
+
+    class Keep(nn.Linear):
+        def forward(self, values: Any) -> Any:
+            return super().forward(values[0]), values[1]
+
+    torch.manual_seed(0)
+    plain, model = make_pair(
+        nn.Sequential(Give(4, 4), *[Keep(4, 4) for _ in range(4)]), num_slices=5, checkpoint_activation=checkpoint
+    )
+    inputs = torch.randn(3, 4)
+    for network in (plain, model):
+        value, weight = network(inputs)
+        assert torch.equal(weight, next(plain.parameters()))
+        (value.sum() + weight.square().sum()).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=1e-6)
