@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
+from smpkit.torch.tensor_parallel.whole_state import joined
 from tests.ranks import run_ranks
 
 Weights = dict[str, torch.Tensor]
@@ -22,12 +23,23 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16 sharded states": {"fp16": True, "shard_optimizer_state": True},
     "sharded": {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0},
 }
+HALF_MODES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"bf16": True},
+    "bf16 states": {"bf16": True, "shard_optimizer_state": True},
+    "bf16 tensor": {"bf16": True, "tensor_parallel_degree": 2},
+    "bf16 sharded": {"bf16": True, **MODES["sharded"]},
+    "fp16": {"fp16": True},
+    "fp16 sharded": {"fp16": True, **MODES["sharded"]},
+}
 
 
 def begin(mode: str, seed: int) -> tuple[Any, Any]:
-    smp.init({"ddp": True, "microbatches": 2, **MODES[mode]})
+    smp.init({"ddp": True, "microbatches": 2, **(MODES | HALF_MODES)[mode]})
     torch.manual_seed(seed)
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 1)))
+    with smp.tensor_parallelism():  # divides the one of an even number of features
+        module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 1))
+    model = smp.DistributedModel(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, smp.DistributedOptimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0})
 
@@ -95,3 +107,57 @@ def test_training_goes_on_in_the_same_or_another_mode(tmp_path: Path) -> None:
     names = {each.name for each in (tmp_path / "fp16 sharded states_partial").iterdir()}
     assert {"fp16_states_0_0_0.pt", "fp16_states_0_0_1.pt", "optimizer_0_0_1.pt", "model_0_0.pt"} <= names
     assert {"model_0_0_0.pt", "model_0_0_1.pt"} <= {each.name for each in (tmp_path / "sharded_partial").iterdir()}
+
+
+def finest(model: Any, optimizer: Any) -> tuple[Weights, float | None]:
+    """Return the whole weights as finely as they are kept, and the loss scale."""
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if optimizer.masters is not None:
+        states = optimizer.state_dict()["state"]
+        masters = {number: each["master"] for number, each in states.items() if "master" in each}
+        names = [name for name, _ in model.module.named_parameters()]
+        weights |= joined(model.module, {names[number]: master.clone() for number, master in masters.items()})
+    scale = None if optimizer.masters is None else float(optimizer.masters.scaler.loss_scale)
+    return weights, scale
+
+
+def carry(path: str, pairs: list[tuple[str, str]]) -> None:
+    kept = {}
+    for mode in HALF_MODES:
+        model, optimizer = begin(mode, seed=0)
+        train(model, optimizer, 0)
+        smp.save_checkpoint(path, mode)
+        kept[mode] = finest(model, optimizer)
+        smp.shutdown()
+    for saved, now in pairs:
+        model, optimizer = begin(now, seed=1)
+        smp.resume_from_checkpoint(path, saved)
+        weights, scale = finest(model, optimizer)
+        for name, value in kept[saved][0].items():
+            assert weights[name].dtype == torch.float32, f"{saved} -> {now}: {name}"
+            assert torch.equal(weights[name], value), f"{saved} -> {now}: {name}"
+        if saved[:4] == now[:4]:
+            assert scale == kept[saved][1]
+        states = optimizer.optimizer.state_dict()["state"].values()
+        assert all(each.keys() == {"step", "exp_avg", "exp_avg_sq"} for each in states), "and no master among them"
+        smp.shutdown()
+
+
+CARRIED = [
+    ("bf16", "bf16 sharded"),
+    ("bf16 states", "bf16 sharded"),
+    ("bf16 tensor", "bf16 sharded"),
+    ("bf16", "float32"),
+    ("bf16 sharded", "bf16"),
+    ("bf16 sharded", "bf16 states"),
+    ("bf16 sharded", "bf16 tensor"),
+    ("bf16 sharded", "fp16"),
+    ("float32", "bf16 tensor"),
+    ("fp16", "fp16 sharded"),
+    ("fp16 sharded", "fp16"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_float32_weights_are_carried_wherever_a_mode_keeps_them(tmp_path: Path) -> None:
+    run_ranks(carry, 2, str(tmp_path), CARRIED, timeout=150)

@@ -22,13 +22,14 @@ from smpkit.torch.checkpoints.contents import (
     own_place,
     parameter_names,
 )
+from smpkit.torch.checkpoints.masters import Source, finer_sources, is_half
 from smpkit.torch.checkpoints.places import Box, boxes_in, copy_boxes
 from smpkit.torch.checkpoints.planner import Target, read_into
 from smpkit.torch.checkpoints.reader import PieceReader
 from smpkit.torch.checkpoints.renamed import Make, Renamed, read_whole, renamed_modules
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.partitioning.delayed import allocate, is_delayed
-from smpkit.torch.precision import SCALER_KEY
+from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
 from smpkit.torch.sharded_tensors import as_local
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.module import whole_shape
@@ -55,6 +56,8 @@ def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MO
     """
     own = model.module.state_dict(keep_vars=True)
     sources = _sources(model.module, own, reader, prefix, strict)
+    if prefix == MODEL:
+        sources |= finer_sources(model.module, sources, reader)
     _check_shapes(own, sources, reader)
     waits = model_waits(model)
     later = [name for name, source in sources.items() if waits and (is_delayed(own[name]) or _lacks(reader, source))]
@@ -70,23 +73,19 @@ def model_waits(model: Model) -> bool:
     return model.pipeline is not None and not model.partitioned
 
 
-_Source = str | Make
-"""The name in the checkpoint, or what makes the whole tensor."""
-
-
-def _lacks(reader: PieceReader, source: _Source) -> bool:
+def _lacks(reader: PieceReader, source: Source) -> bool:
     return isinstance(source, str) and reader.lacks(source)
 
 
 def _sources(
     root: nn.Module, own: Mapping[str, Any], reader: PieceReader, prefix: str, strict: bool
-) -> dict[str, _Source]:
+) -> dict[str, Source]:
     """Return where each entry of the model's state comes from, by name.
 
     A tied weight may be in the checkpoint under any of its names (files of Hugging Face hold it under one).
     """
     there = {name.removeprefix(prefix) for name in reader.metadata.state_dict_metadata if name.startswith(prefix)}
-    found: dict[str, _Source] = {name: prefix + name for name in own if name in there}
+    found: dict[str, Source] = {name: prefix + name for name in own if name in there}
     for renamed in renamed_modules(root, there):
         there -= {renamed.prefix + name for name in renamed.theirs}
         made = renamed.made(reader, lambda name: prefix + name)
@@ -109,7 +108,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:5]) + more
 
 
-def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, _Source], reader: PieceReader) -> None:
+def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, Source], reader: PieceReader) -> None:
     wrong = []
     for name, source in sources.items():
         if not isinstance(source, str):
@@ -127,7 +126,7 @@ def _text(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else str(list(shape))
 
 
-def _fill(model: Model, reader: PieceReader, sources: Mapping[str, _Source]) -> None:
+def _fill(model: Model, reader: PieceReader, sources: Mapping[str, Source]) -> None:
     own = model.module.state_dict(keep_vars=True)
     held = {
         name: own[name]
@@ -226,6 +225,7 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
     by_parameter = _states_by_parameter(reader)
     made = _made_states(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    masters = _Masters(optimizer, model, reader)
     states: dict[int, dict[str, Any]] = {}
     targets: dict[str, Target] = {}
     objects: dict[str, list[tuple[int, str]]] = {}
@@ -233,14 +233,23 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
         if not model.owns(parameter):
             continue
         for key, make in made.get(name, {}).items():
-            states.setdefault(index, {})[key] = _piece(make(), parameter)
+            if key != MASTER_KEY or masters.has(parameter):
+                states.setdefault(index, {})[key] = _piece(make(), parameter)
         for key, full in _usable(name, () if name in made else by_parameter.get(name, ()), parameter):
+            if key == MASTER_KEY and not masters.has(parameter):
+                continue
             item = reader.metadata.state_dict_metadata[full]
             if isinstance(item, TensorStorageMetadata):
                 targets[full] = _target(item, parameter)
                 states.setdefault(index, {})[key] = targets[full].tensor
             else:
                 objects.setdefault(full, []).append((index, key))
+        source = masters.source_of(name, parameter) if MASTER_KEY not in states.get(index, {}) else None
+        if isinstance(source, str):
+            targets[source] = Target(torch.empty_like(parameter, dtype=torch.float32), boxes_in(parameter))
+            states.setdefault(index, {})[MASTER_KEY] = targets[source].tensor
+        elif source is not None:
+            states.setdefault(index, {})[MASTER_KEY] = _piece(source(), parameter)
     scalers = [name for name in (SCALER,) if name in reader.metadata.state_dict_metadata]
     found = read_into(reader, targets, [*objects, *scalers])
     for full, places in objects.items():
@@ -248,6 +257,27 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
             states.setdefault(index, {})[key] = found[full]
     scaler = {} if SCALER not in found else {SCALER_KEY: found[SCALER]}
     optimizer.load_state_dict({"state": states, "param_groups": groups, **scaler})
+
+
+class _Masters:
+    """Which parameters of an optimizer have masters here, and where in a checkpoint without masters they are."""
+
+    def __init__(self, optimizer: Optimizer, model: Model, reader: PieceReader) -> None:
+        self._ids = set() if optimizer.masters is None else set(optimizer.masters.masters())
+        self._reader = reader
+        own = model.module.state_dict(keep_vars=True)
+        self._sources = _sources(model.module, own, reader, MODEL, strict=False) if self._ids else {}
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._ids
+
+    def source_of(self, name: str, parameter: torch.Tensor) -> Source | None:
+        """Return the model's weight in the checkpoint, if it is finer than this one."""
+        source = self._sources.get(name) if self.has(parameter) else None
+        if isinstance(source, str):
+            item = self._reader.metadata.state_dict_metadata[source]
+            return source if isinstance(item, TensorStorageMetadata) and not is_half(item.properties.dtype) else None
+        return source
 
 
 def _made_states(
