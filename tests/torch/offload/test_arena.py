@@ -157,3 +157,11 @@ class Forbidden:
 def test_20_no_event_is_asked_for_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert cuda._is_over(Forbidden()) is False  # type: ignore[arg-type]
+
+
+def test_a_budget_with_less_left_than_a_block_gives_none() -> None:
+    arena = Arena(budget_bytes=4096 + 256)
+    take(arena, 4096)
+    assert arena.take(512) is None
+    assert take(arena, 256).bytes.numel() == 256
+    assert arena.mapped_bytes == 4096 + 256
