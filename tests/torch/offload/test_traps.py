@@ -470,3 +470,11 @@ def test_hooks_of_others_keep_their_tensors() -> None:
         (inputs() * 1).square()
     assert seen
     assert engine.ledger.bytes_out == 0
+
+
+def test_25_what_finds_no_room_in_a_group_is_not_counted_as_moved() -> None:
+    engine = engine_on(budget_bytes=BOUNDARY_BYTES)
+    with engine.everything("layer"):
+        y = (inputs() * 1).square() + (inputs(1) * 1).square()
+    assert engine.ledger.bytes_out == engine.ledger.kept_bytes == BOUNDARY_BYTES
+    y.sum().backward()
