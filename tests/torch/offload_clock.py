@@ -59,7 +59,7 @@ class ClockLink:
     def stream(self) -> Hashable:
         return "compute"
 
-    def now(self) -> Event:
+    def now(self, stream: Hashable = None) -> Event:
         return _Ticket(self, self.seconds)
 
     def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
