@@ -50,7 +50,8 @@ class OffloadModel(nn.Module):
         checkpoint_activation: keep only the slices' inputs, on the CPU, and run each slice again in backward. Without
             it everything that autograd saves stays on the device, except weights.
         num_microbatches: pieces of the batch that pass through a slice one after the other while it is there. Batches
-            are cut along dimension 0 of all input tensors; a batch with fewer rows is cut into fewer pieces.
+            are cut along dimension 0 of all input tensors; a batch with fewer rows is cut into fewer pieces. Tensors of
+            one row or none (masks, positions) go to every piece whole, and come out once where all layers hand them on.
         layers: paths of the modules that `model` calls one after the other, each with what the one before returned; a
             path to a `ModuleList` or `Sequential` stands for its members.
         dtype: what floating-point weights are computed in, for example `torch.bfloat16`; parameters keep theirs.

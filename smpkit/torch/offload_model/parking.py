@@ -28,12 +28,17 @@ class Parked:
     Args:
         tensor: on the device, or anywhere if it is the user's input: that is never ours to free.
         requires_grad: whether a gradient is wanted for it.
+        is_input: whether it is the user's input.
+        shared: which of the user's inputs it is, where every microbatch got that whole.
     """
 
-    __slots__ = ("back", "block", "device", "home", "origin", "out", "pattern", "requires_grad")
+    __slots__ = ("back", "block", "device", "home", "origin", "out", "pattern", "requires_grad", "shared")
 
-    def __init__(self, tensor: Tensor, *, requires_grad: bool, is_input: bool = False) -> None:
+    def __init__(
+        self, tensor: Tensor, *, requires_grad: bool, is_input: bool = False, shared: int | None = None
+    ) -> None:
         self.requires_grad = requires_grad
+        self.shared = shared
         self.origin = tensor if is_input else None
         self.device = None if is_input else tensor
         self.pattern = torch.empty_like(tensor, device="meta")

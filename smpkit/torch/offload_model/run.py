@@ -92,7 +92,10 @@ class Run:
                 boundaries = self._forward_slice(index, boundaries)
         engine.residence.complete()
         self.outputs = boundaries[0].structure
-        joined = join([[engine.parking.take(parked) for parked in each.tensors] for each in boundaries])
+        joined = join(
+            [[engine.parking.take(parked) for parked in each.tensors] for each in boundaries],
+            [[parked.shared for parked in each.tensors] for each in boundaries],
+        )
         self._joined = [how for _, how in joined]
         return [tensor for tensor, _ in joined], [parked.requires_grad for parked in boundaries[0].tensors]
 
@@ -133,7 +136,15 @@ class Run:
         return joined, engine.gradients.landed(landings, parameters)
 
     def _arriving(self, part: Sequence[Tensor]) -> _Boundary:
-        tensors = [Parked(tensor.detach(), requires_grad=tensor.requires_grad, is_input=True) for tensor in part]
+        tensors = [
+            Parked(
+                tensor.detach(),
+                requires_grad=tensor.requires_grad,
+                is_input=True,
+                shared=number if rows[0] is None else None,
+            )
+            for number, (tensor, rows) in enumerate(zip(part, self._rows, strict=True))
+        ]
         return _Boundary(self._structure, tensors, [])
 
     def _fetch(self, boundaries: Sequence[_Boundary], number: int) -> None:
@@ -163,22 +174,22 @@ class Run:
             with self._autocast.again():
                 value = engine.call(index, boundary.structure.fill(tensors))
             # What the slice has changed in place must not come from the host again, where it is unchanged.
-            unchanged = versions is not None and versions == _versions(tensors)
-            return self._outgoing(index, boundary, tensors if unchanged else [], value)
+            changed = versions is None or versions != _versions(tensors)
+            return self._outgoing(index, boundary, tensors, value, changed=changed)
         for tensor, parked in zip(tensors, boundary.tensors, strict=True):
             tensor.requires_grad_(parked.requires_grad)
         if not self._recompute:
             with without_weights(engine.residence, index):
-                entered, value = self._call(index, boundary, tensors)
+                entered, value, changed = self._call(index, boundary, tensors)
             piece.graph = (tensors, flatten(value)[0])
         else:
             piece.modes, piece.random = engine.slices[index].modes, random_state(engine.device)
             with discarding(), engine.slices[index].buffers.remembered(piece.buffers):
-                entered, value = self._call(index, boundary, tensors)
-        return self._outgoing(index, boundary, entered, value)
+                entered, value, changed = self._call(index, boundary, tensors)
+        return self._outgoing(index, boundary, entered, value, changed=changed)
 
-    def _call(self, index: int, boundary: _Boundary, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
-        """Run a slice with a graph; return what went in and what came out."""
+    def _call(self, index: int, boundary: _Boundary, tensors: list[Tensor]) -> tuple[list[Tensor], Any, bool]:
+        """Run a slice with a graph; return what went in, what came out, and whether what went in was changed."""
         piece = self._engine.slices[index]
         with torch.enable_grad(), self._autocast.again():
             modes = piece.modes
@@ -188,8 +199,7 @@ class Run:
             value = self._engine.call(index, boundary.structure.fill(entered))
         overwritten = any(tensor._version != version for tensor, version in zip(entered, versions, strict=True))
         self._learn(index, piece, modes, overwritten=overwritten)
-        # An input that comes out changed is a new tensor to the slices behind.
-        return [] if overwritten else entered, value
+        return entered, value, overwritten
 
     def _learn(self, index: int, piece: Slice, modes: Modes, *, overwritten: bool) -> None:
         """Remember whether a slice changes its input in place, which backward needs unchanged."""
@@ -200,18 +210,22 @@ class Run:
             )
         piece.overwrites_input[modes] = piece.overwrites_input.get(modes, False) or overwritten
 
-    def _outgoing(self, index: int, inputs: _Boundary, entered: Sequence[Tensor], value: Any) -> _Boundary:
+    def _outgoing(
+        self, index: int, inputs: _Boundary, entered: Sequence[Tensor], value: Any, *, changed: bool
+    ) -> _Boundary:
         """Make the boundary behind a slice, and start its way to the host if it is to wait there."""
         engine = self._engine
-        known = {id(tensor): parked for tensor, parked in zip(entered, inputs.tensors, strict=False)}
+        known = {id(tensor): parked for tensor, parked in zip(entered, inputs.tensors, strict=True)}
         outputs, structure = flatten(value)
         tensors, owned = [], []
         for output in outputs:
-            parked = known.get(id(output))
-            if parked is None:
+            same = known.get(id(output))
+            if same is not None and not changed:
+                parked = same
+            else:  # an input that comes out changed is a new tensor to the slices behind
                 # A weight that is itself an output would be overwritten by the next slice but one.
                 kept = output.detach().clone() if engine.residence.holds(output) else output.detach()
-                parked = Parked(kept, requires_grad=output.requires_grad)
+                parked = Parked(kept, requires_grad=output.requires_grad, shared=same.shared if same else None)
                 owned.append(parked)
             tensors.append(parked)
         if index + 1 < len(engine.slices):

@@ -86,7 +86,7 @@ class Joined:
     """
 
     rows: tuple[int, ...] | None
-    """Of each part; None: every microbatch handed on the same tensor."""
+    """Of each part; None: every microbatch handed on the same input, so it is there once."""
     parts: int
 
     def split(self, gradient: Tensor | None) -> list[Tensor | None]:
@@ -98,18 +98,22 @@ class Joined:
         return list(torch.split(gradient, list(self.rows)))
 
 
-def join(parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Joined]]:
+def join(parts: Sequence[Sequence[Tensor]], shared: Sequence[Sequence[int | None]]) -> list[tuple[Tensor, Joined]]:
     """Put the output tensors of microbatches together along dimension 0.
+
+    Args:
+        parts: by microbatch.
+        shared: for each of them, the input that it is where every microbatch got that whole; it comes out once.
 
     Raises:
         UsageError: a tensor without dimensions, for example a loss.
     """
-    return [_join(tensors) for tensors in zip(*parts, strict=True)]
+    return [_join(*each) for each in zip(zip(*parts, strict=True), zip(*shared, strict=True), strict=True)]
 
 
-def _join(parts: Sequence[Tensor]) -> tuple[Tensor, Joined]:
+def _join(parts: Sequence[Tensor], shared: Sequence[int | None]) -> tuple[Tensor, Joined]:
     first, count = parts[0], len(parts)
-    if all(part is first for part in parts):
+    if count == 1 or (shared[0] is not None and len(set(shared)) == 1):
         return first, Joined(None, count)
     if first.dim() == 0:
         raise UsageError(
