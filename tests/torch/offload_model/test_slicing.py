@@ -49,10 +49,17 @@ def test_more_slices_than_layers_is_one_each() -> None:
     assert slice_ends(layers(1, 2, 3), 9) == [1, 2, 3]
 
 
-def test_measured_costs_and_bytes_can_be_balanced() -> None:
+def test_measured_costs_can_be_balanced() -> None:
     assert slice_ends(layers(1, 1, 1, 1), 2, [0.9, 0.1, 0.1, 0.1]) == [1, 4]
-    wide = [nn.Linear(4, 1, bias=False, dtype=torch.float64), *layers(4, 4)]
-    assert slice_ends(wide, 2, "bytes") == [1, 3]
+
+
+def test_bytes_count_every_number_of_a_wide_layer_and_parameters_count_once() -> None:
+    wide = [nn.Linear(4, 1, bias=False, dtype=torch.float64) for _ in range(2)]
+    mixed = [*wide, *layers(4, 4, 4, 4)]  # of 32 and 16 bytes
+    assert slice_ends(mixed, 2, "params") == [3, 6]
+    assert slice_ends(mixed, 2, "bytes") == [2, 6]
+    model = OffloadModel(nn.Sequential(*mixed), torch.device("cpu"), num_slices=2, balance="bytes")
+    assert [len(list(piece.parameters())) for piece in model.model_slices] == [2, 4]
 
 
 @pytest.mark.parametrize("num_slices", [0, -1, True, 1.5])
