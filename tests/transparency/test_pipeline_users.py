@@ -74,13 +74,49 @@ def penalised_step(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss, penalty, norm, sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_parameters_are_values_between_units() -> None:
-    # They were NaN on the ranks that do not hold them.
+class Shift(nn.Module):
+    """Keeps nothing for backward, so that its input may be changed after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class ThroughViews(nn.Module):
+    """Changes a value through views after it has been sent, and sends it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block(), block(), block(), Shift()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) * 2
+        y = self.layers[3](x)
+        x[:, 0].zero_()
+        y = y + self.layers[3](x)
+        x.view(-1).add_(1)
+        y = y + self.layers[3](x)
+        x.T.mul_(2)
+        y = y + self.layers[3](x)
+        x.mT[1:][0] = 3
+        y = y + self.layers[3](x)
+        whole = x.view(-1)
+        functional.relu(x, inplace=True)
+        result: Tensor = y + self.layers[3](whole.view_as(x)) + self.layers[3](x)
+        return result
+
+
+def test_parameters_and_views_are_values_between_units() -> None:
+    # Parameters were NaN on the ranks that do not hold them. What had been sent stayed as it was before the change.
     cases = {
         "reused weights": Case(Reused, vectors, mse_step),
         "penalties": Case(Loop, vectors, penalised_step),
+        "changes through views": Case(ThroughViews, vectors, mse_step),
     }
-    assert run_ranks(train, 2, cases, SETUPS, timeout=120) == [2, 2]
+    assert run_ranks(train, 2, cases, SETUPS, timeout=120) == [3, 3]
 
 
 # --- what models keep -------------------------------------------------------------------------------------------------
@@ -181,6 +217,16 @@ def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
     return loss if smp.pp_rank() == 0 else None
 
 
+def left_behind_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    layers = model.module
+    hidden = layers[0](x)
+    back = layers[0](layers[3](hidden))  # `hidden` is cut off its graph where this comes back
+    hidden[:, 0].zero_()
+    loss = functional.mse_loss(layers[0](hidden) + back, y)
+    model.backward(loss)
+    return loss
+
+
 def scripted() -> nn.Module:
     return nn.Sequential(block(), torch.jit.script(block()), block())
 
@@ -197,6 +243,7 @@ def take_step(step: Any) -> None:
         pytest.param(noted_step, "return it from the module's forward", id="a loss kept as an attribute"),
         pytest.param(gradient_step, "take others inside a torch.nn.Module", id="a gradient penalty"),
         pytest.param(returning_step, "returned other things from the step", id="a result on one rank only"),
+        pytest.param(left_behind_step, "assign to the value itself", id="a view whose base has left its graph"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_what_to_do(step: Any, hint: str) -> None:

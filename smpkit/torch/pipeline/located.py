@@ -7,6 +7,7 @@ needs to know (`.item()`, `if tensor:`) is broadcast from the home.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,7 +68,8 @@ class Located(torch.Tensor):
     """A tensor of which this rank holds either the data or only the shape.
 
     `spec` is what all ranks know of it; `home` the pp_rank that holds it; `value` the data there, None elsewhere;
-    `segment` the home's segment that made it; `copies` what it was sent as, by pp_rank. Made by `locate`.
+    `segment` the home's segment that made it; `copies` what it was sent as, by pp_rank; `family` all
+    that may be the same memory, if there is more. Made by `locate`.
     """
 
     spec: TensorSpec
@@ -75,6 +77,7 @@ class Located(torch.Tensor):
     value: torch.Tensor | None
     segment: int
     copies: dict[int, Located]
+    family: list[weakref.ref[Located]] | None
 
     # The questions that models ask most, answered without the detour through __torch_function__.
     @property
@@ -138,7 +141,7 @@ def locate(
     made: Located = torch.Tensor._make_wrapper_subclass(
         Located, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
     )
-    made.spec, made.home, made.value, made.segment, made.copies = spec, home, value, segment, {}
+    made.spec, made.home, made.value, made.segment, made.copies, made.family = spec, home, value, segment, {}, None
     return made
 
 

@@ -22,6 +22,7 @@ from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same
+from smpkit.torch.pipeline.sharing import changes_in_place, forget_copies, may_share, relate, spoil
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of, tensors_in
 from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.pipeline.weights import LocatedWeights
@@ -94,7 +95,7 @@ class Microbatch:
 
     def operate(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one torch operation where its data is."""
-        target = args[0] if args and _changes_in_place(func, name) else None
+        target = args[0] if args and changes_in_place(func, name, kwargs) else None
         if target is not None and not isinstance(target, Located):
             raise UsageError(
                 f"`{name}` changes a tensor that every rank holds by a value that only one pipeline rank holds",
@@ -103,7 +104,8 @@ class Microbatch:
         only = None if kwargs else _only_home(args)
         home = target.home if target is not None else self._home_of((args, kwargs)) if only is None else only
         if target is None:
-            return self.run_at(home, func, name, func, args, kwargs)
+            made = self.run_at(home, func, name, func, args, kwargs)
+            return relate(args[0], made) if args and may_share(func, name) else made
         change = _set_item if func is torch.Tensor.__setitem__ else func
         result = self._changed(target, self.run_at(home, func, name, change, args, kwargs))
         return None if change is _set_item else result
@@ -237,7 +239,7 @@ class Microbatch:
 
     def _changed(self, target: Located, result: Any) -> Any:
         """Bring the ghost up to date with a change in place, and forget copies of what it was."""
-        target.copies.clear()
+        forget_copies(target)
         if not isinstance(result, Located):
             return result
         if result.spec.shape != target.spec.shape:
@@ -249,6 +251,8 @@ class Microbatch:
         target.value, target.segment, target.spec = result.value, result.segment, result.spec
         with _OurOwn():
             target.requires_grad_(result.spec.requires_grad)
+            if result.value is not None:
+                spoil(target, result.value)
         return target
 
     # --- moves ---------------------------------------------------------------------------------------------------
@@ -348,7 +352,11 @@ class Microbatch:
             outside = segment > 0 and tensor.requires_grad and not tensor.is_leaf
             return self.backward_work.cut(tensor, 0, segment) if outside else tensor
         value = tensor.value
-        assert value is not None, f"{tensor!r} has no data on pp_rank {self._rank}"
+        if value is None:
+            raise UsageError(
+                f"{tensor!r} was changed in place through another view of it, in a way that gradients cannot follow",
+                hint="assign to the value itself, `x[:, 0] = 0` and not `x[:, 0].zero_()`, and view it anew after that",
+            )
         made_earlier = tensor.segment != segment and value.requires_grad
         return self.backward_work.cut(value, tensor.segment, segment) if made_earlier else value
 
@@ -381,10 +389,6 @@ def _only_home(args: tuple[Any, ...]) -> int | None:
 def _spec_of_located(value: Any) -> TensorSpec:
     spec: TensorSpec = value.spec
     return spec
-
-
-def _changes_in_place(func: Callable[..., Any], name: str) -> bool:
-    return func is torch.Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
 
 
 def _set_item(target: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
