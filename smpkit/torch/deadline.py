@@ -40,6 +40,7 @@ __all__ = [
     "hang_up",
     "note_place",
     "reason_of",
+    "report_end",
     "report_failure",
     "waiting",
 ]
@@ -50,6 +51,7 @@ _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
 _PLACES: Final = "_smpkit_places"  # attribute of an exception
 _HANG_UP_TAG: Final = 0x5AFE
+_ENDED: Final = "its script ended"
 
 _LOST: Final = re.compile(
     r"connection|timed out|timeout|socket|broken pipe|gloo|nccl|recvvalue|pair closure|remote process", re.IGNORECASE
@@ -59,11 +61,12 @@ _TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Note:
-    """What one rank says on the board: what it waited in, or why it failed."""
+    """What one rank says on the board: what it waited in, why it failed, or that its script came to its end."""
 
     rank: int
-    kind: Literal["waited", "timed out", "failed"]
+    kind: Literal["waited", "timed out", "failed", "ended"]
     text: str
+    peers: Sequence[int] = ()  # whom a wait was for
 
 
 class Board:
@@ -217,6 +220,13 @@ def report_failure(error: BaseException) -> None:
             board.linger()
 
 
+def report_end() -> None:
+    """Tell the other ranks, should one still wait for this one, that the script has come to its end. Never raises."""
+    if _board is not None and _board.size > 1 and not _failed:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            _board.say(Note(_board.rank, "ended", _ENDED))
+
+
 def condemn(error: SmpkitError) -> None:
     """Tell all ranks why the job fails, and wake every wait of this process and of those that it is connected to.
 
@@ -298,7 +308,7 @@ def _diagnose(board: Board, wait: _Wait) -> SmpkitError:
     late = wait.seconds >= 0.95 * board.timeout.total_seconds() or bool(_TIMED_OUT.search(wait.error))
     try:
         board.hurry()
-        board.say(Note(board.rank, "timed out" if late else "waited", wait.what))
+        board.say(Note(board.rank, "timed out" if late else "waited", wait.what, wait.peers))
         hang_up(board.groups())
         notes = _hear(board, wait.peers)
         own = _own_verdict(board, wait, notes, late)
@@ -323,8 +333,14 @@ def _hear(board: Board, peers: Sequence[int]) -> dict[int, Note]:
 def _own_verdict(board: Board, wait: _Wait, notes: dict[int, Note], late: bool) -> SmpkitError:
     """Say what happened from this rank's own view: silent peers are the ones that were waited for."""
     silent = [rank for rank in wait.peers if rank not in notes]
-    elsewhere = [f"rank {rank} waited in {note.text}" for rank, note in sorted(notes.items()) if note.text != wait.what]
+    ended = [rank for rank, note in sorted(notes.items()) if note.kind == "ended"]
+    others = [note for _, note in sorted(notes.items()) if note.kind != "ended" and note.text != wait.what]
+    elsewhere = [f"rank {note.rank} waited in {note.text} for {name_ranks([*note.peers])}" for note in others]
     aside = f"; meanwhile {', '.join(elsewhere)}" if elsewhere else ""
+    if ended:
+        return RemoteError(
+            f"rank {board.rank} lost {name_ranks(ended)} in {wait.what}: {_ENDED}{aside}", hint=_hint_of_loss(_ENDED)
+        )
     if late or any(note.kind == "timed out" for note in notes.values()):
         missing = silent or [rank for rank, note in notes.items() if note.text != wait.what] or wait.peers
         return DeadlineError(
@@ -333,8 +349,15 @@ def _own_verdict(board: Board, wait: _Wait, notes: dict[int, Note], late: bool) 
         )
     return RemoteError(
         f"rank {board.rank} lost {name_ranks(silent or wait.peers)} in {wait.what}{aside}",
-        hint="it ended without saying why; see its own output (a signal, or too little memory?)",
+        hint=_hint_of_loss(""),
     )
+
+
+def _hint_of_loss(text: str) -> str:
+    """Return what to look at when a rank is gone, `text` being what is said of it."""
+    if _ENDED in text:
+        return "every rank makes the same calls: did it have fewer batches, leave its loop early, or call sys.exit?"
+    return "it ended without saying why; see its own output (a signal, or too little memory?)"
 
 
 def _verdict_of(first: Note) -> SmpkitError:
@@ -344,7 +367,7 @@ def _verdict_of(first: Note) -> SmpkitError:
             first.text.removeprefix("DeadlineError: "), hint="raise `timeout_seconds` if it is only slow"
         )
     if first.text.startswith(f"rank {first.rank} lost "):
-        return RemoteError(first.text, hint="it ended without saying why; see its own output")
+        return RemoteError(first.text, hint=_hint_of_loss(first.text))
     return RemoteError(f"rank {first.rank} failed: {first.text}", hint=f"see the traceback of rank {first.rank}")
 
 

@@ -185,8 +185,11 @@ def _register_at_exit() -> None:
 def _at_exit() -> None:
     # After a failure, other ranks may be gone, and ending nccl communicators with them could wait for ever; the
     # operating system ends everything as well.
-    if not deadline.failed():
-        shutdown()
+    if deadline.failed():
+        return
+    if _world is not None and _world.launch.agent_store:  # a store in rank 0 may be gone by now, with nobody to tell
+        deadline.report_end()
+    shutdown()
 
 
 # --- the groups -------------------------------------------------------------------------------------------------------

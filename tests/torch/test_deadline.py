@@ -85,7 +85,9 @@ def both_receive() -> tuple[str, float]:
 def test_a_circle_of_waits_says_where_the_others_were() -> None:
     told = run_ranks(both_receive, 2)
     assert all(message.startswith("DeadlineError: rank ") for message, _ in told)
-    assert any("meanwhile rank" in message and "waited in recv_from" in message for message, _ in told)
+    assert any(
+        re.search(r"meanwhile rank (\d) waited in recv_from.* for rank (?!\1)\d", message) for message, _ in told
+    )
 
 
 # --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
@@ -150,6 +152,25 @@ def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent
     for rank, story in enumerate(told):
         if rank != failing:
             assert f"RemoteError: rank {failing} failed: ValueError: the learning rate is negative" in story
+
+
+LEAVES = """
+    import sys
+    import smpkit.torch as smp
+    smp.init({"ddp": True, "timeout_seconds": 600})
+    smp.barrier()
+    if smp.rank() == 1:
+        sys.exit(3)
+    smp.barrier()
+"""
+
+
+def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(tmp_path: Path) -> None:
+    ranks = start(LEAVES, 2, tmp_path, agent=True)
+    told = stories(ranks)  # far sooner than their deadline
+    assert [rank.returncode for rank in ranks] == [1, 3]
+    assert "RemoteError: rank 0 lost rank 1 in barrier of WORLD: its script ended" in told[0]
+    assert "hint: every rank makes the same calls" in told[0]
 
 
 DIES = """
