@@ -55,6 +55,7 @@ class OffloadModel(nn.Module):
         layers: paths of the modules that `model` calls one after the other, each with what the one before returned; a
             path to a `ModuleList` or `Sequential` stands for its members.
         dtype: what floating-point weights are computed in, for example `torch.bfloat16`; parameters keep theirs.
+            Inputs and buffers are not converted: without autocast, give floating-point ones in this type.
         prefetch: copy the next slice while one computes.
         balance: what slices have equal shares of: "params", "bytes", or a list with the cost of each layer.
         host_budget_bytes: the most memory on the CPU for borders; what does not fit stays on the device. None: three
