@@ -109,6 +109,45 @@ class ThroughViews(nn.Module):
         return result
 
 
+class Fetching(nn.Module):
+    """Keeps what backward needs under hooks, around layers of several ranks, and counts how often each is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block() for _ in range(4)])
+        self.fetched: list[int] = []
+
+    def fetch(self, kept: tuple[int, Tensor]) -> Tensor:
+        self.fetched[kept[0]] += 1
+        return kept[1]
+
+    def keep(self, tensor: Tensor) -> tuple[int, Tensor]:
+        self.fetched.append(0)
+        return len(self.fetched) - 1, tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, self.fetch):
+            for index in (0, 2, 1, 3, 0, 2):
+                x = x + self.layers[index](x)
+        return x
+
+
+def most_fetches(pipeline: str) -> int:
+    placed = {"auto_partition": False, "default_partition": 0}
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline, **placed})
+    module = Fetching()
+    for index, layer in enumerate(module.layers):
+        smp.set_partition(layer, index // 2)
+    model = smp.DistributedModel(module)
+    smp.step(mse_step)(model, torch.ones(6, WIDTH), torch.ones(6, WIDTH))
+    return max(module.fetched)
+
+
+def test_a_split_backward_fetches_once_what_hooks_around_several_ranks_keep() -> None:
+    # Segments that began inside the hooks were walked through twice.
+    assert run_ranks(most_fetches, 2, "zero_bubble") == [1, 1]
+
+
 def test_parameters_and_views_are_values_between_units() -> None:
     # Parameters were NaN on the ranks that do not hold them. What had been sent stayed as it was before the change.
     cases = {

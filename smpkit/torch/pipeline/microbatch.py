@@ -66,10 +66,9 @@ class Microbatch:
         self.before_wait: Callable[[], None] | None = None
         """Called where a new segment begins: lets other work of this rank go first."""
         self._handed_over: list[tuple[int, torch.Tensor, int]] = []
-        self._rank = stage.rank
-        self._device_type = stage.device.type
+        self._rank, self._device_type = stage.rank, stage.device.type
         self._segments = [0] * stage.size
-        self._sent = [False] * stage.size
+        self._sent, self._in_hooks = [False] * stage.size, 0
         self.weights = LocatedWeights(stage, self._segments)
         self.backward_work = BackwardWork(stage.transport, index)
         self.unsplittable: set[int] = set()
@@ -297,6 +296,8 @@ class Microbatch:
         elif target == self._rank:
             if begins and self.before_wait is not None:
                 self.before_wait()
+            if self._in_hooks:
+                self.unsplittable.add(self._segments[target])
             value = stage.transport.receive(self.index, move)
             if spec.requires_grad:
                 value = self.backward_work.arrives(value, move, self._segments[target])
@@ -362,8 +363,9 @@ class Microbatch:
 
     # --- backward ------------------------------------------------------------------------------------------------
 
-    def note_hooks(self) -> None:
-        """Note that the code of the present segment uses hooks that run in every walk through the graph."""
+    def note_hooks(self, change: int) -> None:
+        """Note that the present segment uses hooks that run in every walk; `change` in how many the code now is."""
+        self._in_hooks += change
         self.unsplittable.add(self._segments[self._rank])
 
     def release(self) -> None:

@@ -17,26 +17,28 @@ from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = ["watching"]
 
-_WATCHED: Final[tuple[tuple[type, str], ...]] = (
-    (saved_tensors_hooks, "__enter__"),
-    (torch.Tensor, "register_hook"),
-    (torch.Tensor, "retain_grad"),
+_WATCHED: Final[tuple[tuple[type, str, int], ...]] = (
+    (saved_tensors_hooks, "__enter__", 1),
+    (saved_tensors_hooks, "__exit__", -1),
+    (torch.Tensor, "register_hook", 0),
+    (torch.Tensor, "retain_grad", 0),
 )
+"""What is called, and by how much it changes in how many hooks on saved tensors the code is."""
 
 
 @contextlib.contextmanager
-def watching(note: Callable[[], object]) -> Iterator[None]:
-    """Call `note` whenever code inside uses hooks on saved tensors or on activations."""
+def watching(note: Callable[[int], object]) -> Iterator[None]:
+    """Call `note` where code inside uses hooks: 1 and -1 around those on saved tensors, 0 for one on an activation."""
     with contextlib.ExitStack() as stack:
-        for owner, name in _WATCHED:
-            stack.enter_context(_replaced(owner, name, _noted(getattr(owner, name), note)))
+        for owner, name, change in _WATCHED:
+            stack.enter_context(_replaced(owner, name, _noted(getattr(owner, name), note, change)))
         yield
 
 
-def _noted(plain: Callable[..., Any], note: Callable[[], object]) -> Callable[..., Any]:
+def _noted(plain: Callable[..., Any], note: Callable[[int], object], change: int) -> Callable[..., Any]:
     @functools.wraps(plain)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note()
+        note(change)
         return plain(self, *args, **kwargs)
 
     return noted

@@ -209,14 +209,14 @@ def test_the_old_form_of_checkpointing_runs_whole() -> None:
 def test_hooks_that_would_run_twice_are_noticed() -> None:
     seen: list[int] = []
     x = torch.randn(3, WIDTH, requires_grad=True)
-    with watching(lambda: seen.append(1)):
+    with watching(seen.append):
         (2 * x).sum()
         assert seen == []
         checkpoint(torch.tanh, x, use_reentrant=False)
-        assert len(seen) == 1
+        assert seen == [1, -1]
         (2 * x).register_hook(lambda gradient: gradient)
         (2 * x).retain_grad()
-        assert len(seen) == 3
+        assert seen == [1, -1, 0, 0]
     (2 * x).register_hook(lambda gradient: gradient)
     checkpoint(torch.tanh, x, use_reentrant=False)
-    assert len(seen) == 3
+    assert seen == [1, -1, 0, 0]
