@@ -288,6 +288,25 @@ def test_a_step_that_branches_on_the_rank_is_an_error() -> None:
     assert all(message and seconds < SECONDS + 5 for message, seconds in messages)
 
 
+@smp.step
+def forgetful_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = functional.mse_loss(model(x), y)
+    if smp.pp_rank() == 0:
+        model.backward(loss)
+    return loss
+
+
+def forget_backward() -> tuple[str, float]:
+    model, _ = begin()
+    return told(lambda: forgetful_step(model, *data()))
+
+
+def test_a_backward_that_one_rank_leaves_out_is_named() -> None:
+    for message, _ in run_ranks(forget_backward, 2):
+        assert "pipeline rank 1 took another way through microbatch 0" in message
+        assert "not `model.backward`" in message
+
+
 def miss_a_call() -> tuple[str, float]:
     model, _ = begin()
     train_step(model, *data())

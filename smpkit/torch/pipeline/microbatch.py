@@ -216,6 +216,7 @@ class Microbatch:
     def backward(self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float = 1.0) -> None:
         """Note where backward starts, and with which gradients times `scale`; the schedule decides when it runs."""
         self.has_backward = True
+        self.path.append("model.backward")  # a rank that leaves it out would train on without these gradients
         with _OurOwn():
             for root, grad in zip(roots, grads, strict=True):
                 # A loss that no unit took part in is known to all ranks; it must count once.
