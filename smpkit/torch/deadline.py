@@ -13,26 +13,23 @@ A rank whose script raises writes that too, so the connection errors of the othe
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's, which its types hide
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
+from smpkit.torch.board import Board, Note
 from smpkit.torch.rendezvous import name_ranks
 
 __all__ = [
-    "Board",
-    "Note",
     "attach",
     "board",
     "condemn",
@@ -46,8 +43,6 @@ __all__ = [
 ]
 
 _GRACE_SECONDS: Final = 2.0  # how long to wait for the notes of ranks that have just been hung up on
-_LINGER_SECONDS: Final = 3.0  # how long the rank that serves the store stays, so that others can read why it left
-_STORE_TIMEOUT: Final = timedelta(seconds=5)
 _TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
 _PLACES: Final = "_smpkit_places"  # attribute of an exception
 _HANG_UP_TAG: Final = 0x5AFE
@@ -57,89 +52,6 @@ _LOST: Final = re.compile(
     r"connection|timed out|timeout|socket|broken pipe|gloo|nccl|recvvalue|pair closure|remote process", re.IGNORECASE
 )
 _TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Note:
-    """What one rank says on the board: what it waited in, why it failed, or that its script came to its end."""
-
-    rank: int
-    kind: Literal["waited", "timed out", "failed", "ended"]
-    text: str
-    peers: Sequence[int] = ()  # whom a wait was for
-
-
-class Board:
-    """The notes of all ranks, in the store.
-
-    Args:
-        store: the store that all ranks share.
-        rank: this rank.
-        size: how many ranks there are.
-        timeout: the deadline of a wait, for messages.
-        groups: returns the process groups to hang up on.
-        serves_store: the store dies with this process.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        groups: Callable[[], Iterable[dist.ProcessGroup]],
-        *,
-        serves_store: bool,
-    ) -> None:
-        self._store = PrefixStore("smpkit/board", store)
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
-        self.groups = groups
-        self.serves_store = serves_store
-
-    def say(self, note: Note) -> None:
-        """Write this rank's note."""
-        self._store.set(f"note/{note.rank}", json.dumps(asdict(note)))
-
-    def notes(self, ranks: Iterable[int]) -> dict[int, Note]:
-        """Return the notes that these ranks have written."""
-        keys = {rank: f"note/{rank}" for rank in ranks}
-        return {rank: self._read(key) for rank, key in keys.items() if self._store.check([key])}
-
-    def fail(self, note: Note) -> Note:
-        """Write why the job failed, and return the reason of the rank that did so first."""
-        first = self._store.compare_set("first", "", json.dumps(asdict(note)))
-        return Note(**json.loads(first))
-
-    def failure(self) -> Note | None:
-        """Return why the job failed, if a rank has said so."""
-        return self._read("first") if self._store.check(["first"]) else None
-
-    def acknowledge(self) -> None:
-        """Tell the rank that serves the store that this one has read the failure."""
-        self._store.add("read", 1)
-
-    def linger(self) -> None:
-        """Wait until all others have read the failure, at most three seconds: the store ends with this process."""
-        deadline = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < deadline and self._store.add("read", 0) < self.size - 1:
-            time.sleep(0.05)
-
-    def write(self, key: str, text: str) -> None:
-        """Leave a text for the other ranks, over what was there."""
-        self._store.set(key, text)
-
-    def read(self, key: str) -> str | None:
-        """Return a text that a rank has left."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _read(self, key: str) -> Note:
-        return Note(**json.loads(self._store.get(key)))
-
-    def hurry(self) -> None:
-        """Give up on the store itself soon: its host may be the rank that is gone."""
-        self._store.set_timeout(_STORE_TIMEOUT)
 
 
 _board: Board | None = None

@@ -22,6 +22,7 @@ from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfi
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.plan.mesh import Mesh
 from smpkit.torch import deadline, recorder
+from smpkit.torch.board import Board
 from smpkit.torch.context import Launch, launch_from
 from smpkit.torch.groups import Groups, loopback
 from smpkit.torch.rendezvous import gather, meet
@@ -298,6 +299,4 @@ def _backend(cfg: ModelParallelConfig, gpus: Sequence[str | None], *, warn: bool
 def _attach_board(world: _World, timeout: timedelta) -> None:
     launch = world.launch
     serves = launch.rank == 0 and not launch.agent_store
-    deadline.attach(
-        deadline.Board(world.store, launch.rank, launch.world_size, timeout, world.groups.all, serves_store=serves)
-    )
+    deadline.attach(Board(world.store, launch.rank, launch.world_size, timeout, world.groups.all, serves_store=serves))

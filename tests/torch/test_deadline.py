@@ -199,6 +199,31 @@ def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
     assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD" in told[1]
 
 
+STANDS_STILL = """
+    import os, signal
+    import smpkit.torch as smp
+    from smpkit.torch import board
+    board._SILENCE_SECONDS = 1.0
+    smp.init({"ddp": True})
+    server = smp.allgather(os.getpid())[0]
+    smp.init({"ddp": True, "timeout_seconds": 1})
+    if smp.rank() == 1:
+        os.kill(server, signal.SIGSTOP)
+    smp.barrier()
+"""
+
+
+def test_a_rank_that_serves_the_store_and_stands_still_is_named(tmp_path: Path) -> None:
+    """`Store.check` has no deadline of its own: without ours rank 1 would wait for its answer for ever."""
+    ranks = start(STANDS_STILL, 2, tmp_path, agent=False)
+    try:
+        told = ranks[1].communicate(timeout=120)[1]
+    finally:
+        ranks[0].kill()
+        ranks[0].communicate()
+    assert re.search(r"RemoteError: rank 1 lost rank 0 in barrier of WORLD after .*: it has not answered for 1 s", told)
+
+
 def wait_in_a_collective() -> tuple[str, float]:
     init_in_a_hurry()
     if smp.rank() == 3:

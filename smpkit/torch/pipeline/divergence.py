@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from smpkit.errors import UsageError
 from smpkit.torch import deadline
+from smpkit.torch.board import Board
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.state import state
 
@@ -96,7 +97,7 @@ def _look(stage: Stage | None, ranks: list[int]) -> bool:
     return False
 
 
-def _compare(stage: Stage, ranks: list[int], board: deadline.Board) -> UsageError | None:
+def _compare(stage: Stage, ranks: list[int], board: Board) -> UsageError | None:
     """Tell the waiting ranks which way this one went, and compare with what they have told."""
     text = json.dumps([stage.num_steps, list(ways_of(stage).items())])
     board.write(f"way/{board.rank}", base64.b85encode(zlib.compress(text.encode())).decode())
