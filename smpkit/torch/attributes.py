@@ -31,8 +31,13 @@ def keep_attributes_in_copies(tensor: torch.Tensor) -> None:
 
 
 def refuse_assignment(root: nn.Module) -> None:
-    """Refuse `load_state_dict(assign=True)` for every part of a model, as long as it is the wrapped one."""
+    """Refuse `load_state_dict(assign=True)` for every part of a model, as long as it is the wrapped one.
+
+    Scripted parts take no hooks. The one that a whole model has comes first, so only a part loaded by itself slips by.
+    """
     for module in root.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Scope"]
 
+# Whether this runs inside `torch.func.jvp`, `vmap` and the like. Those take every operation for the user's: a copy
+# would be one that changes a captured tensor, which they refuse.
+_transforms_are_active: Final = torch._C._are_functorch_transforms_active
 _UINT8: Final = torch.uint8
 _STRIDED: Final = torch.strided
 _SPARSE_USE: Final = 2
@@ -119,7 +122,13 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         num_bytes = storage.nbytes()
         if num_bytes != tensor.nbytes or not tensor.is_contiguous() or num_bytes < self._least_bytes:
             return self._take_part(tensor, storage)
-        if key in self._parameters or self._is_not_ours(tensor) or (self._index >= 0 and _is_capturing()):
+        base = tensor._base
+        if (
+            key in self._parameters
+            or (base is not None and type(base) is not Tensor)  # this and the next are `_is_not_ours`
+            or _transforms_are_active()
+            or (_is_capturing() if self._index >= 0 else not tensor.is_cpu)
+        ):
             return self._stay(tensor)
         witness = tensor.detach()
         record = Record(key, storage, witness, witness, (tensor.dtype, tensor.size()), num_bytes, self._stream())
@@ -209,7 +218,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         return (
             (base is not None and type(base) is not Tensor)
             or (self._index < 0 and not tensor.is_cpu)  # -1 is the index of the CPU, and of "meta"
-            or _is_transformed()
+            or _transforms_are_active()
         )
 
     def _begin(self) -> Group:
@@ -251,17 +260,9 @@ def _others_save() -> bool:
     return not (owner is None or isinstance(owner, Scope)) or torch._C._current_graph_task_id() != -1
 
 
-def _is_transformed() -> bool:
-    """Return whether this runs inside `torch.func.jvp`, `vmap` and the like.
-
-    Those take every operation for the user's: a copy would be one that changes a captured tensor, which they refuse.
-    """
-    return torch._C._are_functorch_transforms_active()
-
-
 def _outside_transforms() -> AbstractContextManager[object]:
     """Return what hides the transforms from the engine's own work."""
-    return torch._C._DisableFuncTorch() if _is_transformed() else contextlib.nullcontext()
+    return torch._C._DisableFuncTorch() if _transforms_are_active() else contextlib.nullcontext()
 
 
 def _is_capturing() -> bool:
