@@ -1,8 +1,8 @@
 """What the server of `tests.ranks` imports once, so that no rank it forks has to: seconds of every rank of every test.
 
-Besides smpkit that is what ranks import late: torch's compiler (by the first optimizer of a process), pytest and
-hypothesis (by the tests' modules), Hugging Face's models. Not Hugging Face's `Trainer`, whose module looks at the
-environment of the job when it is imported. Nothing of this starts a thread or touches a GPU.
+Besides smpkit and what it loads on demand, that is what ranks import late: torch's compiler (by the first optimizer of
+a process), pytest and hypothesis (by the tests' modules), Hugging Face's models. Not Hugging Face's `Trainer`, whose
+module looks at the environment of the job when it is imported. Nothing of this starts a thread or touches a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import importlib
 
 __all__ = ["MODELS", "MODULES"]
 
-MODULES = ("smpkit.torch", "torch._dynamo", "hypothesis", "pytest", "accelerate")
+_LATE = ("smpkit.torch.checkpoints", "smpkit.torch.sharded_data_parallel")
+MODULES = ("smpkit.torch", *_LATE, "torch._dynamo", "hypothesis", "pytest", "accelerate")
 MODELS = ("bert", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "roberta", "t5", "vit")
 
 for module in (*MODULES, *(f"transformers.models.{model}.modeling_{model}" for model in MODELS)):

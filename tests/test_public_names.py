@@ -43,3 +43,14 @@ def test_importing_smpkit_imports_neither_torch_nor_boto3() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_runtime_loads_none_of_torch_that_only_some_jobs_use() -> None:
+    """Sharded data parallelism and checkpoints: they took every rank, and every tool, more than a second."""
+    code = (
+        "import sys, smpkit.torch as smp;"
+        " slow = ('torch.distributed.tensor', 'torch.distributed.checkpoint', 'torch.distributed.fsdp');"
+        " print([name for name in slow if name in sys.modules], callable(smp.save_checkpoint))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[] True"

@@ -15,19 +15,14 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from smpkit.torch import amp as amp
 from smpkit.torch import model as model
 from smpkit.torch import nn as nn
 from smpkit.torch import optimizers as optimizers
 from smpkit.torch.checkpointing.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
-from smpkit.torch.checkpoints import (
-    CheckpointReader,
-    latest_checkpoint,
-    load_pretrained,
-    resume_from_checkpoint,
-    save_checkpoint,
-    save_pretrained,
-)
 from smpkit.torch.comm import (
     CommGroup,
     RankType,
@@ -81,6 +76,16 @@ from smpkit.torch.step import StepOutput, step
 from smpkit.torch.stopping import on_stop, stop_requested
 from smpkit.torch.tensor_parallel.marking import model_creation, set_tensor_parallelism, tensor_parallelism
 from smpkit.torch.tensor_parallel.registry import tp_register, tp_register_with_module
+
+if TYPE_CHECKING:
+    from smpkit.torch.checkpoints import (
+        CheckpointReader,
+        latest_checkpoint,
+        load_pretrained,
+        resume_from_checkpoint,
+        save_checkpoint,
+        save_pretrained,
+    )
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -176,3 +181,23 @@ __all__ = [
     "tp_register_with_module",
     "tp_size",
 ]
+
+_ON_DEMAND: Final = {
+    "CheckpointReader",
+    "latest_checkpoint",
+    "load_pretrained",
+    "resume_from_checkpoint",
+    "save_checkpoint",
+    "save_pretrained",
+}
+"""Names of `smpkit.torch.checkpoints`, loaded when first used: torch's own checkpoints take every rank a second."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module 'smpkit.torch' has no attribute {name!r}")
+    return getattr(importlib.import_module("smpkit.torch.checkpoints"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})

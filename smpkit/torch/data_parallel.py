@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,9 @@ class DataParallel:
     A *pass* is one step with a backward, or outside steps one backward; every `passes_per_reduction`-th pass reduces.
     """
 
+    divides_weights = False
+    """Whether ranks hold parts of parameters, which every pass gathers."""
+
     def __init__(self, module: nn.Module, held: Sequence[Held], reduction: Reduction) -> None:
         self.group: dist.ProcessGroup = state.process_group(CommGroup.DP_GROUP)
         self.overlapping = reduction.overlapping
@@ -102,6 +105,9 @@ class DataParallel:
         for reducer in self.reducers:
             reducer.release()
         self._factors.release()
+
+    def adopt(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Let the parameter groups of an optimizer that was made before hold what this rank updates: as they are."""
 
     def begin_step(self, training: bool) -> None:
         """Get ready for the microbatches of a step."""

@@ -29,7 +29,6 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.precision import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
-from smpkit.torch.sharded_data_parallel import ShardedDataParallel, shard_model
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 from smpkit.torch.tensor_parallel.arguments import check_callable
@@ -150,7 +149,7 @@ class DistributedModel(ModelState):
             self._run_hooks(self._post_partition_hooks)
             if self.data_parallel is not None:
                 self.data_parallel.begin_plain_pass(self.training)
-        if isinstance(self.data_parallel, ShardedDataParallel):
+        if self.data_parallel is not None and self.data_parallel.divides_weights:
             with _abandoned_on_error(self.data_parallel):
                 return self._called(args, kwargs)
         return self._called(args, kwargs)
@@ -352,6 +351,8 @@ class DistributedModel(ModelState):
     def _replicate(self) -> None:
         """Make this rank's part equal to its replicas', and keep it so."""
         if state.cfg.sharded_data_parallel_degree > 1:
+            from smpkit.torch.sharded_data_parallel import shard_model  # torch's fully_shard takes a second to load
+
             self.data_parallel = shard_model(self.module, self._reduction)
             if state.optimizer is not None:
                 self.data_parallel.adopt(state.optimizer.param_groups)

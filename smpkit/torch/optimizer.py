@@ -16,7 +16,6 @@ from smpkit.torch.master_weights import MasterWeights
 from smpkit.torch.model import PARTIAL_KEY
 from smpkit.torch.optimizer_states import completed, divided, listed, local, merged, united, whole
 from smpkit.torch.precision import half_dtype
-from smpkit.torch.sharded_data_parallel import ShardedDataParallel
 from smpkit.torch.sharded_state import StateShards
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.successors import adopt_successors
@@ -66,7 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         if state.model is not None:
             adopt_successors(optimizer)
-        if state.model is not None and isinstance(state.model.data_parallel, ShardedDataParallel):
+        if state.model is not None and state.model.data_parallel is not None:
             state.model.data_parallel.adopt(optimizer.param_groups)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)
         """What stands between the optimizer inside and a model in half precision; None without `fp16` and `bf16`."""

@@ -14,7 +14,6 @@ averaged over the columns once, in the last microbatch of the last pass of an ac
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.blocks import blocks_of
 from smpkit.torch.data_parallel import DataParallel, Reduction, broadcast_held
 from smpkit.torch.deadline import waiting
 from smpkit.torch.holders import Held, find_held
 from smpkit.torch.initialize import extra_group
 from smpkit.torch.partitioning.delayed import initialize
 from smpkit.torch.replicas import check_same_model
+from smpkit.torch.sharded_tensors import is_divided
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import mark, shard_of
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from smpkit.torch.reducer import CommHook
     from smpkit.torch.step import StepRun
 
-__all__ = ["ShardedDataParallel", "blocks_of", "shard_model"]
+__all__ = ["ShardedDataParallel", "shard_model"]
 
 
 def shard_model(module: nn.Module, reduction: Reduction) -> ShardedDataParallel:
@@ -76,40 +76,10 @@ def shard_model(module: nn.Module, reduction: Reduction) -> ShardedDataParallel:
     return ShardedDataParallel(module, replaced, reduction)
 
 
-def blocks_of(root: nn.Module) -> list[nn.Module]:
-    """Return the modules that are gathered one at a time: those that a list or sequence of the model repeats.
-
-    The outermost are taken, without those that share a parameter with the rest of the model.
-    """
-    found: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        children = [child for child in module.children() if next(child.parameters(), None) is not None]
-        most = max(Counter(type(child) for child in children).values(), default=0)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and most > 1:
-            found.extend(children)
-            return
-        for child in children:
-            visit(child)
-
-    visit(root)
-    inside = Counter(id(parameter) for block in found for parameter in block.parameters())
-    all_uses = Counter(
-        id(parameter) for module in root.modules() for parameter in module._parameters.values() if parameter is not None
-    )
-    own_uses = [
-        Counter(id(p) for module in block.modules() for p in module._parameters.values() if p is not None)
-        for block in found
-    ]
-    return [
-        block
-        for block, own in zip(found, own_uses, strict=True)
-        if all(inside[key] == 1 and all_uses[key] == count for key, count in own.items())
-    ]
-
-
 class ShardedDataParallel(DataParallel):
     """One rank's part of a model that is divided over a sharding group."""
+
+    divides_weights = True
 
     def __init__(self, module: nn.Module, replaced: dict[int, tuple[nn.Parameter, str]], reduction: Reduction) -> None:
         super().__init__(module, [], reduction)
@@ -156,7 +126,7 @@ class ShardedDataParallel(DataParallel):
 
         Without a message to other ranks, which may not have failed: the next pass asks them.
         """
-        gathered = {n: each for n, each in self._root.named_parameters() if not isinstance(each, DTensor)}
+        gathered = {n: each for n, each in self._root.named_parameters() if not is_divided(each)}
         self._failed_with = frozenset(gathered) | (self._failed_with or frozenset())
         for each in gathered.values():
             each.grad = None

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["as_local", "as_shards", "as_whole", "shard_like"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["as_local", "as_shards", "as_whole", "is_divided", "shard_like"]
+
+
+def is_divided(value: object) -> TypeGuard[DTensor]:
+    """Tell whether something is a divided tensor: a DTensor, of which there is none before torch's module is loaded.
+
+    Loading it costs every rank a second at its start, which most jobs have no use for.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return isinstance(value, getattr(module, "DTensor", ()))
 
 
 def as_local(value: Any) -> Any:
     """Return this rank's part of a divided tensor, as a plain one; anything else as it is."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value.to_local() if is_divided(value) else value
 
 
 def as_whole(value: Any) -> Any:
     """Return the whole of a divided tensor; all ranks of its mesh call this. Anything else as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_divided(value) else value
 
 
 def shard_like(value: Any, parameter: torch.Tensor) -> Any:
     """Return a plain tensor (the whole, or this rank's part) divided as a parameter is; anything else as it is."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+    if not is_divided(parameter) or not isinstance(value, torch.Tensor) or is_divided(value):
         return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if value.shape == parameter.shape:
         return distribute_tensor(
             value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None

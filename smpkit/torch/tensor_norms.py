@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.deadline import waiting
+from smpkit.torch.sharded_tensors import is_divided
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
@@ -34,8 +34,8 @@ def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 
 def _divisions(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
     """Yield the groups of ranks that hold tensors together, and which tensors: first what was divided last."""
-    parts = [isinstance(each, DTensor) for each in parameters]
-    mesh = next((each.device_mesh for each in parameters if isinstance(each, DTensor)), None)
+    parts = [is_divided(each) for each in parameters]
+    mesh = next((each.device_mesh for each in parameters if is_divided(each)), None)
     if mesh is not None:
         yield mesh.get_group("shard"), parts
     pieces = [(shard := shard_of(each)) is not None and shard.is_distributed for each in parameters]

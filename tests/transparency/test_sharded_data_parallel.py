@@ -16,7 +16,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch import sharded_data_parallel
-from smpkit.torch.sharded_data_parallel import blocks_of
+from smpkit.torch.blocks import blocks_of
 from tests.ranks import run_ranks
 
 STEPS, BATCH, WIDTH, TOKENS = 5, 16, 6, 11

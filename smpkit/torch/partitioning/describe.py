@@ -26,12 +26,12 @@ from smpkit.plan.assignment import UnitCost
 from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.shares import in_dtype
+from smpkit.torch.blocks import blocks_of
 from smpkit.torch.context import Launch
 from smpkit.torch.partitioning.delayed import without_memory
 from smpkit.torch.partitioning.manual import Pins, pinned_modules, planning
 from smpkit.torch.partitioning.trace import measure_units, units_of
 from smpkit.torch.precision import cast_inputs, cast_model, half_dtype
-from smpkit.torch.sharded_data_parallel import blocks_of
 from smpkit.torch.state import Runtime, state
 from smpkit.torch.tensor_parallel.replace import distribute_alone
 from smpkit.torch.tensor_parallel.shards import Shard, shard_of
