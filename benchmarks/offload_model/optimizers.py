@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.offload_model import deepspeed_adam
 from smpkit.torch.offload_model.kernels import Adam, Kernel, Span, one_pass, tiled
 from smpkit.torch.offload_model.pages import zeros
 from smpkit.torch.offload_model.workers import Workers
@@ -16,24 +17,41 @@ from smpkit.torch.offload_model.workers import Workers
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 BASE = "torch fused AdamW, fp32 only"
 PEER = "DeepSpeedCPUAdam, fp32 only"
+TURNS, FEWEST_TURNS = 30, 5
+TOLD_SECONDS = 5.0
 
 
-def measure(num_parameters: int, num_threads: int, repetitions: int) -> dict[str, float]:
-    """Return, by contestant, the least seconds of a step; they take turns on the same weights and gradients."""
+def measure(num_parameters: int, num_threads: int, seconds: float, *, deepspeed: bool) -> tuple[dict[str, float], int]:
+    """Return, by contestant, the least seconds of a step, and the number of steps of each.
+
+    They take turns on the same weights and gradients, thirty times, or until the time is up.
+
+    Args:
+        num_parameters: how many numbers a step goes through.
+        num_threads: that work on it.
+        seconds: for all turns; there are five at least.
+        deepspeed: whether its step is there.
+    """
     torch.set_num_threads(num_threads)
-    contestants = make_contestants(num_parameters, num_threads)
+    contestants = make_contestants(num_parameters, num_threads, deepspeed=deepspeed)
     found: dict[str, list[float]] = {name: [] for name in contestants}
-    for step in contestants.values():
+    for name, step in contestants.items():
+        start = time.perf_counter()
         step()  # compiles, and touches all memory
-    for _ in range(repetitions):
+        if time.perf_counter() - start > TOLD_SECONDS:
+            print(f"{name}: {time.perf_counter() - start:.0f} s to make ready", flush=True)
+    until = time.perf_counter() + seconds
+    for number in range(TURNS):
+        if number >= FEWEST_TURNS and time.perf_counter() > until:
+            break
         for name, step in contestants.items():
             start = time.perf_counter()
             step()
             found[name].append(time.perf_counter() - start)
-    return {name: min(times) for name, times in found.items()}
+    return {name: min(times) for name, times in found.items()}, len(found[BASE])
 
 
-def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callable[[], object]]:
+def make_contestants(num_parameters: int, num_threads: int, *, deepspeed: bool) -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     gradient, master, first, second, wide = (zeros(num_parameters) for _ in range(5))
     narrow, weight = (zeros(num_parameters, torch.bfloat16) for _ in range(2))
@@ -96,8 +114,8 @@ def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callabl
         contestants["torch.compile, one pass with both casts"] = lambda: compiled(
             narrow, master, first, second, weight, *constants
         )
-    theirs = deepspeed_step(master, gradient, first, second)
-    if theirs is not None:
+    if deepspeed:
+        theirs = deepspeed_adam.step_of(master, gradient, first, second)
 
         def two_passes_of_theirs() -> None:
             theirs()
@@ -111,23 +129,6 @@ def make_contestants(num_parameters: int, num_threads: int) -> dict[str, Callabl
         contestants["DeepSpeedCPUAdam, cast"] = two_passes_of_theirs
         contestants["cast, DeepSpeedCPUAdam, cast"] = three_passes_of_theirs
     return contestants
-
-
-def deepspeed_step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> Callable[[], object] | None:
-    """Return a step of DeepSpeedCPUAdam on the same memory, its states too, where it is installed and compiles."""
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
-
-        parameter = torch.nn.Parameter(master)
-        parameter.grad = gradient
-        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
-        step: Callable[[], object] = optimizer.step
-        step()  # makes states of its own, in memory of torch
-        optimizer.state[parameter].update(exp_avg=first, exp_avg_sq=second)
-    except Exception as error:  # it compiles when it is made, and fails in many ways where it cannot
-        print(f"DeepSpeedCPUAdam is left out: {type(error).__name__}: {str(error).splitlines()[0]}")
-        return None
-    return step
 
 
 def inductor_step(
