@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smpkit.plan.actions import live_microbatches
 from smpkit.plan.listing import list_schedule
-from smpkit.plan.schedule import Costs, Schedule, Segment, SegmentGraph, Transfer, check, one_f_one_b
+from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, Transfer, check, one_f_one_b
 from smpkit.plan.simulate import simulate
 from tests.plan.graphs import SETTINGS, TIED_HEAD, costs_of, graphs
 
@@ -34,6 +35,26 @@ def test_any_graph_with_any_caps_runs_and_keeps_to_them(
     check(schedule)
     assert all(live <= cap for live, cap in zip(schedule.peak_live_microbatches, caps, strict=True))
     assert simulate(schedule, costs).makespan_seconds == seconds
+
+
+@given(data=st.data(), graph=graphs(), num_microbatches=st.integers(1, 6))
+@SETTINGS
+def test_microbatches_that_wait_for_weights_alone_leave_room_for_others(
+    data: st.DataObject, graph: SegmentGraph, num_microbatches: int
+) -> None:
+    costs = data.draw(costs_of(graph))
+    limits = st.lists(st.integers(1, 5), min_size=graph.num_ranks, max_size=graph.num_ranks)
+    depths, caps = data.draw(limits), tuple(data.draw(limits))
+    actions, _ = list_schedule(graph, num_microbatches, caps, costs, split_backward=True, depths=depths)
+    check(Schedule("any", graph, num_microbatches, actions, caps))
+    for rank, own in enumerate(actions):
+        waited_for = {Segment(rank, each.segment) for each in own if each.kind is Kind.WEIGHT}
+        inside = [
+            each
+            for each in own
+            if each.kind is Kind.FORWARD or (each.kind is Kind.BACKWARD and Segment(rank, each.segment) in waited_for)
+        ]
+        assert max(live_microbatches(tuple(inside)), default=0) <= depths[rank]
 
 
 @pytest.mark.parametrize(("cap", "seconds"), [(4, 77.0), (6, 69.0), (8, 60.5), (16, 56.0)])

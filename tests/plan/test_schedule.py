@@ -92,6 +92,36 @@ def test_the_search_finds_the_best_depth_within_its_limit() -> None:
     assert max(default.peak_live_microbatches) <= 10
 
 
+@pytest.mark.parametrize(
+    ("name", "num_microbatches", "active", "latency_seconds", "split", "live"),
+    [
+        ("tied head", 6, 4, 0.01, False, ((4, 4, 3, 2), (5, 4, 3, 2))),
+        ("chain of 4", 6, 4, 0.003, True, ((4, 3, 3, 2), (4, 3, 3, 2))),
+        ("U-Net", 8, 6, 0.0, False, ((5, 4, 3), (5, 6, 3))),  # as many microbatches as (4, 4, 4), and fewer segments
+    ],
+    ids=["others win 0.1 %", "split", "fewer segments"],
+)
+def test_of_schedules_as_fast_the_one_that_holds_least_is_taken(
+    name: str,
+    num_microbatches: int,
+    active: int,
+    latency_seconds: float,
+    split: bool,
+    live: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    found = interleaved(
+        NAMED[name], num_microbatches, active, Costs(latency_seconds=latency_seconds), split_backward=split
+    )
+    assert (found.peak_live_microbatches, found.peak_live_segments) == live
+
+
+@pytest.mark.parametrize(("has_backward", "active", "seconds"), [(True, 2, 50.0), (False, 3, 16.5)])
+def test_few_live_microbatches_go_round_a_loop_in_groups(has_backward: bool, active: int, seconds: float) -> None:
+    costs = Costs(latency_seconds=0.5)
+    found = interleaved(SegmentGraph.loop(2, 2, has_backward=has_backward), 6 + (not has_backward), active, costs)
+    assert simulate(found, costs).makespan_seconds == seconds  # one by one 54 and 17.5
+
+
 def test_the_search_is_quick() -> None:
     start = time.perf_counter()
     interleaved(SegmentGraph.chain(8), 32, 10, Costs(latency_seconds=0.25))
