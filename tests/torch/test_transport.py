@@ -143,6 +143,31 @@ def test_a_receive_lets_go_of_what_the_sender_has_taken_before() -> None:
     assert run_ranks(lets_go, 2)[0] == [4, 1, 0]
 
 
+def abandons(times: int) -> list[list[list[float]]]:
+    """Give up steps in which a value is sent that nobody takes, and one is awaited that nobody sends; then go on."""
+    transport = open_transport()
+    found = []
+    for turn in range(times):
+        if smp.pp_rank() == 0:
+            transport.send(VALUE + turn, 0, move_of(0))
+        else:
+            transport.post(0, move_of(1), backward=False)
+        transport.abandon(1)
+    if smp.pp_rank() == 0:
+        transport.send(VALUE * 7, 0, move_of(0))
+        transport.send(VALUE * 8, 0, move_of(1))
+        transport.flush()
+    else:
+        found = [transport.receive(0, move_of(number)).tolist() for number in (0, 1)]
+    smp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("times", [1, 64])
+def test_what_a_step_that_was_given_up_left_behind_does_not_meet_the_next_one(times: int) -> None:
+    assert run_ranks(abandons, 2, times, timeout=20)[1] == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
+
+
 def objects_and_bytes() -> tuple[Any, list[int]]:
     transport = open_transport()
     if smp.pp_rank() == 0:

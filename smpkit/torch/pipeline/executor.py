@@ -126,7 +126,8 @@ class Executor:
 
     def _follow_no_more(self, kind: Hashable) -> None:
         """Record a step again whose microbatches have left the record: perhaps it has changed for good."""
-        self.stage.transport.abandon()  # receives that were posted for the record's moves wait for nothing
+        # Receives that were posted for the record's moves wait for nothing.
+        self.stage.transport.abandon(len(self.stage.microbatches))
         self._trials.pop(kind, None)
         self._strays[kind] += 1
         if self._strays[kind] < _STRAYS:
@@ -155,7 +156,7 @@ class Executor:
         self._trials.clear()  # the times of a step that was tried are gone; what ran before goes on
         Running.microbatch = None
         self.stage.inside = False
-        self.stage.transport.abandon()
+        self.stage.transport.abandon(len(self.stage.microbatches))
 
     def _planned(self, microbatch: Microbatch, count: int) -> Plan | None:
         """Make the schedule of a kind of step from its first microbatch; None if the path may change."""

@@ -55,7 +55,8 @@ long as it kept its caller from other work, a receive from when its data was nee
 Place = tuple[int, bool, int, int]
 """An action by which something travels: its pp_rank, whether it is a backward, its segment and its microbatch."""
 
-_NUM_EPOCHS: Final = 1 << 6
+_NUM_SLOTS: Final = 1 << 17
+"""Microbatches that have tags of their own; those of steps that were given up count too, see `Transport.abandon`."""
 
 
 class Tag:
@@ -121,8 +122,7 @@ class Transport:
         self._sending: list[list[_Sent]] = [[] for _ in self._ranks]
         self._orphans: list[object] = []
         self._num_abandoned = 0
-        """How many steps an exception has ended; all ranks count alike, for none ends a step alone."""
-        self._epoch_tag = 0
+        """Microbatches of steps that were given up; all ranks count alike, for none gives up a step alone."""
         self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self._buffers = Buffers()
         self.places: Mapping[Place, int] = {}
@@ -198,7 +198,8 @@ class Transport:
 
     def _tag(self, microbatch: int, move: Move, backward: bool) -> int:
         assert move.number < _MOVES_PER_MICROBATCH, "more moves in one microbatch than tags"
-        return self._epoch_tag + (microbatch * _MOVES_PER_MICROBATCH + move.number) * 2 + backward
+        slot = (self._num_abandoned + microbatch) % _NUM_SLOTS
+        return (slot * _MOVES_PER_MICROBATCH + move.number) * 2 + backward
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int, what: _What, taken_at: int | None = None) -> None:
         outgoing = tensor.contiguous() if self._on_cpu else tensor.contiguous().cpu()
@@ -253,19 +254,22 @@ class Transport:
         self.flush()
         self._buffers.trim()
 
-    def abandon(self) -> None:
+    def abandon(self, num_microbatches: int) -> None:
         """Forget what was interrupted; what is under way must not be taken for the next step's.
 
         An exception interrupts, and microbatches that stray from their record. All ranks must call this alike.
         Messages under way keep their memory, and nobody waits for them: another rank may have got less far and still
-        take what was sent here; and a receive that goes away after gloo has announced it blocks its connection.
+        take what was sent here; and a receive that goes away after gloo has announced it blocks its connection. It
+        would also take a later message of its tag, so the tags of this step's microbatches are not used again.
+
+        Args:
+            num_microbatches: of the step that was interrupted.
         """
         self._orphans += [sent for sending in self._sending for sent in sending]
         self._orphans += self._posted.values()
         for sending in self._sending:
             sending.clear()
-        self._num_abandoned += 1
-        self._epoch_tag = self._num_abandoned % _NUM_EPOCHS << 24
+        self._num_abandoned += num_microbatches
         self._posted.clear()
         self.places = {}
 
