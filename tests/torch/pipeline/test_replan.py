@@ -1,0 +1,162 @@
+"""A schedule is changed for one that is right, worth it, and measured to be no slower; everywhere alike."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import smpkit.torch as smp
+from smpkit.plan.listing import list_schedule
+from smpkit.plan.schedule import (
+    Costs,
+    Kind,
+    Schedule,
+    ScheduleError,
+    Segment,
+    SegmentGraph,
+    interleaved,
+    to_json,
+)
+from smpkit.plan.simulate import simulate
+from smpkit.torch.pipeline.executor import _Step
+from smpkit.torch.pipeline.replan import Meter, Trial, _agreed, _better, _costs
+from smpkit.torch.pipeline.stage import Stage
+from tests.ranks import run_ranks
+from tests.torch.test_executor import WIDTH, executor, start, train_step
+
+CHAIN = SegmentGraph.chain(2, num_bytes=8)
+
+
+def test_a_schedule_that_was_told_is_proven_before_it_runs() -> None:
+    schedule = interleaved(CHAIN, 4, 4)
+    first, *others = schedule.actions[0]
+    wrong = Schedule("wrong", CHAIN, 4, ((*others, first), schedule.actions[1]), schedule.caps)
+    with pytest.raises(ScheduleError):
+        _agreed(schedule, to_json(wrong))
+    assert _agreed(schedule, "") is schedule
+
+
+def plan_wrongly() -> str:
+    import smpkit.torch.pipeline.executor as room
+
+    def wrong(*arguments: Any, **more: Any) -> Schedule:
+        found = interleaved(*arguments, **more)
+        return Schedule(found.name, found.graph, found.num_microbatches, found.actions[::-1], found.caps)
+
+    room.interleaved = wrong  # type: ignore[attr-defined]
+    model = start(2, 4)
+    with pytest.raises(ScheduleError) as caught:
+        train_step(model, torch.zeros(8, WIDTH))
+    smp.barrier()  # whoever is first would hang up on the other
+    return str(caught.value)
+
+
+def test_a_schedule_is_proven_before_it_runs() -> None:
+    assert all(run_ranks(plan_wrongly, 2))
+
+
+def test_a_backward_costs_both_of_its_halves() -> None:
+    costs = _costs((1, 2), [[1.0, 2.0, 0.5, 0.25, 0.0], [3.0, 4.0, 1.5, 5.0, 6.0, 0.0, 0.125, 0.5]])
+    for segment, forward, inputs, weights in (
+        (Segment(0, 0), 1.0, 2.0, 0.5),
+        (Segment(1, 0), 3.0, 4.0, 1.5),
+        (Segment(1, 1), 5.0, 6.0, 0.0),  # ran in one
+    ):
+        assert costs.seconds(Kind.FORWARD, segment) == forward
+        assert costs.seconds(Kind.BACKWARD, segment) == inputs + weights
+        assert costs.seconds(Kind.BACKWARD, segment, split_backward=True) == inputs
+        assert costs.seconds(Kind.WEIGHT, segment, split_backward=True) == weights
+    assert (costs.latency_seconds, costs.seconds_per_byte) == (0.25, 0.5)  # of the slowest link
+
+
+@pytest.mark.parametrize(("latency_seconds", "worth"), [(0.0045, False), (0.018, True)], ids=["0.1 %", "0.4 %"])
+def test_a_gain_that_is_too_small_to_be_sure_of_changes_nothing(latency_seconds: float, worth: bool) -> None:
+    costs = Costs(latency_seconds=latency_seconds)
+    before = interleaved(CHAIN, 8, 2)
+    after = Schedule("deeper", CHAIN, 8, list_schedule(CHAIN, 8, (3, 1), costs)[0], (3, 1))
+    seconds, deeper_seconds = (simulate(each, costs).makespan_seconds for each in (before, after))
+    gain = 1 - deeper_seconds / seconds
+    assert (0.0002 < gain < 0.002, gain > 0.003) == (not worth, worth), gain
+    assert bool(_better(before, lambda *_: after, costs)) is worth
+
+
+def alone(rank: int = 0) -> Stage:
+    """Return what a trial asks of the first rank of a pipeline without others."""
+    transport = SimpleNamespace(broadcast_object=lambda *_, **__: None, receive_object=lambda *_, **__: "kept")
+    return cast("Stage", SimpleNamespace(rank=rank, transport=transport, agreed=lambda text: text))
+
+
+def test_a_trial_runs_both_ways_in_turns_and_takes_the_faster_of_their_fastest() -> None:
+    trial = Trial("before", "after", 1.0)
+    ran = []
+    for seconds in (9.0, 2.0, 0.9):  # after, before, after: disturbed once
+        assert not trial.is_over
+        ran.append(trial.next)
+        trial.note(seconds)
+    assert ran == ["after", "before", "after"]
+    assert trial.is_over
+    assert trial.winner(alone()) == "after"
+
+
+def test_ranks_believe_the_first_one_and_not_their_own_clocks() -> None:
+    trial = Trial("before", "after", 1.0)
+    for seconds in (9.0, 1.0, 9.0):
+        trial.note(seconds)
+    assert trial.winner(alone()) == "before"
+    assert trial.winner(alone(rank=1)) == "after"
+
+
+@pytest.mark.parametrize(("first", "winner"), [("kept", "after"), ("", "before")])
+def test_joined_pipelines_take_the_winner_of_the_first_of_them(first: str, winner: str) -> None:
+    trial = Trial("before", "after", 1.0)
+    for seconds in (1.0, 1.0, 1.0):
+        trial.note(seconds)
+    stage = alone()
+    stage.agreed = lambda text: first
+    assert trial.winner(stage) == winner
+
+
+def test_what_an_action_waits_for_is_not_its_cost() -> None:
+    transport = SimpleNamespace(waited_ns=0)
+    meter = Meter()
+    stage = cast("Stage", SimpleNamespace(transport=transport))
+    step = _Step.__new__(_Step)
+    step.stage, step._meter, step._recorder = stage, meter, None
+    microbatch: Any = SimpleNamespace(index=0)
+
+    def wait() -> None:
+        transport.waited_ns += 10**15  # as an hour's wait would
+
+    step._act(Kind.FORWARD, 0, microbatch, wait)
+    assert meter.seconds(1)[0] < 0
+
+
+def replan_after_an_error() -> list[str]:
+    """Return the schedules around a step that fails on all ranks while a deeper schedule is tried."""
+    import smpkit.torch.pipeline.replan as room
+
+    room._measure_link = lambda stage, num_bytes: (0.01, 0.0)
+    model = start(2, 8, active_microbatches=8)
+    inputs = torch.randn(16, WIDTH)
+    texts = []
+    for number in range(5):
+        if number == 2:
+            with pytest.raises(ZeroDivisionError):
+                failing_step(model, inputs)
+            continue
+        train_step(model, inputs)
+        texts.append(str(executor().last_schedule))
+    return texts
+
+
+@smp.step
+def failing_step(model: Any, inputs: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_an_error_ends_a_trial_and_the_schedule_before_goes_on() -> None:
+    for texts in run_ranks(replan_after_an_error, 2):
+        assert len(set(texts)) == 1
