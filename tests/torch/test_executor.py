@@ -258,6 +258,64 @@ def test_schedules_are_made_again_only_where_there_is_a_choice(policy: Policy, e
     assert policy.can_replan(policy.schedule(graph, 4)) is expected
 
 
+def every_mode() -> tuple[int, list[bool]]:
+    """Run steps that differ in one thing each; return how many schedules were made, and which steps followed one."""
+    model = start(2, 2)
+    inputs = torch.randn(8, WIDTH)
+    planned = []
+
+    def note(_: object) -> None:
+        planned.append(executor().last_schedule is not None)
+
+    for _ in range(2):
+        note(train_step(model, inputs))
+        note(train_step(model, inputs[:4]))
+        note(evaluate(model, inputs))
+        with torch.no_grad():
+            note(evaluate(model, inputs))
+        with torch.autocast("cpu", torch.bfloat16):
+            note(train_step(model, inputs))
+        model.eval()
+        note(train_step(model, inputs))
+        model.train()
+    made = len(executor().schedules)
+    smp.shutdown()
+    return made, planned
+
+
+def test_each_mode_of_a_step_has_a_record_of_its_own() -> None:
+    # Where two shared one, microbatches would leave it, and soon there would be none.
+    assert run_ranks(every_mode, 2) == [(6, [True] * 12)] * 2
+
+
+def posted_ahead() -> list[str]:
+    """Return in which order a step posted its receives and ran its actions."""
+    model = start(2, 6)
+    inputs = torch.randn(12, WIDTH)
+    for _ in range(5):
+        train_step(model, inputs)
+    transport, events = executor().stage.transport, list[str]()
+    post = transport.post
+
+    def noted(microbatch: int, move: Any, *, backward: bool) -> None:
+        events.append(f"post {'B' if backward else 'F'}{microbatch}")
+        post(microbatch, move, backward=backward)
+
+    transport.post = noted  # type: ignore[method-assign]
+    executor().recorder = lambda kind, segment, microbatch, start_ns, end_ns: events.append(f"{kind}{microbatch}")
+    train_step(model, inputs)
+    smp.shutdown()
+    return events
+
+
+def test_receives_are_posted_two_actions_before_their_turn() -> None:
+    for events, kind in zip(run_ranks(posted_ahead, 2), ("B", "F"), strict=True):
+        ran = [event for event in events if not event.startswith("post")]
+        for number, action in enumerate(ran):
+            if action[0] == kind:  # a gradient on the first rank, a value on the second
+                assert events.index(f"post {action}") < events.index(ran[max(0, number - 2)])
+
+
 def outputs(degree: int) -> list[Any]:
     model = start(degree, 2)
     inputs = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
