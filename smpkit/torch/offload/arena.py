@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.torch.offload.link import Event
 
-__all__ = ["Arena", "Block", "Form", "HostMemory", "ordinary_memory"]
+__all__ = ["ALIGNMENT", "Arena", "Block", "Form", "HostMemory", "aligned", "ordinary_memory"]
 
 Form = tuple[torch.dtype, torch.Size]
 """Type and size of a contiguous tensor that is all of its storage."""
@@ -34,6 +34,11 @@ HostMemory = Callable[[int], tuple[Tensor, Callable[[], object]]]
 """Given a number of bytes, returns a flat uint8 tensor of them, and what gives them back to the system."""
 
 
+def aligned(num_bytes: int) -> int:
+    """Return how much a piece of so many bytes takes."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def ordinary_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
     """Return memory that is not pinned, for machines without a GPU."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), lambda: None
@@ -45,7 +50,19 @@ class Block:
     `bytes` is a flat tensor of exactly what was asked for; whoever writes to it waits for `free_after` first.
     """
 
-    __slots__ = ("_shaped", "bytes", "form", "free_after", "num_bytes", "offset", "segment", "size", "whole")
+    __slots__ = (
+        "_shaped",
+        "bytes",
+        "forms",
+        "free_after",
+        "last_uses",
+        "num_bytes",
+        "num_users",
+        "offset",
+        "pieces",
+        "segment",
+        "size",
+    )
 
     def __init__(self, segment: Tensor, offset: int, size: int, free_after: tuple[Event, ...] = ()) -> None:
         self.segment = segment
@@ -54,23 +71,34 @@ class Block:
         self.num_bytes = size
         self.bytes = segment[offset : offset + size]
         self.free_after = free_after
-        self.form: Form | None = None
-        """What `shaped` was called with last, and returned as `whole`: the next step wants the same."""
-        self.whole = self.bytes
-        self._shaped: dict[Form, Tensor] = {}
+        self.num_users = 0
+        """How many of those that share the block, a piece each, are not done with it."""
+        self.last_uses: list[Event] = []
+        """Of those that are done."""
+        self.forms: list[Form] = []
+        """What `shaped` was called with last, and returned as `pieces`: the next step wants the same."""
+        self.pieces: list[Tensor] = []
+        self._shaped: dict[tuple[Form, ...], list[Tensor]] = {}
 
-    def shaped(self, form: Form) -> Tensor:
-        """Return the beginning of the block as a contiguous tensor of this type and size; kept for the next step."""
-        found = self._shaped.get(form)
+    def shaped(self, forms: list[Form]) -> list[Tensor]:
+        """Return contiguous tensors of these types and sizes, one after the other; kept for the next step."""
+        if forms == self.forms:
+            return self.pieces
+        key = tuple(forms)
+        found = self._shaped.get(key)
         if found is None:
             if len(self._shaped) >= _MOST_FORMS:
                 self._shaped.clear()
-            dtype, size = form
-            num_bytes = size.numel() * dtype.itemsize
-            whole = self.segment[self.offset : self.offset + num_bytes]
-            found = self._shaped[form] = whole.view(dtype).view(size)
-        self.form, self.whole = form, found
+            found = self._shaped[key] = list(self._cut(forms))
+        self.forms, self.pieces = forms, found
         return found
+
+    def _cut(self, forms: list[Form]) -> Iterator[Tensor]:
+        begin = self.offset
+        for dtype, size in forms:
+            num_bytes = size.numel() * dtype.itemsize
+            yield self.segment[begin : begin + num_bytes].view(dtype).view(size)
+            begin += aligned(num_bytes)
 
     def fit(self, num_bytes: int) -> None:
         """Make `bytes` exactly so long."""
@@ -124,26 +152,18 @@ class Arena:
 
     def take(self, num_bytes: int) -> Block | None:
         """Return a block of so many bytes; None if the budget (or the machine) has no more."""
-        return self.take_all((num_bytes,))[0]
-
-    def take_all(self, sizes: Iterable[int]) -> list[Block | None]:
-        """Return what `take` returns for each of these."""
         if self._returned:
             self._collect()
-        free, used, blocks = self._free, self.used_bytes, list[Block | None]()
-        for num_bytes in sizes:
-            size = -(-(num_bytes or 1) // ALIGNMENT) * ALIGNMENT
-            same = free.get(size)
-            block = same.pop() if same else self._carve(size)
-            blocks.append(block)
-            if block is not None:
-                used += size
-                if block.num_bytes != num_bytes:
-                    block.fit(num_bytes)
-        self._taken += len(blocks) - blocks.count(None)
-        self.used_bytes = used
-        self.peak_bytes = max(self.peak_bytes, used)
-        return blocks
+        size = aligned(num_bytes or 1)
+        same = self._free.get(size)
+        block = same.pop() if same else self._carve(size)
+        if block is not None:
+            self._taken += 1
+            self.used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            if block.num_bytes != num_bytes:
+                block.fit(num_bytes)
+        return block
 
     def give(self, block: Block, after: Sequence[Event] = ()) -> None:
         """Return a block; the next one to write to it waits for `after` (its last readers and writers)."""

@@ -69,7 +69,7 @@ class Arrivals(Departures):
         if record.state == State.COPYING:
             assert record.out is not None
             self.link.before_reuse(record.out, record.stream)
-        self._drop(record)
+        self._drop((record,))
         record.state = State.HOST
 
     def _use(self, group: Group) -> None:
@@ -85,6 +85,8 @@ class Arrivals(Departures):
         """Issue the loads of what is needed now and of what is needed soon, and take back those of a wrong guess."""
         self._count_out()
         soon = self.order.upcoming(self.pace.lead)
+        if not (now or soon or self._ahead):
+            return
         for index in self._ahead.difference(soon) if len(self._ahead) >= self.pace.lead else ():
             self._evict(index)
         for index in (*now, *soon):
@@ -153,7 +155,7 @@ class Arrivals(Departures):
             if record.load is not None and record.data is not None:
                 self.link.before_reuse(record.load, record.stream)
                 self.ledger.let_go(record.num_bytes)
-                self._drop(record)
+                self._drop((record,))
                 record.enter(State.HOST)
 
     def _forget(self, group: Group) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -254,12 +254,12 @@ class CheckedEngine(Engine):
 
     def bury(self, record: Record) -> None:
         """Poison what is free: who reads it too late, or before it is written, gets NaN."""
-        block = record.block
+        host = None if record.block is None else record.host
         with contextlib.suppress(RaceError):  # this runs in a destructor; the end of the step raises it
             super().bury(record)
-        if block is not None:
+        if host is not None:
             self.settle(record)
-            block.bytes.fill_(_POISON)
+            host.flatten().view(torch.uint8).fill_(_POISON)
 
     def _move(self, record: Record, data: Tensor, stream: Hashable) -> Tensor:
         self._touch(stream, data, "taking bytes over from another stream", is_write=False)
@@ -274,11 +274,13 @@ class CheckedEngine(Engine):
         self._touch(self.link.stream(), data, "taking device memory", is_write=True)
         return data
 
-    def _drop(self, record: Record) -> None:
+    def _drop(self, records: Iterable[Record]) -> None:
         """Note that the allocator may give the memory to the next user on the stream, who writes to it."""
-        if record.data is not None and record.load is None:
-            self._touch(record.stream, record.data, "using memory again that was offloaded", is_write=True)
-        super()._drop(record)
+        records = list(records)
+        for record in records:
+            if record.data is not None and record.load is None:
+                self._touch(record.stream, record.data, "using memory again that was offloaded", is_write=True)
+        super()._drop(records)
 
     def _touch(self, stream: Hashable, data: Tensor, what: str, *, is_write: bool) -> None:
         self.link.clocks.step(stream)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
-from typing import Final
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 
-from smpkit.torch.offload.arena import Arena
+from smpkit.torch.offload.arena import ALIGNMENT, Arena
 from smpkit.torch.offload.link import Copies, Event, Link
 from smpkit.torch.offload.pace import Lead, Pace
 from smpkit.torch.offload.prefetch import Order
@@ -56,36 +56,35 @@ class Departures:
 
         Either way they are held from now on.
         """
-        sizes = [record.num_bytes for record in records]
-        num_bytes = sum(sizes)
-        self.ledger.hold(num_bytes)
-        if group.stays:
+        self.ledger.hold(sum([record.num_bytes for record in records]))
+        if not group.stays:
+            self._depart(group, records)
+
+    def _depart(self, group: Group, records: Sequence[Record]) -> None:
+        """Begin to copy records of a group to one block; where there is none so large, half of them after the other."""
+        # Rounded up as `aligned` does; all here are lists, not generators, which take longer.
+        block = self.arena.take(sum([-(-record.num_bytes // ALIGNMENT) for record in records]) * ALIGNMENT)
+        if block is None:
+            if len(records) == 1:
+                self._keep(group, records[0])
+                return
+            middle = len(records) // 2
+            self._depart(group, records[:middle])
+            self._depart(group, records[middle:])
             return
-        sent, sources, targets = list[Record](), list[Tensor](), list[Tensor]()
+        sources = [cast("Tensor", record.data) for record in records]
+        targets = block.shaped([record.form for record in records])
         # Nearly always the current stream alone. Another one may be joined only later than this.
         after = [self.link.now(stream) for stream in {record.stream for record in records}]
-        for record, block in zip(records, self.arena.take_all(sizes), strict=True):
-            if block is None:
-                self._keep(group, record)
-                num_bytes -= record.num_bytes
-                continue
-            data, form = record.data, record.form
-            assert data is not None
-            host = block.bytes if form is None else block.whole if form == block.form else block.shaped(form)
-            record.block, record.host = block, host
-            sources.append(data)
-            targets.append(host)
-            for event in block.free_after:
-                if event is not after[-1]:  # blocks of a group come back together, with one event
-                    after.append(event)
-            sent.append(record)
-        if not sent:
-            return
+        after += block.free_after
+        block.num_users, block.last_uses = len(records), []
+        for record, host in zip(records, targets, strict=True):
+            record.block, record.host = block, host  # before the copy, which may fail: they give the block back
         event = self.link.send(Copies(sources, targets), after, group.what)
         copying = State.COPYING
-        for record in sent:
+        for record in records:
             record.state, record.out = copying, event
-        self.ledger.bytes_out += num_bytes
+        self.ledger.bytes_out += sum([record.num_bytes for record in records])
         self._copying.append(weakref.ref(group))
 
     def bury(self, record: Record) -> None:
@@ -98,10 +97,18 @@ class Departures:
         if record.data is not None:
             record.witness = self.nothing  # the copy that is under way, or a user, may have the data
             self.ledger.let_go(record.num_bytes)
-            self._drop(record)
+            self._drop((record,))
         record.state = State.DEAD
-        if record.block is not None:
-            self.arena.give(record.block, () if last is None else (last,))
+        block = record.block
+        if block is None:
+            return
+        uses = block.last_uses
+        if last is not None and not (uses and uses[-1] is last):  # those of a group come and go with one event
+            uses.append(last)
+        # Graphs die in any thread: whoever takes the last one away, and nobody else, gives the block back.
+        block.num_users = left = block.num_users - 1
+        if not left:
+            self.arena.give(block, uses)
 
     def _poll(self) -> None:
         """Release device memory whose copy is complete.
@@ -126,6 +133,7 @@ class Departures:
         """Let go of a group's device memory; return whether that could be done without blocking this thread."""
         copying, host = State.COPYING, State.HOST
         complete: Event | None = None
+        released = list[Record]()
         num_bytes = 0
         is_complete = True
         for record in group.needs:
@@ -143,16 +151,20 @@ class Departures:
                     is_complete = False
                     break
             num_bytes += record.num_bytes
-            self._drop(record)
             record.state = host
+            released.append(record)
+        self._drop(released)
         self.ledger.let_go(num_bytes)
         return is_complete
 
-    def _drop(self, record: Record) -> None:
-        """Let go of device memory; it may be used again by the record's stream at once."""
-        if record.witness is record.data:
-            record.witness.data = self.nothing
-        record.data = None
+    def _drop(self, records: Iterable[Record]) -> None:
+        """Let go of device memory; it may be used again by the records' streams at once."""
+        nothing = self.nothing
+        for record in records:
+            witness = record.witness
+            if witness is record.data:
+                witness.data = nothing
+            record.data = None
 
     def _count_out(self) -> None:
         """Count what backward has got no more: it has gone on to another layer."""

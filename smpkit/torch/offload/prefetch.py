@@ -105,6 +105,8 @@ class Order:
 
     def upcoming(self, lead: int) -> list[int]:
         """Return the groups that are needed within `lead` layers, the next one first."""
+        if self._last_used is None and not self._actions:
+            return []
         return list(self._planned(lead)) if self._actions else list(self._reversed(lead))
 
     @property
@@ -118,7 +120,9 @@ class Order:
 
     def returns_within(self, lead: int) -> bool:
         """Return whether the group that was added last is needed again within `lead` layers of the plan."""
-        distance = left = self._left() if self._actions else 0
+        if not self._actions:
+            return False
+        distance = left = self._left()
         for action in self._ahead():
             task = (action.segment, action.microbatch)
             if action.kind is Kind.BACKWARD and task == self._task:

@@ -56,7 +56,7 @@ class Record:
         storage: the storage that was saved; held weakly, so a later one at the same address is not taken for it.
         witness: an alias of the saved tensor, which shares its version counter; without data, unless it is `data`.
         data: what is on the device; held until its copy is complete, whatever the user lets go of.
-        form: of `data`, here and whenever it is back; None if that is flat bytes.
+        form: of `data`, here and whenever it is back.
         num_bytes: how many.
         stream: the stream whose allocator gets the memory back.
     """
@@ -87,7 +87,7 @@ class Record:
         storage: torch.UntypedStorage,
         witness: Tensor,
         data: Tensor,
-        form: Form | None,
+        form: Form,
         num_bytes: int,
         stream: Hashable,
     ) -> None:
@@ -101,8 +101,9 @@ class Record:
         self.stream = stream
         self.state: int = 1  # State.LIVE; two lookups less
         self.block: Block | None = None
+        """Of what left together, a piece each."""
         self.host: Tensor | None = None
-        """The block, as a tensor like `data`."""
+        """The piece of the block, a tensor like `data`."""
         self.out: Event | None = None
         self.load: Event | None = None
         self.handles = self.pending = 1

@@ -166,7 +166,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         witness = tensor.detach()
         witness.data = self._empty
         data = torch.empty(0, dtype=_UINT8, device=self._device).set_(storage)
-        record = Record(key, storage, witness, data, None, num_bytes, self._stream())
+        record = Record(key, storage, witness, data, (_UINT8, data.size()), num_bytes, self._stream())
         group = self._take_over(record)
         return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 

@@ -88,7 +88,7 @@ def test_a_copy_that_never_ends_names_the_layer() -> None:
     group = engine._groups[0]()
     assert group is not None
     record = group.needs[0]
-    engine._drop(record)
+    engine._drop([record])
     record.enter(State.HOST)  # as if its copy to the host had been quick
     with pytest.raises(DeadlineError, match=r"`layers.0` waited 0.1 s for a copy"):
         results[0].backward()

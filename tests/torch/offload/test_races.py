@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import pytest
 import torch
@@ -262,10 +262,11 @@ class Remembers(Arena):
         super().__init__()
         self.blocks: list[Block] = []
 
-    def take_all(self, sizes: Iterable[int]) -> list[Block | None]:
-        blocks = super().take_all(sizes)
-        self.blocks += [block for block in blocks if block is not None]
-        return blocks
+    def take(self, num_bytes: int) -> Block | None:
+        block = super().take(num_bytes)
+        assert block is not None
+        self.blocks.append(block)
+        return block
 
 
 def test_freed_host_memory_is_poisoned() -> None:
