@@ -33,6 +33,8 @@ class Arrivals(Departures):
         self._groups: dict[int, weakref.ref[Group]] = {}
         self._ahead: set[int] = set()
         """Groups that were loaded, and that backward has not come to."""
+        self._unused: frozenset[int] = frozenset()
+        """Those that were in `_ahead` when the step before this one ended."""
         self._using = _NONE
         """The group that backward is at."""
         self._awaited: tuple[Event | None, Hashable] = (None, None)
@@ -146,6 +148,15 @@ class Arrivals(Departures):
         self.ledger.hold(record.num_bytes)
         self.ledger.let_go(record.num_bytes)
         return moved
+
+    def _evict_unused(self) -> None:
+        """Take back what was loaded for backward a whole step ago: nothing else would, for as long as its graph lives.
+
+        Not at once: loops that run backward a step behind forward are about to use it.
+        """
+        for index in self._unused.intersection(self._ahead):
+            self._evict(index)
+        self._unused = frozenset(self._ahead)
 
     def _evict(self, index: int) -> None:
         """Drop what was loaded and not used."""

@@ -56,21 +56,22 @@ class Departures:
 
         Either way they are held from now on.
         """
-        self.ledger.hold(sum([record.num_bytes for record in records]))
+        sizes = [record.num_bytes for record in records]
+        self.ledger.hold(sum(sizes))
         if not group.stays:
-            self._depart(group, records)
+            self._depart(group, records, sizes)
 
-    def _depart(self, group: Group, records: Sequence[Record]) -> None:
+    def _depart(self, group: Group, records: Sequence[Record], sizes: Sequence[int]) -> None:
         """Begin to copy records of a group to one block; where there is none so large, half of them after the other."""
-        # Rounded up as `aligned` does; all here are lists, not generators, which take longer.
-        block = self.arena.take(sum([-(-record.num_bytes // ALIGNMENT) for record in records]) * ALIGNMENT)
+        # Each rounded up, as `aligned` does. All here are lists, not generators, which take longer.
+        block = self.arena.take(sum([-(-num_bytes // ALIGNMENT) for num_bytes in sizes]) * ALIGNMENT)
         if block is None:
             if len(records) == 1:
                 self._keep(group, records[0])
                 return
             middle = len(records) // 2
-            self._depart(group, records[:middle])
-            self._depart(group, records[middle:])
+            self._depart(group, records[:middle], sizes[:middle])
+            self._depart(group, records[middle:], sizes[middle:])
             return
         sources = [cast("Tensor", record.data) for record in records]
         targets = block.shaped([record.form for record in records])
@@ -84,7 +85,7 @@ class Departures:
         copying = State.COPYING
         for record in records:
             record.state, record.out = copying, event
-        self.ledger.bytes_out += sum([record.num_bytes for record in records])
+        self.ledger.bytes_out += sum(sizes)
         self._copying.append(weakref.ref(group))
 
     def bury(self, record: Record) -> None:

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from smpkit.plan.actions import Action
 from smpkit.plan.segments import Kind
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.arrivals import Arrivals
+from smpkit.torch.offload.forms import Forms
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.pace import Lead
 from smpkit.torch.offload.prefetch import Order
@@ -33,6 +35,8 @@ from smpkit.torch.offload.scope import Scope
 __all__ = ["Engine"]
 
 GROUP_BYTES: Final = 64 << 20
+_WIDE: Final = frozenset({torch.float32, torch.float64})
+"""Types that autocast makes narrower ones of."""
 
 
 class Engine(Arrivals):
@@ -61,8 +65,9 @@ class Engine(Arrivals):
     ) -> None:
         super().__init__(link, arena, order or Order(), lead, rank)
         self.min_bytes = link.min_bytes if min_bytes is None else min_bytes
-        self.parameters: frozenset[int] = frozenset()
-        """Storages that never leave."""
+        self.parameters: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages that never leave. Known weakly: what is freed leaves its address to others, which may leave."""
+        self.forms = Forms()
         self.on_step: Callable[[StepReport], object] | None = None
         self.num_boundaries = 0
         """How many checkpointed calls there have been."""
@@ -86,7 +91,12 @@ class Engine(Arrivals):
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Never offload these tensors (parameters, buffers) or views of them; replaces what was said before."""
-        self.parameters = frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+        self.parameters, are_wide = {}, False
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.parameters[storage._cdata] = weakref.ref(storage)
+            are_wide = are_wide or tensor.dtype in _WIDE
+        self.forms.doubt(casts=are_wide)
 
     # --- the life of a step ------------------------------------------------------------------------------------------
 
@@ -111,6 +121,7 @@ class Engine(Arrivals):
         self.order.end()
         self._count_out()
         self._poll()
+        self._evict_unused()
         self.pace.end_step()
         report = self.ledger.end_step(self.pace.lead, self.arena.peak_bytes)
         self.arena.reset_peak()

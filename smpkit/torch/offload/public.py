@@ -41,9 +41,10 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
         print(offload.report())
 
     Copies run beside the computation, in both directions; each storage leaves once, however many views of it were
-    saved; parameters and buffers never leave; gradients are the same bits as without. Layers (the items of a
-    `ModuleList` or `Sequential`) leave and come back one by one. Over `torch.utils.checkpoint` layers, only what they
-    keep leaves: their inputs. That is the combination to use; without checkpointing about 25 times as many bytes move.
+    saved; parameters, buffers and what autocast makes of trained parameters never leave; gradients are the same bits
+    as without. Layers (the items of a `ModuleList` or `Sequential`) leave and come back one by one. Over
+    `torch.utils.checkpoint` layers, only what they keep leaves: their inputs. That is the combination to use; without
+    checkpointing about 25 times as many bytes move.
 
     Enter it around forward; backward may run inside or after it. One object serves all steps, and keeps its host
     memory for the next. Not for two threads at a time.

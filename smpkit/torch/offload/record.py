@@ -59,6 +59,7 @@ class Record:
         form: of `data`, here and whenever it is back.
         num_bytes: how many.
         stream: the stream whose allocator gets the memory back.
+        group: the index of the group that it is saved in.
     """
 
     __slots__ = (
@@ -90,6 +91,7 @@ class Record:
         form: Form,
         num_bytes: int,
         stream: Hashable,
+        group: int,
     ) -> None:
         self.key = key
         self.storage = weakref.ref(storage)
@@ -110,7 +112,7 @@ class Record:
         """How often it was saved, and how many of those backward has not asked for yet in this pass."""
         self.num_groups = 1
         """How many groups need it: it is dead when the last of them is."""
-        self.last_group = -1
+        self.last_group = group
         """The latest of them."""
 
     def enter(self, state: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from smpkit.torch.offload.arena import Form
+from smpkit.torch.offload.forms import CASTS
 from smpkit.torch.offload.record import Group, Record, check_version
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ __all__ = ["Scope"]
 # Whether this runs inside `torch.func.jvp`, `vmap` and the like. Those take every operation for the user's: a copy
 # would be one that changes a captured tensor, which they refuse.
 _transforms_are_active: Final = torch._C._are_functorch_transforms_active
+_NOTHING: Final = contextlib.nullcontext()
 _UINT8: Final = torch.uint8
 _STRIDED: Final = torch.strided
 _SPARSE_USE: Final = 2
@@ -64,6 +68,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         # Looked up once, and not for every tensor.
         self._records, self._stream = engine.records, engine.link.stream
         self._parameters = engine.parameters
+        self._forms, self._form = engine.forms.ordinary, engine.forms.form
         self._least_bytes = max(1, engine.min_bytes)
 
     def __enter__(self) -> Self:
@@ -109,9 +114,8 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             or tensor.layout is not _STRIDED
             or tensor.get_device() != self._index
             or tensor.is_neg()
-            or tensor.is_conj()
-            or tensor.is_quantized
             or tensor.is_nested
+            or ((alike := self._forms.get(tensor.dtype)) is None and self._must_stay(tensor))
         ):
             return self._stay(tensor)
         storage = tensor.untyped_storage()
@@ -124,16 +128,17 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             return self._take_part(tensor, storage)
         base = tensor._base
         if (
-            key in self._parameters
+            (key in self._parameters and self._parameters[key]() is storage)
             or (base is not None and type(base) is not Tensor)  # this and the next are `_is_not_ours`
             or _transforms_are_active()
             or (_is_capturing() if self._index >= 0 else not tensor.is_cpu)
         ):
             return self._stay(tensor)
         witness = tensor.detach()
-        record = Record(key, storage, witness, witness, (tensor.dtype, tensor.size()), num_bytes, self._stream())
+        size = tensor.size()
+        form = (alike.get(size) if alike else None) or self._form(tensor.dtype, size)
         group = self._group or self._begin()
-        record.last_group = group.index
+        record = Record(key, storage, witness, witness, form, num_bytes, self._stream(), group.index)
         self._records[key] = record
         group.needs.append(record)
         waiting = self._waiting
@@ -157,7 +162,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
     def _take_part(self, tensor: Tensor, storage: torch.UntypedStorage) -> Handle:
         """Take over a storage of which the tensor is a view, or a copy of the view."""
         key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._parameters or self._is_not_ours(tensor):
+        if (key in self._parameters and self._parameters[key]() is storage) or self._is_not_ours(tensor):
             return self._stay(tensor)
         if tensor.nbytes * _SPARSE_USE <= num_bytes:
             return self._gather(tensor, storage)
@@ -166,34 +171,47 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         witness = tensor.detach()
         witness.data = self._empty
         data = torch.empty(0, dtype=_UINT8, device=self._device).set_(storage)
-        record = Record(key, storage, witness, data, (_UINT8, data.size()), num_bytes, self._stream())
-        group = self._take_over(record)
+        form = self._form(_UINT8, data.size())
+        record, group = self._take_over(key, storage, witness, data, form, num_bytes)
         return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _gather(self, tensor: Tensor, storage: torch.UntypedStorage) -> Handle:
         """Take a copy of a view that is a small part of its storage, which may then go."""
+        key = (storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        record = self._records.get(key)
+        if record is not None and record.storage() is storage and record.version == tensor._version:
+            group = self._group or self._begin()
+            if not (self._index >= 0 and _is_capturing()) and group.add(record):
+                record.handles += 1
+                record.pending += 1
+                return record, group
         alias = tensor.detach()
         gathered = alias.clone(memory_format=torch.contiguous_format)
         alias.data = self._empty
         num_bytes = gathered.numel() * gathered.element_size()
         if num_bytes < self._least_bytes or (self._index >= 0 and _is_capturing()):
             return gathered, alias, alias._version
-        key = (storage._cdata, tensor.size(), tensor.stride(), tensor.storage_offset())
-        form = (tensor.dtype, tensor.size())
-        record = Record(key, storage, alias, gathered, form, num_bytes, self._stream())
-        return record, self._take_over(record)
+        return self._take_over(key, storage, alias, gathered, self._form(tensor.dtype, tensor.size()), num_bytes)
 
-    def _take_over(self, record: Record) -> Group:
-        """Hold a record, to be known when it is saved again, and send it now or with its group."""
+    def _take_over(
+        self,
+        key: Hashable,
+        storage: torch.UntypedStorage,
+        witness: Tensor,
+        data: Tensor,
+        form: Form,
+        num_bytes: int,
+    ) -> tuple[Record, Group]:
+        """Hold data, to be known when it is saved again, and send it now or with its group."""
         group = self._group or self._begin()
-        record.last_group = group.index
-        self._records[record.key] = record
+        record = Record(key, storage, witness, data, form, num_bytes, self._stream(), group.index)
+        self._records[key] = record
         group.needs.append(record)
         self._waiting.append(record)
         self._num_bytes += record.num_bytes
         if self._num_bytes >= self._most_bytes or len(self._waiting) >= self._most:
             self._send()
-        return group
+        return record, group
 
     def _send(self) -> None:
         """Send what waits, as that is enough."""
@@ -207,6 +225,27 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         with _outside_transforms():
             alias = tensor.detach()
         return alias, alias, alias._version
+
+    def _must_stay(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of a type that is not ordinary here is more, or less, than its bytes."""
+        return tensor.is_conj() or tensor.is_quantized or (tensor.dtype in CASTS and self._is_cast(tensor))
+
+    def _is_cast(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter in another type, or a view of that.
+
+        Autocast keeps such until it ends, so to send one away frees nothing in forward, and takes as long as a weight's
+        copy. Of a parameter that is not trained it keeps none, and no graph tells where that cast came from: it leaves.
+        """
+        base = tensor._base
+        made = (tensor if base is None else base).grad_fn
+        if made is None or made.name() != "ToCopyBackward0":
+            return False
+        source = getattr(made.next_functions[0][0], "variable", None)
+        if source is None:
+            return False
+        storage = source.untyped_storage()
+        known = self._parameters.get(storage._cdata)
+        return known is not None and known() is storage
 
     def _is_not_ours(self, tensor: Tensor) -> bool:
         """Return whether a tensor is nothing that could be copied and be given up.
@@ -262,7 +301,7 @@ def _others_save() -> bool:
 
 def _outside_transforms() -> AbstractContextManager[object]:
     """Return what hides the transforms from the engine's own work."""
-    return torch._C._DisableFuncTorch() if _transforms_are_active() else contextlib.nullcontext()
+    return torch._C._DisableFuncTorch() if _transforms_are_active() else _NOTHING
 
 
 def _is_capturing() -> bool:

@@ -96,6 +96,27 @@ def test_a_copy_that_never_ends_names_the_layer() -> None:
     engine.close()
 
 
+def test_what_was_loaded_for_nothing_is_taken_back_a_step_later() -> None:
+    engine = engine_on(lead=2)
+    results = []
+    for number in range(5):
+        with engine.boundary(f"layers.{number}"):
+            results.append((torch.randn(WIDTH, requires_grad=True) * 1).square().sum())
+    results[2].backward()  # 1 and 0 are loaded, and backward does not come
+    results[2] = None  # type: ignore[call-overload]
+    gc.collect()
+    engine.end_step()
+    assert sorted(engine._ahead) == [0, 1]
+    held = engine.ledger.device_bytes
+    engine.end_step()
+    assert not engine._ahead
+    engine.ledger.hold(0)
+    assert engine.ledger.device_bytes == held - 2 * 4 * WIDTH
+    results[0].backward()  # loads them again
+    del results
+    assert_idle(engine)
+
+
 class Stacked(nn.Module):
     def __init__(self, num_layers: int) -> None:
         super().__init__()

@@ -52,6 +52,22 @@ def test_01_views_of_weights_stay() -> None:
     y.sum().backward()
 
 
+def test_01_the_address_of_a_weight_that_is_gone_is_anyones() -> None:
+    """FSDP gives parameters other storages while a model runs, and what is saved next may lie where one was."""
+    weight, engine, others = nn.Parameter(torch.randn(WIDTH)), engine_on(), list[Tensor]()
+    engine.keep([weight])
+    address = weight.untyped_storage()._cdata
+    weight.data = torch.empty(0)
+    x = torch.randn(WIDTH)
+    while x.untyped_storage()._cdata != address:
+        others.append(x)
+        assert len(others) < 10_000
+        x = torch.randn(WIDTH)
+    with engine.everything("layer"):
+        x.requires_grad_().square()
+    assert engine.ledger.bytes_out == x.nbytes
+
+
 def test_02_a_storage_that_is_saved_often_leaves_and_comes_back_once() -> None:
     heads, engine = [nn.Linear(WIDTH, WIDTH) for _ in range(3)], engine_on(EmulatedLink(), lead=1)
     engine.keep(parameter for head in heads for parameter in head.parameters())
@@ -154,6 +170,28 @@ def test_05_a_small_view_does_not_keep_a_large_storage(min_bytes: int) -> None:
     assert x.grad is not None
     assert torch.equal(x.grad[0], 2 * x.detach()[0])
     del watch
+
+
+def test_05_a_small_view_that_is_saved_often_is_taken_once() -> None:
+    engine = engine_on(lead=1)
+    whole = torch.randn(64, WIDTH)
+    scope = engine.everything("layer")
+    handles = [scope._pack(view) for view in (whole[3], whole[3], whole[4], whole[3].view(torch.int32))]
+    scope.next_layer("next")
+    handles.append(scope._pack(whole[3]))
+    scope.next_layer("last")
+    assert engine.ledger.bytes_out == 3 * whole[3].nbytes
+    for handle, saved in zip(
+        handles, (whole[3], whole[3], whole[4], whole[3].view(torch.int32), whole[3]), strict=True
+    ):
+        assert torch.equal(scope._unpack(handle), saved)
+    whole.mul_(2)
+    handles.append(scope._pack(whole[3]))  # what is there now is something else
+    scope.next_layer("changed")
+    assert engine.ledger.bytes_out == 4 * whole[3].nbytes
+    assert torch.equal(scope._unpack(handles[-1]), whole[3])
+    del handles, handle
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["offloaded", "kept"])
