@@ -47,6 +47,22 @@ def test_a_named_axis_is_the_batch_axis() -> None:
     assert first.shape == (3, 2)
 
 
+def test_a_negative_axis_counts_from_the_end() -> None:
+    first, second = pieces(torch.arange(8).view(2, 4), input_split_axes={"x": -1})
+    assert (first.tolist(), second.tolist()) == ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
+    with pytest.raises(UsageError, match=r"shape \(2, 4\) and no axis -3 to split"):
+        pieces(torch.zeros(2, 4), input_split_axes={"x": -3})
+
+
+def test_a_microbatch_may_be_changed_in_place_and_sends_gradients_to_the_batch() -> None:
+    batch = torch.ones(4, requires_grad=True)
+    first, second = pieces(batch * 1)
+    first.mul_(2)  # autograd forbids it for what `chunk` returns
+    (first + second).sum().backward()
+    assert batch.grad is not None
+    assert batch.grad.tolist() == [2, 2, 1, 1]
+
+
 def test_non_split_inputs_stay_whole_and_where_they_are() -> None:
     value = torch.arange(3)
     assert all(piece is value for piece in pieces(value, non_split_inputs=("x",)))

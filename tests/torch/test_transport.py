@@ -168,6 +168,30 @@ def test_what_a_step_that_was_given_up_left_behind_does_not_meet_the_next_one(ti
     assert run_ranks(abandons, 2, times, timeout=20)[1] == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
 
 
+def gives_up_sooner() -> list[list[float]]:
+    """Let the receiver give up a step first; the sender still sends what the other has begun to receive."""
+    transport = open_transport()
+    found = []
+    if smp.pp_rank() == 0:
+        smp.barrier()
+        transport.send(torch.ones(1 << 20), 0, Move(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))))
+        transport.abandon(1)
+        transport.send(VALUE, 0, move_of(0))
+        transport.flush()
+    else:
+        transport.post(0, Move(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))), backward=False)
+        transport.abandon(1)
+        smp.barrier()
+        found = transport.receive(0, move_of(0)).tolist()
+    smp.shutdown()
+    return found
+
+
+def test_a_rank_that_gave_up_sooner_still_takes_what_is_on_its_way() -> None:
+    # A receive that had gone away would block the connection, and write into memory that is somebody else's by now.
+    assert run_ranks(gives_up_sooner, 2, timeout=30)[1] == VALUE.tolist()
+
+
 def objects_and_bytes() -> tuple[Any, list[int]]:
     transport = open_transport()
     if smp.pp_rank() == 0:
