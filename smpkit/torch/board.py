@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,11 +12,13 @@ from datetime import timedelta
 from typing import Final, Literal, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's, which its types hide
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, which its types hide
 
 __all__ = ["Board", "Note"]
 
 _LINGER_SECONDS: Final = 3.0  # how long the rank that serves the store stays, so that others can read why it left
+_CONNECT_SECONDS: Final = 5.0
+_STILL_SERVED_SECONDS: Final = 0.25  # how long somebody who listened counts as there: notes are read by the dozen
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _SILENCE_SECONDS: Final = 10.0  # after which a store that does not answer counts as gone
 
@@ -41,6 +44,7 @@ class Board:
         size: how many ranks there are.
         timeout: the deadline of a wait, for messages.
         groups: returns the process groups to hang up on.
+        server: who serves the store, for messages.
         serves_store: the store dies with this process.
     """
 
@@ -52,15 +56,19 @@ class Board:
         timeout: timedelta,
         groups: Callable[[], Iterable[dist.ProcessGroup]],
         *,
+        server: str,
         serves_store: bool,
     ) -> None:
         self._store = PrefixStore("smpkit/board", store)
+        self._address = None if serves_store else _address_of(store)
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.groups = groups
         self.serves_store = serves_store
+        self.server = server
         self._is_silent = False
+        self._served_at = -_STILL_SERVED_SECONDS
 
     def say(self, note: Note) -> None:
         """Write this rank's note."""
@@ -81,14 +89,17 @@ class Board:
         return None if first is None else _note(first)
 
     def acknowledge(self) -> None:
-        """Tell the rank that serves the store that this one has read the failure."""
+        """Tell the rank that serves the store that this one has read the failure, or has come to its end."""
         self._ask(lambda: self._store.add("read", 1))
 
-    def linger(self) -> None:
-        """Wait until all others have read the failure, at most three seconds: the store ends with this process."""
-        deadline = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < deadline and self._ask(lambda: self._store.add("read", 0)) < self.size - 1:
+    def linger(self, seconds: float = _LINGER_SECONDS) -> bool:
+        """Wait some seconds for all others to acknowledge, for the store ends with this process; return if they did."""
+        deadline = time.monotonic() + seconds
+        while self._ask(lambda: self._store.add("read", 0)) < self.size - 1:
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.05)
+        return True
 
     def write(self, key: str, text: str) -> None:
         """Leave a text for the other ranks, over what was there."""
@@ -116,6 +127,7 @@ class Board:
 
         def ask() -> None:
             try:
+                self._check_served()
                 answers.append(call())
             except Exception as error:  # raised again below, where somebody hears it
                 errors.append(error)
@@ -130,6 +142,26 @@ class Board:
         if errors:
             raise errors[0]
         return answers[0]
+
+    def _check_served(self) -> None:
+        """Raise DistStoreError if nobody listens where the store was: its client would say so in a hundred lines."""
+        if self._address is None or time.monotonic() - self._served_at < _STILL_SERVED_SECONDS:
+            return
+        try:
+            socket.create_connection(self._address, _CONNECT_SECONDS).close()
+            self._served_at = time.monotonic()
+        except ConnectionRefusedError:
+            where = "{}:{}".format(*self._address)
+            raise dist.DistStoreError(f"nobody listens at {where} any more") from None
+        except OSError:
+            pass  # a busy host, a name that does not resolve now: let the store try
+
+
+def _address_of(store: Store) -> tuple[str, int] | None:
+    """Return where a store is served; None if it is none of sockets."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def _note(text: str | bytes) -> Note:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.board import Board, Note
 from smpkit.torch.rendezvous import name_ranks
+from smpkit.torch.tracebacks import of_the_script
 
 __all__ = [
     "attach",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 _GRACE_SECONDS: Final = 2.0  # how long to wait for the notes of ranks that have just been hung up on
+_PARTING_SECONDS: Final = 0.5  # how long ranks that end together may lie apart
 _TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
 _PLACES: Final = "_smpkit_places"  # attribute of an exception
 _HANG_UP_TAG: Final = 0x5AFE
@@ -83,8 +85,11 @@ def detach() -> None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Show the exception as ever, and tell the other ranks."""
+    """Show the exception, of other ranks' failures only where the script was, and tell the other ranks."""
     assert _previous_hook is not None
+    if isinstance(error, DeadlineError | RemoteError):
+        traceback = of_the_script(traceback)
+        error.__traceback__ = traceback  # the one that Python shows
     _previous_hook(kind, error, traceback)
     sys.stderr.flush()
     if not issubclass(kind, KeyboardInterrupt):  # Ctrl-C reaches every rank by itself
@@ -134,9 +139,17 @@ def report_failure(error: BaseException) -> None:
 
 def report_end() -> None:
     """Tell the other ranks, should one still wait for this one, that the script has come to its end. Never raises."""
-    if _board is not None and _board.size > 1 and not _failed:
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            _board.say(Note(_board.rank, "ended", _ENDED))
+    board = _board
+    if board is None or board.size == 1 or _failed:
+        return
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        board.hurry()
+        board.say(Note(board.rank, "ended", _ENDED))
+        if not board.serves_store:
+            board.acknowledge()
+        elif not board.linger(_PARTING_SECONDS):
+            hang_up(board.groups())  # whoever waits for this rank wakes now, while the store can still tell why
+            board.linger()
 
 
 def condemn(error: SmpkitError) -> None:
@@ -233,18 +246,33 @@ def _diagnose(board: Board, wait: _Wait) -> SmpkitError:
 
 
 def _hear(board: Board, peers: Sequence[int]) -> dict[int, Note]:
-    """Return the notes of the peers, waiting a little for those that are about to write theirs."""
+    """Return the notes of the peers, and of whom they wait for, waiting a little for those that are about to write."""
     deadline = time.monotonic() + _GRACE_SECONDS
-    notes = board.notes(peers)
-    while len(notes) < len(peers) and board.failure() is None and time.monotonic() < deadline:
+    while True:
+        notes, missing = _followed(board, peers)
+        if not missing or board.failure() is not None or time.monotonic() > deadline:
+            return notes
         time.sleep(0.05)
-        notes = board.notes(peers)
-    return notes
+
+
+def _followed(board: Board, peers: Sequence[int]) -> tuple[dict[int, Note], set[int]]:
+    """Follow who waits for whom, from the peers on; return the notes, and the ranks at the end that have none."""
+    notes: dict[int, Note] = {}
+    asked, wanted = {board.rank}, set(peers)
+    while new := wanted - asked:
+        found = board.notes(sorted(new))
+        asked |= new
+        notes |= found
+        wanted = {peer for note in found.values() for peer in note.peers}
+    return notes, asked - notes.keys() - {board.rank}
 
 
 def _own_verdict(board: Board, wait: _Wait, notes: dict[int, Note], late: bool) -> SmpkitError:
-    """Say what happened from this rank's own view: silent peers are the ones that were waited for."""
+    """Say what happened from this rank's own view: silent ranks are the ones that were waited for."""
     silent = [rank for rank in wait.peers if rank not in notes]
+    if not silent:  # the peers wait as well, in the end for a rank that waits for nobody
+        awaited = {rank for note in notes.values() for rank in note.peers}
+        silent = sorted(awaited - notes.keys() - {board.rank})
     ended = [rank for rank, note in sorted(notes.items()) if note.kind == "ended"]
     others = [note for _, note in sorted(notes.items()) if note.kind != "ended" and note.text != wait.what]
     elsewhere = [f"rank {note.rank} waited in {note.text} for {name_ranks([*note.peers])}" for note in others]
@@ -287,9 +315,9 @@ def _without_store(board: Board, wait: _Wait, gone: Exception) -> SmpkitError:
     """Say what is known when the store cannot be asked either, most often because rank 0 served it and is gone."""
     why = (str(gone).splitlines() or [type(gone).__name__])[0]
     return RemoteError(
-        f"rank {board.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)}, and the store "
-        f"that could tell why: {why}",
-        hint="see the output of rank 0, which most often serves the store",
+        f"rank {board.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)}; the store in "
+        f"{board.server} could tell why, but {why}",
+        hint=f"see the output of {board.server}",
     )
 
 

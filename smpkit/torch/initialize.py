@@ -188,7 +188,7 @@ def _at_exit() -> None:
     # operating system ends everything as well.
     if deadline.failed():
         return
-    if _world is not None and _world.launch.agent_store:  # a store in rank 0 may be gone by now, with nobody to tell
+    if _world is not None:
         deadline.report_end()
     shutdown()
 
@@ -299,4 +299,8 @@ def _backend(cfg: ModelParallelConfig, gpus: Sequence[str | None], *, warn: bool
 def _attach_board(world: _World, timeout: timedelta) -> None:
     launch = world.launch
     serves = launch.rank == 0 and not launch.agent_store
-    deadline.attach(Board(world.store, launch.rank, launch.world_size, timeout, world.groups.all, serves_store=serves))
+    server = "the launcher" if launch.agent_store else "rank 0"
+    board = Board(
+        world.store, launch.rank, launch.world_size, timeout, world.groups.all, server=server, serves_store=serves
+    )
+    deadline.attach(board)

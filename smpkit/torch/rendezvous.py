@@ -64,12 +64,12 @@ def gather(store: Store, key: str, launch: Launch, value: str, timeout: timedelt
     store.set(keys[launch.rank], value)
     try:
         store.wait(keys, timeout)
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError):
         absent = [rank for rank, name in enumerate(keys) if not _has(store, name)]
         raise DeadlineError(
             f"rank {launch.rank} waited {timeout.total_seconds():g} s in smp.init() for {name_ranks(absent)}",
             hint="were all ranks started, and does each of them call smp.init()?",
-        ) from error
+        ) from None  # the store's own words are the names of keys
     return [data.decode() for data in store.multi_get(keys)]
 
 

@@ -90,10 +90,29 @@ def test_a_circle_of_waits_says_where_the_others_were() -> None:
     )
 
 
+def the_last_of_a_chain_is_late() -> tuple[str, float]:
+    init_in_a_hurry()
+    if smp.rank() == 2:
+        time.sleep(4)
+        return "late", 0.0
+    time.sleep(0.5 * smp.rank())  # rank 0 is the first whose deadline passes
+    return outcome(lambda: smp.recv_from(smp.rank() + 1))
+
+
+def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:
+    """Rank 0 waits for rank 1, which is as well as rank 0 is: what both lack is rank 2."""
+    for message, _ in run_ranks(the_last_of_a_chain_is_late, 3)[:2]:
+        assert re.match(
+            r"DeadlineError: rank 0 waited 1\.\d s in recv_from\(rank 1\) for rank 2;"
+            r" meanwhile rank 1 waited in recv_from\(rank 2\) for rank 2\n",
+            message,
+        ), message
+
+
 # --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
 
 
-def start(script: str, size: int, folder: Path, agent: bool) -> list[subprocess.Popen[str]]:
+def start(script: str, size: int, folder: Path, agent: bool, stdin: int | None = None) -> list[subprocess.Popen[str]]:
     """Start `size` ranks of a script, with a store of ours as torchrun would serve it, or with one in rank 0."""
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
@@ -113,6 +132,7 @@ def start(script: str, size: int, folder: Path, agent: bool) -> list[subprocess.
         subprocess.Popen(
             [sys.executable, str(path)],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=stdin,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -159,18 +179,44 @@ LEAVES = """
     import smpkit.torch as smp
     smp.init({"ddp": True, "timeout_seconds": 600})
     smp.barrier()
-    if smp.rank() == 1:
+    if smp.rank() == LEAVING:
         sys.exit(3)
     smp.barrier()
 """
 
 
-def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(tmp_path: Path) -> None:
-    ranks = start(LEAVES, 2, tmp_path, agent=True)
+@pytest.mark.parametrize(("leaving", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
+def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(leaving: int, agent: bool, tmp_path: Path) -> None:
+    ranks = start(LEAVES.replace("LEAVING", str(leaving)), 2, tmp_path, agent)
     told = stories(ranks)  # far sooner than their deadline
-    assert [rank.returncode for rank in ranks] == [1, 3]
-    assert "RemoteError: rank 0 lost rank 1 in barrier of WORLD: its script ended" in told[0]
-    assert "hint: every rank makes the same calls" in told[0]
+    stayed = 1 - leaving
+    assert [ranks[leaving].returncode, ranks[stayed].returncode] == [3, 1]
+    assert f"RemoteError: rank {stayed} lost rank {leaving} in barrier of WORLD: its script ended" in told[stayed]
+    assert "hint: every rank makes the same calls" in told[stayed]
+    assert told[leaving] == ""
+
+
+ENDS_LATER = """
+    import os, time
+    import smpkit.torch as smp
+    smp.init({"ddp": True})
+    smp.barrier()
+    if smp.rank() == 1:
+        os.read(0, 1)  # until nothing listens any more where the store was
+"""
+
+
+def test_a_rank_that_ends_after_the_store_says_nothing(tmp_path: Path) -> None:
+    ranks = start(ENDS_LATER, 2, tmp_path, agent=False, stdin=subprocess.PIPE)
+    try:
+        ranks[0].wait(timeout=120)
+        told = ranks[1].communicate("x", timeout=120)[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert told == ""
 
 
 DIES = """
@@ -197,6 +243,10 @@ def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
     script = DIES.replace("smp.rank() == 1", "smp.rank() == 0")
     told = stories(start(script, 2, tmp_path, agent=False))
     assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD" in told[1]
+    assert "nobody listens at 127.0.0.1:" in told[1]
+    assert len(told[1].splitlines()) < 12  # where the script was and why it ends, without smpkit's own frames
+    assert 'script.py", line ' in told[1]
+    assert "[c10d]" not in told[1]  # the store's client, asked for what is gone, says so in a hundred lines
 
 
 STANDS_STILL = """
@@ -221,7 +271,8 @@ def test_a_rank_that_serves_the_store_and_stands_still_is_named(tmp_path: Path) 
     finally:
         ranks[0].kill()
         ranks[0].communicate()
-    assert re.search(r"RemoteError: rank 1 lost rank 0 in barrier of WORLD after .*: it has not answered for 1 s", told)
+    assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD after " in told
+    assert "; the store in rank 0 could tell why, but it has not answered for 1 s" in told
 
 
 def wait_in_a_collective() -> tuple[str, float]:
