@@ -190,7 +190,8 @@ def _check_ranges(launcher: _Launcher, rank: int, world_size: int, local_rank: i
         raise UsageError(f"{launcher.rank}={rank} is outside {launcher.world_size}={world_size}", hint=hint)
     if local_rank >= local_size:
         raise UsageError(f"{launcher.local_rank}={local_rank} is outside {launcher.local_size}={local_size}", hint=hint)
-    if local_size > world_size or local_rank > rank:
+    # Open MPI counts the ranks of a host in the order in which it binds them, which need not be that of their ranks.
+    if local_size > world_size or (local_rank > rank and launcher is not _OPEN_MPI):
         raise UsageError(
             f"{launcher.local_rank}={local_rank} of {launcher.local_size}={local_size} contradicts "
             f"{launcher.rank}={rank} of {launcher.world_size}={world_size}",

@@ -72,6 +72,7 @@ def test_open_mpi_names_its_job() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "99"}, "contradicts"),
         ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is not"),
@@ -95,3 +96,10 @@ def test_partial_or_contradictory_variables_are_named(environment: dict[str, str
         launch_from(environment)
     assert words in caught.value.message
     assert caught.value.hint or "form" in words or "SLURM" in words
+
+
+def test_open_mpi_may_count_the_ranks_of_a_host_in_another_order() -> None:
+    """As `mpirun --oversubscribe -np 4` did on a host of two cores."""
+    place = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    launch = launch_from({**OPEN_MPI, **place, "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert (launch.rank, launch.local_rank) == (1, 2)
