@@ -35,7 +35,7 @@ def make_chain(model: Any, layers: Sequence[str] | None, num_slices: int, balanc
     """Take a model apart.
 
     Args:
-        model: an `nn.Sequential`, a list of modules (each a slice of its own), a Hugging Face decoder that is known, or
+        model: an `nn.Sequential`, a list of modules (each a slice of its own), a Hugging Face model that is known, or
             any module together with `layers`.
         layers: paths of the modules that the model calls one after the other; lists of modules count as their members.
 

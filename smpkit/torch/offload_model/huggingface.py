@@ -1,73 +1,127 @@
-"""Hugging Face decoders as chains: the embedding, each block, and the head, with what blocks share handed along.
+"""Hugging Face models as chains: what comes before the blocks, each block, and the head.
+
+What comes before is the model's own code: it runs with a recorder in the blocks' place, which notes with what each
+block is called and ends it there. Blocks and head follow in slices of their own.
 
 transformers is imported only for models that come from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from smpkit.errors import UnsupportedError
+from smpkit.errors import UnsupportedError, UsageError
 
 __all__ = ["stages"]
 
-_FULL: Final = "full_attention"
-_SLIDING: Final = "sliding_attention"
-"""As configurations of transformers name them."""
+
+class _Family(NamedTuple):
+    """Where the parts of a model lie."""
+
+    root: str
+    """What calls the blocks, itself or through its children."""
+    blocks: str
+    ending: tuple[str, ...]
+    """What is called behind the blocks, one after the other; some models have it only in some sizes."""
+
+
+_LIKE_LLAMA: Final = _Family("model", "model.layers", ("model.norm", "lm_head"))
+_LIKE_GPT2: Final = _Family("transformer", "transformer.h", ("transformer.ln_f", "lm_head"))
+_OPT: Final = "model.decoder"
+_MASKED: Final = "BertForMaskedLM"
+_FAMILIES: Final = {
+    "BloomForCausalLM": _LIKE_GPT2,
+    "FalconForCausalLM": _LIKE_GPT2,
+    "GPT2LMHeadModel": _LIKE_GPT2,
+    "GPTNeoXForCausalLM": _Family("gpt_neox", "gpt_neox.layers", ("gpt_neox.final_layer_norm", "lm_head")),
+    "Gemma2ForCausalLM": _LIKE_LLAMA,
+    "Gemma3ForCausalLM": _LIKE_LLAMA,
+    "GemmaForCausalLM": _LIKE_LLAMA,
+    "LlamaForCausalLM": _LIKE_LLAMA,
+    "MistralForCausalLM": _LIKE_LLAMA,
+    "MixtralForCausalLM": _LIKE_LLAMA,
+    "OPTForCausalLM": _Family(_OPT, f"{_OPT}.layers", (f"{_OPT}.final_layer_norm", f"{_OPT}.project_out", "lm_head")),
+    "PhiForCausalLM": _Family("model", "model.layers", ("model.final_layernorm", "lm_head")),
+    "Qwen2ForCausalLM": _LIKE_LLAMA,
+    "Qwen3ForCausalLM": _LIKE_LLAMA,
+    _MASKED: _Family("bert", "bert.encoder.layer", ("cls",)),
+}
+"""Each has a test that says it trains to the bit as the plain model."""
+
+
+class _Call(NamedTuple):
+    """What a block gets besides the hidden values."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Order:
+    """Which call is whose block's; no container, so that nobody looks for tensors in it at every border."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
 
 
 class _Stream(NamedTuple):
     """What goes from block to block: only `hidden` changes, so only it is kept at every slice's border."""
 
     hidden: Tensor
-    shared: dict[str, Any]
-    """Keyword arguments of every block."""
-    masks: dict[str, Any]
-    """Of attention, by kind of block."""
-    ending: dict[str, Any]
-    """For the head."""
+    calls: tuple[_Call, ...]
+    """Those that differ: most models call all blocks alike."""
+    order: _Order
+    labels: Tensor | None
 
 
 def stages(model: Any) -> list[nn.Module] | None:
-    """Return the layers of a GPT-2, Llama, Mistral, Qwen2 or Qwen3 language model; None for any other object."""
-    if not type(model).__module__.startswith("transformers."):
+    """Return the layers of a Hugging Face model of a known family; None for any other object.
+
+    Raises:
+        UnsupportedError: a model that skips blocks at random, or whose loss needs what blocks return on the side.
+    """
+    family = _FAMILIES.get(type(model).__name__)
+    if family is None or not type(model).__module__.startswith("transformers."):
         return None
-    from transformers import (
-        GPT2LMHeadModel,
-        LlamaForCausalLM,
-        MistralForCausalLM,
-        Qwen2ForCausalLM,
-        Qwen3ForCausalLM,
-    )
-
-    if isinstance(model, GPT2LMHeadModel):
-        blocks = [_Block(block, _FULL) for block in model.transformer.h]
-        return [_Gpt2Start(model.transformer), *blocks, _Head(model.transformer.ln_f, model)]
-    if isinstance(model, LlamaForCausalLM):
-        return _llama(model, [_FULL] * len(model.model.layers))
-    if isinstance(model, MistralForCausalLM):
-        kind = _FULL if model.config.sliding_window is None else _SLIDING
-        return _llama(model, [kind] * len(model.model.layers))
-    if isinstance(model, Qwen2ForCausalLM | Qwen3ForCausalLM):
-        return _llama(model, model.config.layer_types or [])
-    return None
+    for option in ("layerdrop", "output_router_logits"):
+        value = getattr(model.config, option, None)
+        if value:
+            raise UnsupportedError(
+                f"an OffloadModel does not train a {type(model).__name__} with {option}={value}",
+                hint=f"set config.{option} to {type(value)()} before the model is made",
+            )
+    blocks = list(attrgetter(family.blocks)(model))
+    behind = [module for module in (attrgetter(path)(model) for path in family.ending) if module is not None]
+    before = list(_others(model, {id(module) for module in (*blocks, *behind)}))
+    return [
+        _Start(model, family, before),
+        *(_Block(block, number) for number, block in enumerate(blocks)),
+        _Head(model, behind),
+    ]
 
 
-def _llama(model: Any, kinds: list[str]) -> list[nn.Module]:
-    """Return the layers of a model that is built as Llama is, with the kind of attention that each block has."""
-    decoder = model.model
-    blocks = [_Block(block, kind) for block, kind in zip(decoder.layers, kinds, strict=True)]
-    return [_LlamaStart(decoder, sorted(set(kinds))), *blocks, _Head(decoder.norm, model)]
+def _others(module: nn.Module, taken: set[int]) -> Iterator[nn.Module]:
+    """Yield the outermost modules with none of those in them that are taken."""
+    for child in module.children():
+        if id(child) not in taken:
+            mixed = any(id(inner) in taken for inner in child.modules())
+            yield from _others(child, taken) if mixed else (child,)
 
 
-class _Gpt2Start(nn.Module):
-    def __init__(self, decoder: Any) -> None:
+class _Start(nn.Module):
+    """Embeddings, masks and positions, as the model makes them."""
+
+    def __init__(self, model: Any, family: _Family, before: list[nn.Module]) -> None:
         super().__init__()
-        self.wte, self.wpe, self.drop = decoder.wte, decoder.wpe, decoder.drop
-        self._config = decoder.config
+        self.before = nn.ModuleList(before)
+        path, _, self._name = family.blocks.rpartition(".")
+        # In a tuple: not children, for the blocks in them are other slices'.
+        self._root_and_owner = attrgetter(family.root, path)(model)
 
     def forward(
         self,
@@ -79,70 +133,116 @@ class _Gpt2Start(nn.Module):
         **options: Any,
     ) -> _Stream:
         _check_options(options)
-        embedded = self.wte(input_ids)
-        positions = _positions(embedded, position_ids)
-        hidden = embedded + self.wpe(positions)
-        mask = _mask(_FULL, self._config, embedded, attention_mask, positions)
-        if token_type_ids is not None:
-            hidden = hidden + self.wte(token_type_ids)
-        return _Stream(
-            self.drop(hidden),
-            {"position_ids": positions, "use_cache": False},
-            {_FULL: mask},
-            {"labels": labels},
+        named = {"attention_mask": attention_mask, "position_ids": position_ids, "token_type_ids": token_type_ids}
+        given = {name: value for name, value in named.items() if value is not None}
+        root, owner = self._root_and_owner
+        blocks = owner._modules[self._name]
+        recorder = _Recorder(len(blocks), type(root).__name__)
+        owner._modules[self._name] = nn.ModuleList([recorder] * len(blocks))
+        try:
+            root(input_ids, use_cache=False, **given)
+        except _AllCalledError:
+            return _Stream(recorder.hidden, tuple(recorder.calls), recorder.order, labels)
+        finally:
+            owner._modules[self._name] = blocks
+        raise recorder.left_out()
+
+
+class _AllCalledError(Exception):
+    """Ends the model's own code where the head would come."""
+
+
+class _Recorder(nn.Module):
+    """Stands for all blocks, and notes how they are called."""
+
+    hidden: Tensor
+
+    def __init__(self, count: int, whose: str) -> None:
+        super().__init__()
+        self._count, self._whose = count, whose
+        self.calls: list[_Call] = []
+        self.order = _Order()
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> _Output:
+        if not self.order.calls:
+            self.hidden = hidden
+        call = _Call(args, kwargs)
+        known = (number for number, other in enumerate(self.calls) if _are_same(call, other))
+        number = next(known, len(self.calls))
+        if number == len(self.calls):
+            self.calls.append(call)
+        self.order.calls.append(number)
+        if len(self.order.calls) == self._count:
+            raise _AllCalledError
+        return _Output(self)
+
+    def left_out(self) -> UsageError:
+        """Return what to say to a model that goes on before it has called all."""
+        return UsageError(
+            f"a {self._whose} has called {len(self.order.calls)} of its {self._count} blocks",
+            hint="remove blocks from the model, not only from its config",
         )
 
 
-class _LlamaStart(nn.Module):
-    def __init__(self, decoder: Any, kinds: list[str]) -> None:
-        super().__init__()
-        self._kinds = kinds
-        self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
-        self._config = decoder.config
+class _Output:
+    """What a block would return, itself or first in a tuple; nobody may compute with it."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        **options: Any,
-    ) -> _Stream:
-        _check_options(options)
-        hidden = self.embed_tokens(input_ids)
-        positions = _positions(hidden, position_ids)
-        shared = {
-            "position_ids": positions,
-            "position_embeddings": self.rotary_emb(hidden, position_ids=positions),
-            "use_cache": False,
-        }
-        masks = {kind: _mask(kind, self._config, hidden, attention_mask, positions) for kind in self._kinds}
-        return _Stream(hidden, shared, masks, {"labels": labels})
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def __getitem__(self, index: int) -> _Output:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._recorder.left_out()
+
+
+def _are_same(one: _Call, other: _Call) -> bool:
+    """Return whether two blocks get the very same objects."""
+    return (
+        one.kwargs.keys() == other.kwargs.keys()
+        and len(one.args) == len(other.args)
+        and all(p is q for p, q in zip(one.args, other.args, strict=True))
+        and all(value is other.kwargs[name] for name, value in one.kwargs.items())
+    )
 
 
 class _Block(nn.Module):
-    def __init__(self, block: nn.Module, kind: str) -> None:
+    def __init__(self, block: nn.Module, number: int) -> None:
         super().__init__()
-        self.block, self._kind = block, kind
+        self.block, self._number = block, number
 
     def forward(self, stream: _Stream) -> _Stream:
-        return stream._replace(
-            hidden=self.block(stream.hidden, attention_mask=stream.masks[self._kind], **stream.shared)
-        )
+        args, kwargs = stream.calls[stream.order.calls[self._number]]
+        value = self.block(stream.hidden, *args, **kwargs)
+        return stream._replace(hidden=value[0] if isinstance(value, tuple) else value)
 
 
 class _Head(nn.Module):
-    def __init__(self, norm: nn.Module, model: Any) -> None:
+    def __init__(self, model: Any, behind: list[nn.Module]) -> None:
         super().__init__()
-        self.norm, self.lm_head = norm, model.lm_head
-        self._loss_function, self._vocabulary = model.loss_function, model.config.vocab_size
+        self.behind = nn.ModuleList(behind)
+        self._config = model.config
+        self._masked = type(model).__name__ == _MASKED
+        self._loss_function = _masked_loss if self._masked else model.loss_function
 
     def forward(self, stream: _Stream) -> Any:
-        from transformers.modeling_outputs import CausalLMOutput
+        from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 
-        logits, labels = self.lm_head(self.norm(stream.hidden)), stream.ending["labels"]
-        loss = None if labels is None else self._loss_function(logits, labels, vocab_size=self._vocabulary)
-        return CausalLMOutput(loss=loss, logits=logits)
+        logits, labels, loss = stream.hidden, stream.labels, None
+        for module in self.behind:
+            logits = module(logits)
+        if (cap := getattr(self._config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if labels is not None:
+            loss = self._loss_function(logits, labels, vocab_size=self._config.vocab_size)
+        return (MaskedLMOutput if self._masked else CausalLMOutput)(loss=loss, logits=logits)
+
+
+def _masked_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+    return functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -161,20 +261,3 @@ _HARMLESS: Final = (
     ("output_attentions", False),
     ("output_hidden_states", False),
 )
-
-
-def _positions(embedded: Tensor, given: Tensor | None) -> Tensor:
-    return torch.arange(embedded.shape[1], device=embedded.device).unsqueeze(0) if given is None else given
-
-
-def _mask(kind: str, config: Any, embedded: Tensor, given: Tensor | None, positions: Tensor) -> Any:
-    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-
-    create = {_FULL: create_causal_mask, _SLIDING: create_sliding_window_causal_mask}[kind]
-    return create(
-        config=config,
-        inputs_embeds=embedded,
-        attention_mask=given,
-        past_key_values=None,
-        position_ids=positions,
-    )

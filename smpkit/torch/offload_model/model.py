@@ -41,8 +41,9 @@ class OffloadModel(nn.Module):
     slice is copied while one computes.
 
     Args:
-        model: an `nn.Sequential`; a list of modules, each of which is a slice; a Hugging Face GPT-2, Llama, Mistral,
-            Qwen2 or Qwen3 language model; or any module, with `layers`. Its parameters are moved to the CPU.
+        model: an `nn.Sequential`; a list of modules, each of which is a slice; a Hugging Face language model
+            (BERT, BLOOM, Falcon, Gemma, GPT-2, GPT-NeoX, Llama, Mistral, Mixtral, OPT, Phi, Qwen2, Qwen3); or any
+            module, with `layers`. Its parameters are moved to the CPU.
         device: where slices run. On `cpu` nothing is copied: slices compute with the weights where these rest.
         offload_device: where weights and borders rest; the CPU.
         num_slices: at most one per layer. More slices take less memory on the device; a slice's computation should
