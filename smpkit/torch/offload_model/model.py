@@ -154,6 +154,13 @@ class OffloadModel(nn.Module):
         Raises:
             UsageError: several microbatches, and inputs of different batch sizes or an output without a batch.
         """
+        if torch.compiler.is_compiling():
+            # Which weights a layer sees changes from slice to slice: only layers can be traced, each by itself.
+            disable: Any = torch.compiler.disable
+            return disable(self._forward)(inputs, kwargs)
+        return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._look_for_replicas()
         tensors, structure = flatten((inputs, kwargs))
         parameters = self._engine.parameters

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from threading import Thread
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
-from smpkit.errors import UnsupportedError, UsageError
+from smpkit.errors import DeadlineError, UnsupportedError, UsageError
 from smpkit.torch.offload_model.gradients import Landing
 from smpkit.torch.offload_model.kernels import Adam, Rule, Sgd
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offload_model.pending import Pending
 from smpkit.torch.offload_model.states import Entry, SliceState
+from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS
 from smpkit.torch.offload_model.workers import Workers
 
 __all__ = ["OffloadOptimizer"]
@@ -68,6 +72,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         _check(model, rule, max_grad_norm, overlap, options)
+        _import_torchs_compiler()
         chosen = list(groups) if groups is not None else list(model.parameters())
         # torch's own class checks the options and says what their defaults are.
         plain = rule(chosen, **options)
@@ -289,6 +294,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
             step=entry.step,
             factor=factor,
         )
+
+
+def _import_torchs_compiler() -> None:
+    """Do what torch's first optimizer does, in a thread of its own.
+
+    An error that torch catches in that import stays behind with all frames that were running, and these would keep
+    this optimizer's memory, and the user's variables, until Python looks for cycles.
+    """
+    if "torch._dynamo" not in sys.modules:
+        thread = Thread(target=importlib.import_module, args=("torch._dynamo",), name="smpkit-import")
+        thread.start()
+        thread.join(DEADLINE_SECONDS)
+        if thread.is_alive():
+            raise DeadlineError(f"an OffloadOptimizer waited {DEADLINE_SECONDS:.0f} s for torch to import its compiler")
 
 
 def _check(

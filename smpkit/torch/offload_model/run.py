@@ -95,6 +95,7 @@ class Run:
         joined = join(
             [[engine.parking.take(parked) for parked in each.tensors] for each in boundaries],
             [[parked.shared for parked in each.tensors] for each in boundaries],
+            [max((rows for rows in part if rows is not None), default=1) for part in zip(*self._rows, strict=True)],
         )
         self._joined = [how for _, how in joined]
         return [tensor for tensor, _ in joined], [parked.requires_grad for parked in boundaries[0].tensors]
@@ -170,6 +171,9 @@ class Run:
         engine, boundary = self._engine, piece.inputs
         tensors = [engine.parking.take(parked) for parked in boundary.tensors]
         if not self._training:
+            if self._count > 1:  # what a slice changes in place, other microbatches must get unchanged
+                alone = [parked.shared is None or parked.origin is None for parked in boundary.tensors]
+                tensors = [each if own else each.clone() for each, own in zip(tensors, alone, strict=True)]
             versions = _versions(tensors)
             with self._autocast.again():
                 value = engine.call(index, boundary.structure.fill(tensors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ class _Weight:
 
 def discarding() -> saved_tensors_hooks:
     """Save nothing: the graph is only made to see which outputs have a gradient, and as the plain model makes it."""
-    return saved_tensors_hooks(lambda _: None, _no_backward)
+    return _untraced(lambda _: None, _no_backward)
 
 
 def _no_backward(_: None) -> Tensor:
@@ -55,6 +56,14 @@ def without_weights(home: _Home, index: int) -> saved_tensors_hooks:
             return flat.as_strided(packed.shape, packed.stride, packed.offset)
         return outer_unpack(packed)
 
+    return _untraced(pack, unpack)
+
+
+def _untraced(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
+    """Return hooks that torch.compile leaves alone where a compiled layer calls them: it would trace each as code."""
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would import it
+        disable: Any = torch.compiler.disable
+        pack, unpack = disable(pack), disable(unpack)
     return saved_tensors_hooks(pack, unpack)
 
 

@@ -86,7 +86,7 @@ class Joined:
     """
 
     rows: tuple[int, ...] | None
-    """Of each part; None: every microbatch handed on the same input, so it is there once."""
+    """Of each part; None: every microbatch returned the same, from what each got whole, so it is there once."""
     parts: int
 
     def split(self, gradient: Tensor | None) -> list[Tensor | None]:
@@ -98,20 +98,23 @@ class Joined:
         return list(torch.split(gradient, list(self.rows)))
 
 
-def join(parts: Sequence[Sequence[Tensor]], shared: Sequence[Sequence[int | None]]) -> list[tuple[Tensor, Joined]]:
+def join(
+    parts: Sequence[Sequence[Tensor]], shared: Sequence[Sequence[int | None]], batch: Sequence[int]
+) -> list[tuple[Tensor, Joined]]:
     """Put the output tensors of microbatches together along dimension 0.
 
     Args:
         parts: by microbatch.
         shared: for each of them, the input that it is where every microbatch got that whole; it comes out once.
+        batch: rows of each microbatch.
 
     Raises:
-        UsageError: a tensor without dimensions, for example a loss.
+        UsageError: a tensor without dimensions, for example a loss, or one row for a microbatch of several.
     """
-    return [_join(*each) for each in zip(zip(*parts, strict=True), zip(*shared, strict=True), strict=True)]
+    return [_join(*each, batch) for each in zip(zip(*parts, strict=True), zip(*shared, strict=True), strict=True)]
 
 
-def _join(parts: Sequence[Tensor], shared: Sequence[int | None]) -> tuple[Tensor, Joined]:
+def _join(parts: Sequence[Tensor], shared: Sequence[int | None], batch: Sequence[int]) -> tuple[Tensor, Joined]:
     first, count = parts[0], len(parts)
     if count == 1 or (shared[0] is not None and len(set(shared)) == 1):
         return first, Joined(None, count)
@@ -120,6 +123,14 @@ def _join(parts: Sequence[Tensor], shared: Sequence[int | None]) -> tuple[Tensor
             f"the model returns a tensor without dimensions, which cannot be joined from {count} microbatches",
             hint="return values per sample and reduce them outside, or use num_microbatches=1",
         )
+    if all(part.shape[0] == 1 for part in parts) and max(batch) > 1:
+        if not all(torch.equal(first, part) for part in parts[1:]):
+            raise UsageError(
+                f"the model returns a tensor of shape {tuple(first.shape)} for each of {count} microbatches with up to"
+                f" {max(batch)} rows: one row that depends on all of a batch cannot be joined",
+                hint="return values per sample and reduce them outside, or use num_microbatches=1",
+            )
+        return first, Joined(None, count)  # computed from inputs that every microbatch got whole
     return torch.cat(list(parts)), Joined(tuple(part.shape[0] for part in parts), count)
 
 
