@@ -20,6 +20,7 @@ from smpkit.plan.offload_model import Machine
 
 HERE = Path(__file__).parent
 FAIRSCALE = ("fairscale", "smpkit", "smpkit fast")
+FAIRSCALE_WIDTH = 2048
 OPTIMIZER_SECONDS = 25.0  # per number of threads, so that this part ends within three minutes with what is compiled
 
 
@@ -30,14 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fairscale-python", default=sys.executable, help="a Python that has fairscale 0.4.13")
     parser.add_argument("--build-seconds", type=float, default=60, help="the most that compiling DeepSpeed may take")
     parser.add_argument("--width", type=int, help="of FairScale's model; 2048 on a GPU, 512 without one")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the libraries take turns at words")
+    parser.add_argument("--steps", type=int, default=5, help="that are timed, behind one that warms up")
     options = parser.parse_args(arguments)
     if options.only in (None, "optimizer"):
         table = optimizer_table(1 << 20 if options.quick else 32 << 20, options.build_seconds)
         report("optimizer", table, save=not options.quick)
     if options.only in (None, "words"):
-        width = options.width or (128 if options.quick else 2048 if torch.cuda.is_available() else 512)
-        table = words_table(width, 1 if options.quick else 3, options.fairscale_python)
-        report("words", table, save=not options.quick)
+        width = options.width or (128 if options.quick else FAIRSCALE_WIDTH if torch.cuda.is_available() else 512)
+        rounds = 1 if options.quick else options.rounds
+        table = words_table(width, rounds, options.steps, options.fairscale_python)
+        report("words" if width != FAIRSCALE_WIDTH else "words of its own width", table, save=not options.quick)
     if options.only in (None, "sizes"):
         if torch.cuda.is_available():
             report("sizes", sizes_table(), save=not options.quick)
@@ -71,21 +75,20 @@ def optimizer_table(num_parameters: int, build_seconds: float) -> str:
     return table if missing is None else f"{table}\n\nDeepSpeedCPUAdam is left out: {missing}."
 
 
-def words_table(width: int, rounds: int, fairscale_python: str) -> str:
+def words_table(width: int, rounds: int, steps: int, fairscale_python: str) -> str:
     """Let the libraries take turns, in processes of their own."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*FAIRSCALE, "plain")}
     for _ in range(rounds):
         for name, runs in found.items():
             python = fairscale_python if name == "fairscale" else sys.executable
-            command = [python, "-W", "ignore", str(HERE / "worker.py"), name, f"--width={width}"]
+            command = [python, "-W", "ignore", str(HERE / "worker.py"), name, f"--width={width}", f"--steps={steps}"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
             if done.returncode:
                 print(f"{name} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
             else:
                 runs.append(json.loads(done.stdout.splitlines()[-1]))
-    lines = [
-        "| | words/s, best | median | CPU s/step | peak host | peak device | reserved | loss after 1 step | after 5 |"
-    ]
+    head = "| | words/s, best | median | CPU s/step | peak host | peak device | reserved | loss after 1 step"
+    lines = [f"{head} | after {steps} |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for name, runs in found.items():
         if runs:
@@ -95,8 +98,11 @@ def words_table(width: int, rounds: int, fairscale_python: str) -> str:
             losses = runs[0]["losses"]
             busy = min(run["busy_seconds"] for run in runs)
             cells = [f"{max(speeds):.1f}", f"{statistics.median(speeds):.1f}", f"{busy:.3f}", *memory]
-            lines.append(f"| {name} | {' | '.join(cells)} | {losses[1]:.5f} | {losses[5]:.5f} |")
-    return f"Width {width}, 10 layers, 3 slices, 1 microbatch, fp32, Adam.\n\n" + "\n".join(lines)
+            lines.append(f"| {name} | {' | '.join(cells)} | {losses[1]:.5f} | {losses[steps]:.5f} |")
+    return (
+        f"Width {width}, 10 layers, 3 slices, 1 microbatch, fp32, Adam; {steps} steps, {rounds} times.\n\n"
+        + "\n".join(lines)
+    )
 
 
 def sizes_table() -> str:
