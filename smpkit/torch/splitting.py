@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,8 +22,7 @@ from smpkit.torch.containers import children, rebuild
 __all__ = ["Call", "Splitter"]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of one microbatch."""
 
     args: tuple[Any, ...]
@@ -38,6 +37,14 @@ class _Cut:
     count: int
     axis: int
     device: torch.device
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the arguments of one form of call come from, by name: the place of a positional one, or a keyword."""
+
+    positional: dict[str, int | str]
+    keywords: dict[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -74,21 +81,30 @@ class Splitter:
     def _signature(self) -> inspect.Signature:
         return inspect.signature(self.function)
 
+    @functools.cached_property
+    def _layouts(self) -> dict[tuple[int, tuple[str, ...]], _Layout]:
+        """Made once for each form of call: `inspect` takes its time."""
+        return {}
+
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device) -> list[Call]:
         """Return the arguments of each of `count` microbatches, with cut tensors on `device`.
 
         Raises:
             UsageError: a batch that `count` does not divide, or an argument that cannot work inside a step.
         """
-        bound = self._signature.bind(*args, **kwargs)
-        parts = {
-            name: self._split_argument(name, value, count, device) for name, value in _named_arguments(bound).items()
-        }
-        positional, keywords = _positional_names(bound), list(bound.kwargs)  # each asks `inspect` again
-        return [
-            Call(tuple(parts[name][index] for name in positional), {name: parts[name][index] for name in keywords})
-            for index in range(count)
-        ]
+        form = len(args), tuple(kwargs)
+        layout = self._layouts.get(form)
+        if layout is None:
+            layout = self._layouts[form] = _layout_of(self._signature, *form)
+
+        def parts_of(sources: Mapping[str, int | str]) -> list[list[Any]]:
+            values = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in sources.items()}
+            return [self._split_argument(name, value, count, device) for name, value in values.items()]
+
+        unnamed = _by_microbatch(parts_of(layout.positional), count)
+        named = _by_microbatch(parts_of(layout.keywords), count)
+        names = tuple(layout.keywords)
+        return [Call(args, dict(zip(names, each, strict=True))) for args, each in zip(unnamed, named, strict=True)]
 
     def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> list[Any]:
         plain = name.split("[", maxsplit=1)[0]
@@ -102,9 +118,18 @@ class Splitter:
         return _cut(value, _Cut(name, count, self.input_split_axes.get(plain, 0), device))
 
 
-def _named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
-    named = dict(zip(_positional_names(bound), bound.args, strict=True))
-    return {**named, **bound.kwargs}
+def _by_microbatch(parts: Sequence[list[Any]], count: int) -> Iterable[tuple[Any, ...]]:
+    return zip(*parts, strict=True) if parts else [()] * count
+
+
+def _layout_of(signature: inspect.Signature, num_positional: int, keywords: tuple[str, ...]) -> _Layout:
+    """Bind the places of arguments instead of the arguments.
+
+    Raises:
+        TypeError: the function cannot be called so.
+    """
+    bound = signature.bind(*range(num_positional), **{name: name for name in keywords})
+    return _Layout(dict(zip(_positional_names(bound), bound.args, strict=True)), bound.kwargs)
 
 
 def _positional_names(bound: inspect.BoundArguments) -> list[str]:
