@@ -157,7 +157,7 @@ class DistributedModel(ModelState):
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module, in half precision if it has that."""
         if self._half is None:
-            return self.module(*args, **kwargs)
+            return self._modules["module"](*args, **kwargs)  # type: ignore[misc] # past nn.Module's slow __getattr__
         args, kwargs = cast_inputs((args, kwargs), self._half)
         return cast_outputs(self.module(*args, **kwargs), self._half)
 

@@ -13,8 +13,10 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, from_json, interleaved
+from smpkit.torch.pipeline.ending import Ending
 from smpkit.torch.pipeline.executor import Executor, Policy
 from smpkit.torch.pipeline.replan import Meter, _better, _costs, _is_kept
+from smpkit.torch.pipeline.transport import Tag, Transport
 from smpkit.torch.state import state
 from tests.ranks import RankFailed, run_ranks
 
@@ -350,8 +352,8 @@ def test_ranks_that_go_different_ways_hear_of_it() -> None:
         run_ranks(diverge, 2)
 
 
-def big_inputs(shapes: Sequence[Sequence[int]]) -> bool:
-    """Return whether rank 1 saw the inputs of rank 0: small ones, and such as need a second message."""
+def shared_inputs(shapes: Sequence[Sequence[int]], head_bytes: int) -> bool:
+    """Return whether this rank saw the inputs of rank 0."""
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 3, "ddp": True})
     from smpkit.torch.partitioning.measure import Measured
     from smpkit.torch.pipeline.inputs import inputs_of_first
@@ -360,17 +362,74 @@ def big_inputs(shapes: Sequence[Sequence[int]]) -> bool:
     transport = Pipeline(nn.Linear(1, 1), Measured())._transport
     expected = [torch.randn(shape, generator=torch.Generator().manual_seed(9)) for shape in shapes]
     mine = expected if smp.pp_rank() == 0 else [torch.zeros_like(tensor) for tensor in expected]
-    found = inputs_of_first(transport, smp.pp_rank(), 3, torch.device("cpu"), mine)
+    found = inputs_of_first(transport, smp.pp_rank(), 3, torch.device("cpu"), mine, head_bytes)
     transport.flush()
     smp.shutdown()
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("head_bytes", [16, 48, 64 * 1024])
 @pytest.mark.parametrize(
-    "shapes", [[], [[3], [2, 0], [], [1, 1]], [[300, 100], [5]]], ids=["none", "small", "two messages"]
+    "shapes", [[], [[3], [2, 0], [], [1, 1]], [[300, 100], [5]]], ids=["none", "small", "larger than any first message"]
 )
-def test_inputs_of_the_first_rank_reach_all(shapes: list[list[int]]) -> None:
-    assert all(run_ranks(big_inputs, 3, shapes))
+def test_inputs_of_the_first_rank_reach_all(shapes: list[list[int]], head_bytes: int) -> None:
+    assert all(run_ranks(shared_inputs, 3, shapes, head_bytes))
+
+
+def first_messages(batches: Sequence[int]) -> list[tuple[int, float]]:
+    """Return how many bytes each step's first message has, and the loss; the last rank's own inputs are zeros."""
+    sent: list[int] = []
+    send = Transport.send_bytes
+
+    def noted(self: Transport, packed: torch.Tensor, target: int, tag: int) -> None:
+        if Tag.INPUTS_HEAD <= tag < Tag.INPUTS_HEAD + (1 << 24):
+            sent.append(len(packed))
+        send(self, packed, target, tag)
+
+    Transport.send_bytes = noted  # type: ignore[method-assign]
+    model = start(2, 2)
+    torch.manual_seed(5)
+    found = []
+    for batch in batches:
+        inputs = torch.randn(batch, WIDTH)
+        loss = train_step(model, inputs * (smp.pp_rank() == 0)).reduce_mean().item()
+        found.append((sum(sent), round(loss, 6)))
+        sent.clear()
+    smp.shutdown()
+    return found
+
+
+def test_the_first_message_is_as_large_as_the_step_before_needed() -> None:
+    first, last = run_ranks(first_messages, 2, [4, 4, 40, 4, 4])
+    num_bytes = 4 * WIDTH
+    assert [sent for sent, _ in first] == [64 * 1024, *(16 + batch * num_bytes for batch in (4, 4, 40, 4))]
+    assert [loss for _, loss in first] == [loss for _, loss in last]
+
+
+def order_of_the_end(degree: int) -> list[str]:
+    """Return what this rank does in the fourth step, from its last forward on: backwards, and the ending."""
+    model = start(degree, 4)
+    inputs = torch.randn(16, WIDTH)
+    for _ in range(3):
+        train_step(model, inputs)
+    seen: list[str] = []
+    begin = Ending.__init__
+
+    def noted(self: Ending, *arguments: Any) -> None:
+        seen.append("ending")
+        begin(self, *arguments)
+
+    Ending.__init__ = noted  # type: ignore[assignment, method-assign]
+    executor().recorder = lambda kind, segment, microbatch, *times: seen.append(f"{kind}{microbatch}")
+    train_step(model, inputs)
+    smp.shutdown()
+    return seen[seen.index("F3") :]
+
+
+def test_the_ending_waits_for_a_backward_that_others_wait_for_and_fills_waits_for_gradients() -> None:
+    first, last = run_ranks(order_of_the_end, 2)
+    assert first[:2] == ["F3", "ending"]
+    assert last == ["F3", "B3", "ending"]
 
 
 def different_inputs() -> None:

@@ -7,10 +7,11 @@ root of the segment that made it. So no graph is walked twice and no autograd no
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from smpkit.torch.pipeline.halves import WeightHalf, backward_inputs
 from smpkit.torch.pipeline.record import Move
@@ -19,6 +20,16 @@ from smpkit.torch.pipeline.transport import Transport
 __all__ = ["BackwardWork"]
 
 _unsafe_view: Final = torch.ops.aten._unsafe_view.default
+
+
+@dataclass(slots=True)
+class _Left:
+    """What the forward of one segment leaves."""
+
+    losses: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    departures: list[tuple[GradientEdge | None, Move]] = field(default_factory=list)
+    arrivals: list[tuple[torch.Tensor, Move]] = field(default_factory=list)
+    cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 class BackwardWork:
@@ -36,10 +47,7 @@ class BackwardWork:
         """The units that each segment has run, for errors."""
         self._transport = transport
         self._index = index
-        self._losses: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = defaultdict(list)
-        self._departures: defaultdict[int, list[tuple[GradientEdge | None, Move]]] = defaultdict(list)
-        self._arrivals: defaultdict[int, list[tuple[torch.Tensor, Move]]] = defaultdict(list)
-        self._cuts: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._left: defaultdict[int, _Left] = defaultdict(_Left)
         self._cut_leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._weight_halves: dict[int, WeightHalf] = {}
 
@@ -59,18 +67,18 @@ class BackwardWork:
 
     def starts(self, root: torch.Tensor, gradient: torch.Tensor | None, segment: int) -> None:
         """Note that the backward of a segment starts at `root`."""
-        self._losses[segment].append((root, gradient))
+        self._left[segment].losses.append((root, gradient))
 
     def departs(self, value: torch.Tensor, move: Move, segment: int) -> None:
         """Note that a value which a segment made left, so that its gradient will come back."""
         # Not the value itself: when it has arrived, and backward did not keep it, its memory is free.
         edge = get_gradient_edge(value) if value.requires_grad else None
-        self._departures[segment].append((edge, move))
+        self._left[segment].departures.append((edge, move))
 
     def arrives(self, value: torch.Tensor, move: Move, segment: int) -> torch.Tensor:
         """Note that a value came in, whose gradient must go back; return it as the segment may use it."""
         leaf = value.requires_grad_()
-        self._arrivals[segment].append((leaf, move))
+        self._left[segment].arrivals.append((leaf, move))
         # Modules may change their inputs in place, which neither a leaf nor a view of one allows. This is no view to
         # autograd; nobody else has these data, so nobody need be told of changes.
         result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
@@ -82,7 +90,7 @@ class BackwardWork:
         if key not in self._cut_leaves:
             leaf = source.detach().requires_grad_()
             self._cut_leaves[key] = (source, leaf)  # holds the source, so that its id is not given away
-            self._cuts[made_in].append((source, leaf))
+            self._left[made_in].cuts.append((source, leaf))
         return _usable(self._cut_leaves[key][1])
 
     # --- backward ------------------------------------------------------------------------------------------------
@@ -94,27 +102,38 @@ class BackwardWork:
             split: leave the gradients of weights to `run_weights`, where that is possible.
         """
         self.done.add(segment)
+        left = self._left.pop(segment, None)
+        if left is None:
+            return
         transport, index = self._transport, self._index
         roots: list[Any] = []
         gradients: list[torch.Tensor | None] = []
-        for root, start in self._losses.pop(segment, ()):
+        fit = True
+        for root, start in left.losses:
             roots.append(root)
             gradients.append(start)
-        for edge, move in self._departures.pop(segment, ()):
+            fit = fit and _fits(start, root)
+        for edge, move in left.departures:
             gradient = transport.receive_gradient(index, move)
             if edge is not None:
                 roots.append(edge)
                 gradients.append(gradient)
-        for source, leaf in self._cuts.pop(segment, ()):
+        for source, leaf in left.cuts:
             if leaf.grad is not None:
                 roots.append(source)
                 gradients.append(leaf.grad)
-        arrivals = self._arrivals.pop(segment, ())
+                fit = fit and _fits(leaf.grad, source)
+        arrivals = left.arrivals
         if roots and split:
             inputs = [*(leaf for leaf, _ in arrivals), *self._cut_leaves_of(segment)]
             half = backward_inputs(roots, gradients, inputs)
             if half is not None:
                 self._weight_halves[segment] = half
+        elif roots and fit:
+            # What torch.autograd.backward comes to: its checks of every root take longer than a small graph.
+            _engine_run_backward(
+                tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         elif roots:
             torch.autograd.backward(roots, gradients)
         for leaf, move in arrivals:
@@ -133,21 +152,21 @@ class BackwardWork:
 
     def release(self) -> None:
         """Let go of everything that is kept for backward."""
-        for kept in (
-            self._losses,
-            self._departures,
-            self._arrivals,
-            self._cuts,
-            self._cut_leaves,
-            self._weight_halves,
-            self.units,
-        ):
-            if kept:
-                kept.clear()
+        self._left.clear()
+        self._cut_leaves.clear()
+        self._weight_halves.clear()
+        self.units.clear()
 
     def _cut_leaves_of(self, segment: int) -> list[torch.Tensor]:
         """Return the leaves by which a segment uses what earlier ones made."""
         return [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
+
+
+def _fits(gradient: torch.Tensor | None, root: torch.Tensor) -> bool:
+    """Return whether a backward may start there without the checks, and the hook for subclasses, of torch's own."""
+    if gradient is None or type(root) is not torch.Tensor:
+        return False
+    return gradient.dtype is root.dtype and gradient.shape == root.shape
 
 
 class _Handed(torch.autograd.Function):

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, TypeVar
 
 from smpkit.plan.schedule import Action, Costs, Kind, Schedule, SegmentGraph, check, interleaved, simple
@@ -34,6 +35,8 @@ __all__ = ["ActionRecorder", "Executor", "Policy"]
 _LOOKAHEAD: Final = 2  # actions whose receives are posted before their turn
 _STRAYS: Final = 3  # steps in which microbatches left the record, until there is none any more
 _REPLAN_AFTER: Final = 2  # steps; the first one is slow for other reasons, the last of them is measured
+
+_NOTHING: Final[tuple[Any, tuple[Move, ...]]] = (None, ())
 
 _T = TypeVar("_T")
 
@@ -194,6 +197,8 @@ class _Step:
         """How many there will be; known when all forwards have run."""
         self._num_split = 0
         """How many segments of a microbatch have both."""
+        self._is_ending_due = False
+        """Whether all forwards have run, and the ending has not begun."""
 
     def forward_straight(self, index: int) -> None:
         """Run a microbatch's forward from end to end."""
@@ -205,6 +210,7 @@ class _Step:
         for index in range(len(self.microbatches)):
             if index not in self.outputs:
                 self.forward_straight(index)
+        self._begin_ending()
         for microbatch in self.microbatches:
             self._finish(microbatch)
 
@@ -216,28 +222,40 @@ class _Step:
             if microbatch.index not in self.outputs:
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
-        actions, receives = plan.actions, plan.receives
-        for action, moves in zip(actions[:_LOOKAHEAD], receives, strict=False):
-            self._post(action, moves)
-        for coming, action in enumerate(actions, _LOOKAHEAD):
-            if coming < len(actions) and receives[coming]:
-                self._post(actions[coming], receives[coming])
-            microbatch = self.microbatches[action.microbatch]
+        coming = list(zip(plan.actions, plan.receives, strict=True))
+        for first in coming[:_LOOKAHEAD]:
+            self._post(*first)
+        microbatches, split, revisited = self.microbatches, plan.split, plan.revisited
+        postponed = False
+        for (action, moves), later in zip_longest(coming, coming[_LOOKAHEAD:], fillvalue=_NOTHING):
+            if later[1]:
+                self._post(*later)
+            # What is on the way to others goes first if it can run at once: a backward that follows the last forward.
+            if self._is_ending_due and (moves or postponed):
+                self._begin_ending()
+            postponed = self._is_ending_due
+            microbatch, kind, segment = microbatches[action.microbatch], action.kind, action.segment
             if microbatch.strayed:  # the schedule knows nothing of its way: it must wait until nobody waits for others
                 continue
-            if action.kind is Kind.FORWARD:
-                self._forward(microbatch, action.segment, plan.revisited)
-            elif action.kind is Kind.WEIGHT:
-                self._weights(microbatch, action.segment, action.segment in plan.split)
-            elif action.segment < microbatch.num_own_segments:
-                self._backward(microbatch, action.segment, split=action.segment in plan.split)
-        # What has strayed goes on in the program's own order, which is the same on all ranks.
+            if kind is Kind.FORWARD:
+                self._forward(microbatch, segment, revisited)
+            elif kind is Kind.WEIGHT:
+                self._weights(microbatch, segment, segment in split)
+            elif segment < microbatch.num_own_segments:
+                self._backward(microbatch, segment, split=segment in split)
+        self._run_rest(revisited)
+        self.stage.transport.places = {}
+
+    def _run_rest(self, revisited: bool) -> None:
+        """Run what the schedule has left, in the program's own order, which is the same on all ranks."""
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
-                self._forward(microbatch, microbatch.num_own_segments, plan.revisited)
+                self._forward(microbatch, microbatch.num_own_segments, revisited)
+        if self.ending is None:
+            self._begin_ending()
         for microbatch in self.microbatches:
-            self._finish(microbatch)
-        self.stage.transport.places = {}
+            if not microbatch.released:
+                self._finish(microbatch)
 
     def _post(self, action: Action, moves: Sequence[Move]) -> None:
         """Start to receive what an action that comes soon will wait for."""
@@ -264,13 +282,18 @@ class _Step:
             self._returned(index, parked.output)
 
     def _returned(self, index: int, output: Any) -> None:
-        """Keep what a microbatch returned; after the last one, let everyone know."""
+        """Keep what a microbatch returned."""
         self.outputs[index] = output
         self.microbatches[index].end_forward()
         if len(self.outputs) == len(self.microbatches):
-            self.ending = Ending(self.stage, self.microbatches, [self.outputs[i] for i in range(len(self.outputs))])
+            self._is_ending_due = True
             num_halves = self._num_split * sum(not each.strayed for each in self.microbatches)
             self._num_expected = num_halves + sum(each.num_own_segments for each in self.microbatches)
+
+    def _begin_ending(self) -> None:
+        """Let everyone know what the microbatches have returned, when all of them have."""
+        self._is_ending_due = False
+        self.ending = Ending(self.stage, self.microbatches, [self.outputs[i] for i in range(len(self.outputs))])
 
     def _run_body(self, index: int) -> Any:
         self.stage.random.begin_microbatch(index)
@@ -278,8 +301,6 @@ class _Step:
 
     def _finish(self, microbatch: Microbatch) -> None:
         """Run what is left of a microbatch's backward, last segment first, and let go of it."""
-        if microbatch.released:
-            return
         if microbatch.has_backward:
             for segment in reversed(range(microbatch.num_own_segments)):
                 if segment not in microbatch.backward_work.done:

@@ -48,27 +48,29 @@ class Microbatch:
         index: which microbatch of the step.
     """
 
+    record: Record | None = None
+    """Which way it should go; None if it is the first of its kind, or each may go another way."""
+    strayed = False
+    """Whether it has gone another way than the record. All ranks notice alike, or they run different programs."""
+    dynamic = False
+    """Whether Python asked for a value that a branch may hang on."""
+    has_backward = False
+    released = False
+    """Whether nothing is kept for backward any more."""
+    before_wait: Callable[[], None] | None = None
+    """Called where a new segment begins: lets other work of this rank go first."""
+    _in_hooks = 0
+
     def __init__(self, stage: Stage, index: int) -> None:
         self.stage = stage
         self.index = index
-        self.record: Record | None = None
-        """Which way it should go; None if it is the first of its kind, or each may go another way."""
-        self.strayed = False
-        """Whether it has gone another way than the record. All ranks notice alike, or they run different programs."""
         self.moves: list[Move] = []
         self.path: list[str] = []
         """The names of all calls in order: the same on every rank, or the ranks run different programs."""
-        self.dynamic = False
-        """Whether Python asked for a value that a branch may hang on."""
-        self.has_backward = False
-        self.released = False
-        """Whether nothing is kept for backward any more."""
-        self.before_wait: Callable[[], None] | None = None
-        """Called where a new segment begins: lets other work of this rank go first."""
         self._handed_over: list[tuple[int, torch.Tensor, int]] = []
         self._rank, self._device_type = stage.rank, stage.device.type
         self._segments = [0] * stage.size
-        self._sent, self._in_hooks = [False] * stage.size, 0
+        self._sent = [False] * stage.size
         self.weights = LocatedWeights(stage, self._segments)
         self.backward_work = BackwardWork(stage.transport, index)
         self.unsplittable: set[int] = set()

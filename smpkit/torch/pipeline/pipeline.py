@@ -24,7 +24,7 @@ from smpkit.torch.partitioning.measure import Measured, measure
 from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
 from smpkit.torch.pipeline.divergence import watch
 from smpkit.torch.pipeline.executor import Executor, Policy
-from smpkit.torch.pipeline.inputs import inputs_of_first
+from smpkit.torch.pipeline.inputs import FIRST_BYTES, inputs_of_first, message_bytes
 from smpkit.torch.pipeline.located import current
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, signature
@@ -56,6 +56,8 @@ class Pipeline:
         self.resumed: Assignment | None = None
         """That of the job that this one continues, which is kept."""
         self.holders: dict[int, frozenset[int]] = {}
+        self._head_bytes = self._next_head_bytes = FIRST_BYTES
+        """Of the message that begins a step, and the next one if this one ends well: the same on all ranks."""
 
     @property
     def random(self) -> RandomStreams | None:
@@ -76,7 +78,8 @@ class Pipeline:
             return tensor
 
         map_tensors(note, arguments)
-        others = inputs_of_first(self._transport, state.pp_rank, state.pp_size, state.device, tensors)
+        others = inputs_of_first(self._transport, state.pp_rank, state.pp_size, state.device, tensors, self._head_bytes)
+        self._next_head_bytes = message_bytes(tensors)
         shared = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
         return map_tensors(lambda tensor: shared.get(id(tensor), tensor), arguments)
 
@@ -201,7 +204,9 @@ class Pipeline:
             return output
 
         with random.training_step(training=self._root.training):
-            return self._executor.run(kind, streamed, len(calls), before_last_backward)
+            outputs = self._executor.run(kind, streamed, len(calls), before_last_backward)
+        self._head_bytes = self._next_head_bytes
+        return outputs
 
     def backward(
         self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
@@ -211,6 +216,7 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Forget a step that an exception ended."""
+        self._head_bytes = FIRST_BYTES
         if self._executor is not None:
             self._executor.abandon()
 

@@ -25,6 +25,8 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
+from smpkit.torch.pipeline.located import Located
+
 __all__ = ["RandomStreams", "operations_again", "will_be_recomputed"]
 
 _WORD: Final = (1 << 64) - 1
@@ -74,6 +76,8 @@ class RandomStreams:
         """Whether code between units has drawn numbers in this microbatch."""
         self.asked = False
         """Whether Python has then looked at a tensor: what it does next may hang on chance."""
+        self._mixed_step = 0
+        """The seed and the number of the step that runs, mixed."""
         self._cuda = device if device.type == "cuda" else None
         self._names: dict[str, int] = {}
         self._operations = _Operations(self)
@@ -97,6 +101,7 @@ class RandomStreams:
             yield
             return
         self.step += 1
+        self._mixed_step = _mixed(_mixed(0, self.seed), self.step)
         kept = self.state()
         self.active = True
         try:
@@ -117,7 +122,7 @@ class RandomStreams:
         """Start the stream of a microbatch."""
         self.drawn = self.asked = False
         if self.active:
-            self._seed(_mixed(self.seed, self.step, index), closed=False)
+            self._seed(_seed_of(_mixed(self._mixed_step, index)), closed=False)
 
     def skip(self) -> None:
         """Take the number that a call takes which another rank runs."""
@@ -137,14 +142,18 @@ class RandomStreams:
         if not self.active:
             with contextlib.nullcontext() if self._given is None or not closed else _mode_aside():
                 return function(*args, **kwargs)
-        mode = None
         key = self._names.get(name)
         if key is None:
-            key = self._names[name] = _mixed(zlib.crc32(name.encode()))
+            key = self._names[name] = _seed_of(_mixed(0, zlib.crc32(name.encode())))
+        mode, cuda = None, self._cuda
         with _WithoutModes():  # a mode must not give these draws streams
-            seed = _drawn() ^ key
-            kept = self.state()
-            self._seed(seed, closed=closed)
+            seed: int = _DRAWN.random_().item() ^ key  # type: ignore[operator]
+            kept = _CPU.get_state()
+            seed = seed | 1 if closed else seed & ~1
+            _CPU.manual_seed(seed)
+            if cuda is not None:
+                kept_cuda = torch.cuda.get_rng_state(cuda)
+                torch.cuda.manual_seed(seed)
         # At native speed: no Python at each operation inside.
         if closed and type(_get_current_function_mode()) is _Operations:  # type: ignore[no-untyped-call]
             mode = _pop_mode()  # type: ignore[no-untyped-call]
@@ -153,7 +162,9 @@ class RandomStreams:
         finally:
             if mode is not None:
                 _push_mode(mode)  # type: ignore[no-untyped-call]
-            self.restore(kept)
+            _CPU.set_state(kept)
+            if cuda is not None:
+                torch.cuda.set_rng_state(kept_cuda, cuda)
 
     def _seed(self, seed: int, *, closed: bool) -> None:
         seed = seed | 1 if closed else seed & ~1
@@ -178,6 +189,8 @@ class _Operations(TorchFunctionMode):
         if random._given is not None and (given := random._given(func, args, kwargs)) is not None:
             args = given
         if name not in _WATCHED or not random.active:
+            if len(types) == 1 and types[0] is Located:  # where torch would end, by another way through its dispatcher
+                return Located.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
         random.drawn = random.drawn or name in _CHANCES
         random.asked = random.asked or (random.drawn and name in _QUESTIONS)
@@ -242,18 +255,14 @@ def _draws_from_its_caller() -> bool:
 _DRAWN: Final = torch.empty((), dtype=torch.int64)
 
 
-def _drawn() -> int:
-    """Take a number from the stream that is current, with modes set aside."""
-    drawn: int = _DRAWN.random_().item()  # type: ignore[assignment]
-    return drawn
+def _mixed(mixed: int, key: int) -> int:
+    """Mix one more key in, to 64 bits, with the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    mixed = (mixed + key + 0x9E3779B97F4A7C15) & _WORD
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
+    return mixed ^ (mixed >> 31)
 
 
-def _mixed(*keys: int) -> int:
-    """Mix keys to 63 bits with the finaliser of SplitMix64 (Steele, Lea, Flood 2014): near keys give far seeds."""
-    mixed = 0
-    for key in keys:
-        mixed = (mixed + key + 0x9E3779B97F4A7C15) & _WORD
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
-        mixed ^= mixed >> 31
+def _seed_of(mixed: int) -> int:
+    """Return a seed of 63 bits; near keys give far seeds."""
     return mixed >> 1

@@ -7,8 +7,9 @@ from typing import Final
 
 from smpkit.torch.pipeline.specs import TensorSpec
 
-__all__ = ["STRAYED", "Move", "Record"]
+__all__ = ["MOVES_PER_MICROBATCH", "STRAYED", "Move", "Record"]
 
+MOVES_PER_MICROBATCH: Final = 1 << 12
 STRAYED: Final = 1 << 11
 """Added to the numbers of moves of a microbatch that has left the record."""
 
@@ -25,6 +26,9 @@ class Move:
     spec: TensorSpec
     unit: str = ""
     """What needed the value: a unit or an operation."""
+
+    def __post_init__(self) -> None:
+        assert self.number < MOVES_PER_MICROBATCH, "more moves in one microbatch than tags"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from smpkit.errors import UsageError
 from smpkit.torch.deadline import reason_of
 from smpkit.torch.pipeline.buffers import Buffers
+from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
 from smpkit.torch.state import state
 
@@ -41,7 +42,6 @@ __all__ = [
     "version_of",
 ]
 
-_MOVES_PER_MICROBATCH: Final = 1 << 12
 _ALIGNMENT: Final = 16  # bytes; a packed tensor starts at a multiple, so that it can be viewed as any dtype
 
 MessageRecorder = Callable[[str, int, int, int, int, int], object]
@@ -66,14 +66,15 @@ class Tag:
     """Its size; the object itself comes under the next tag."""
     WAYS: Final = OBJECT + 2
     """As OBJECT."""
-    INPUTS_HEAD: Final = OBJECT + 4
-    PATHS: Final = OBJECT + 5
-    COSTS: Final = OBJECT + 6
-    PING: Final = OBJECT + 7
+    PATHS: Final = OBJECT + 4
+    COSTS: Final = OBJECT + 5
+    PING: Final = OBJECT + 6
     INPUTS_REST: Final = (1 << 30) + (1 << 24)
     """Plus the low 24 bits of a checksum of shapes: ranks that expect different bytes never meet in one message."""
     OUTPUTS: Final = (1 << 30) + (2 << 24)
     """As INPUTS_REST."""
+    INPUTS_HEAD: Final = (1 << 30) + (3 << 24)
+    """Plus its size."""
 
 
 @dataclass(slots=True)
@@ -197,9 +198,8 @@ class Transport:
         return arrived
 
     def _tag(self, microbatch: int, move: Move, backward: bool) -> int:
-        assert move.number < _MOVES_PER_MICROBATCH, "more moves in one microbatch than tags"
         slot = (self._num_abandoned + microbatch) % _NUM_SLOTS
-        return (slot * _MOVES_PER_MICROBATCH + move.number) * 2 + backward
+        return (slot * MOVES_PER_MICROBATCH + move.number) * 2 + backward
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int, what: _What, taken_at: int | None = None) -> None:
         outgoing = tensor.contiguous() if self._on_cpu else tensor.contiguous().cpu()
@@ -228,7 +228,7 @@ class Transport:
             return
         kept = []
         for sent in self._sending[peer]:
-            if sent.taken_at is not None and sent.taken_at < done_before:
+            if (taken_at := sent.taken_at) is not None and taken_at < done_before:
                 self._finish(sent, peer)
             else:
                 kept.append(sent)
