@@ -406,9 +406,9 @@ def test_the_first_message_is_as_large_as_the_step_before_needed() -> None:
     assert [loss for _, loss in first] == [loss for _, loss in last]
 
 
-def order_of_the_end(degree: int) -> list[str]:
+def order_of_the_end() -> list[str]:
     """Return what this rank does in the fourth step, from its last forward on: backwards, and the ending."""
-    model = start(degree, 4)
+    model = start(2, 4)
     inputs = torch.randn(16, WIDTH)
     for _ in range(3):
         train_step(model, inputs)
