@@ -259,8 +259,9 @@ def returning_step(model: Any, x: Tensor, y: Tensor) -> Tensor | None:
 def left_behind_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
     layers = model.module
     hidden = layers[0](x)
-    back = layers[0](layers[3](hidden))  # `hidden` is cut off its graph where this comes back
-    hidden[:, 0].zero_()
+    column = hidden[:, 0]
+    back = layers[0](layers[3](hidden))  # both are cut off their graph where this comes back, each for itself
+    column.zero_()
     loss = functional.mse_loss(layers[0](hidden) + back, y)
     model.backward(loss)
     return loss

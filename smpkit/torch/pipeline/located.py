@@ -7,7 +7,6 @@ needs to know (`.item()`, `if tensor:`) is broadcast from the home.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +17,7 @@ from smpkit.torch.pipeline.specs import TensorSpec
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
+    from smpkit.torch.pipeline.sharing import Family
 
 __all__ = [
     "OF_SHAPE",
@@ -69,7 +69,8 @@ class Located(torch.Tensor):
 
     `spec` is what all ranks know of it; `home` the pp_rank that holds it; `value` the data there, None elsewhere;
     `segment` the home's segment that made it; `copies` what it was sent as, by pp_rank; `family` all
-    that may be the same memory, if there is more. Made by `locate`.
+    that are, or were sent from, the same memory, if there is more, and `memory` which of them lie together. Made by
+    `locate`.
     """
 
     spec: TensorSpec
@@ -77,7 +78,8 @@ class Located(torch.Tensor):
     value: torch.Tensor | None
     segment: int
     copies: dict[int, Located]
-    family: list[weakref.ref[Located]] | None
+    family: Family | None
+    memory: object
 
     # The questions that models ask most, answered without the detour through __torch_function__.
     @property
@@ -141,7 +143,8 @@ def locate(
     made: Located = torch.Tensor._make_wrapper_subclass(
         Located, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
     )
-    made.spec, made.home, made.value, made.segment, made.copies, made.family = spec, home, value, segment, {}, None
+    made.spec, made.home, made.value, made.segment, made.copies = spec, home, value, segment, {}
+    made.family = made.memory = None
     return made
 
 

@@ -19,10 +19,11 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.pipeline.backward import BackwardWork
+from smpkit.torch.pipeline.effects import Arguments, apply, changes_in_place, noting_writes
 from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same
-from smpkit.torch.pipeline.sharing import changes_in_place, forget_copies, may_share, relate, spoil
+from smpkit.torch.pipeline.sharing import left_behind
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of, tensors_in
 from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.pipeline.weights import LocatedWeights
@@ -81,6 +82,10 @@ class Microbatch:
         """How many segments each rank has had so far."""
         return tuple(segment + 1 for segment in self._segments)
 
+    def segment_of(self, rank: int) -> int:
+        """Return the segment that a rank is in."""
+        return self._segments[rank]
+
     @property
     def num_own_segments(self) -> int:
         """How many of them this rank has had."""
@@ -96,20 +101,18 @@ class Microbatch:
 
     def operate(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one torch operation where its data is."""
-        target = args[0] if args and changes_in_place(func, name, kwargs) else None
-        if target is not None and not isinstance(target, Located):
+        changes = bool(args) and changes_in_place(func, name, kwargs)
+        targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
+        if not targets:
+            only = None if kwargs else _only_home(args)
+            return self.run_at(self._home_of((args, kwargs)) if only is None else only, func, name, func, args, kwargs)
+        if not all(isinstance(each, Located) for each in targets):
             raise UsageError(
                 f"`{name}` changes a tensor that every rank holds by a value that only one pipeline rank holds",
                 hint="write `x = x + y` instead of `x += y`",
             )
-        only = None if kwargs else _only_home(args)
-        home = target.home if target is not None else self._home_of((args, kwargs)) if only is None else only
-        if target is None:
-            made = self.run_at(home, func, name, func, args, kwargs)
-            return relate(args[0], made) if args and may_share(func, name) else made
-        change = _set_item if func is torch.Tensor.__setitem__ else func
-        result = self._changed(target, self.run_at(home, func, name, change, args, kwargs))
-        return None if change is _set_item else result
+        result = self.run_at(targets[0].home, func, name, func, args, kwargs, changes_first=changes)
+        return targets[0] if isinstance(result, Located) else result
 
     def run_at(
         self,
@@ -122,6 +125,7 @@ class Microbatch:
         mode: object = None,
         *,
         stream: bool | None = None,
+        changes_first: bool = False,
     ) -> Any:
         """Run `function` on rank `home` and make ghosts of its result everywhere else.
 
@@ -130,33 +134,51 @@ class Microbatch:
             name: the module or operation, for messages and for its stream of random numbers.
             mode: what else decides the result, such as a module's `training`.
             stream: whether its stream of random numbers is a closed one; None if it has none of its own.
+            changes_first: whether it certainly changes its first argument in place.
         """
-        stage = self.stage
+        stage, given = self.stage, (args, kwargs)
         with _OurOwn():
             self.path.append(name)  # before anything is waited for, which may be because of this very call
             call, args, kwargs = self._brought(home, target, args, kwargs, mode)
             if call.template is UNKNOWN:
                 self._stray()  # results of new kinds are told in the program's own order
-                call.template = stage.results.find(call.key)
+                stage.results.look_up(call)
             if home != self._rank:
                 if stream is not None:
                     stage.random.skip()
                 if call.template is UNKNOWN:
                     told = stage.transport.receive_object(home, f"the first result of `{name}`")
-                    stage.results.remember(call, told)
-                return ghosts(call.template, stage.device, home)
+                    stage.results.remember(call, *told)
+                result = ghosts(call.template, stage.device, home)
+                if call.effects is not None:
+                    apply(call.effects, self, home, name, given, (args, kwargs), result)
+                return result
             if stream:
                 self.backward_work.units[self._segments[home]].append(name)
+            brought = args, kwargs
             # Only now that all are here: an arrival may have begun a segment, in which older values are cut.
-            if len(args) == 1 and type(args[0]) is Located:  # most calls: no need to look for tensors
-                args = (self._real(args[0]),)
+            if len(args) == 1 and not kwargs and type(args[0]) is Located:  # most calls: no need to look for tensors
+                tensors = [self._real(args[0])]
+                args = tuple(tensors)
             else:
-                args = map_tensors(self._real, args)
-            if kwargs:
-                kwargs = map_tensors(self._real, kwargs)
+                tensors = []
+
+                def real(tensor: torch.Tensor) -> torch.Tensor:
+                    tensors.append(self._real(tensor))
+                    return tensors[-1]
+
+                args = map_tensors(real, args)
+                if kwargs:
+                    kwargs = map_tensors(real, kwargs)
+            arguments = Arguments(tensors, changes_first=changes_first)
+            if call.template is UNKNOWN and torch.is_inference_mode_enabled():
+                function = noting_writes(function, arguments)
         output = function(*args, **kwargs) if stream is None else stage.random.run(name, stream, function, args, kwargs)
         with _OurOwn():
-            return self._made(call, name, output)
+            result = self._made(call, name, output, arguments)
+            if call.effects is not None:
+                apply(call.effects, self, home, name, given, brought, result, tensors)
+            return result
 
     def _brought(
         self, home: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object
@@ -187,19 +209,24 @@ class Microbatch:
         kwargs = describe(kwargs, key, visit) if kwargs else kwargs
         return results.described(target, how, given, tuple(key)), args, kwargs
 
-    def _made(self, call: Call, name: str, output: Any) -> Any:
+    def _made(self, call: Call, name: str, output: Any, arguments: Arguments) -> Any:
         """Return the result of a call that ran here, located; the other ranks are told what it is like, or know."""
         device, home, segment = self.stage.device, self._rank, self._segments[self._rank]
-        if type(output) is torch.Tensor:  # most calls
+        is_one, is_new = type(output) is torch.Tensor, call.template is UNKNOWN
+        tensors = [output] if is_one else tensors_in(output)
+        if not is_new and (untold := arguments.untold(call.effects, name, tensors)):
+            # Taken for memory of its own by the other ranks, which it must be then.
+            output = map_tensors(lambda tensor: tensor.clone() if id(tensor) in untold else tensor, output)
+        if is_one:  # most calls
             template: Any = spec_of(output)
             located: Any = locate(template, device, home, output, segment)
         else:
             located = map_tensors(lambda tensor: locate(spec_of(tensor), device, home, tensor, segment), output)
             template = map_tensors(_spec_of_located, located)
         known = call.template
-        if known is UNKNOWN:
-            self.stage.results.remember(call, template)
-            self.stage.transport.broadcast_object(template)
+        if is_new:
+            self.stage.results.remember(call, template, arguments.effects(tensors))
+            self.stage.transport.broadcast_object((template, call.effects))
         elif known is not template and known != template and not is_same(known, template):
             raise UsageError(
                 f"`{name}` returned {difference(known, template)} for arguments of the same shapes",
@@ -212,7 +239,7 @@ class Microbatch:
         """Give every rank the value, because Python needs it (`.item()`, `if tensor:`)."""
         self.dynamic = self.dynamic or func in _DYNAMIC
         self.stage.count_python_value(func)
-        args, kwargs = map_tensors(self._everywhere, (args, kwargs))
+        args, kwargs = map_tensors(self.everywhere, (args, kwargs))
         return func(*args, **kwargs)
 
     def backward(self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float = 1.0) -> None:
@@ -239,24 +266,6 @@ class Microbatch:
                 return home
         return max(weights, key=lambda home: (weights[home], home))
 
-    def _changed(self, target: Located, result: Any) -> Any:
-        """Bring the ghost up to date with a change in place, and forget copies of what it was."""
-        forget_copies(target)
-        if not isinstance(result, Located):
-            return result
-        if result.spec.shape != target.spec.shape:
-            raise UsageError(
-                f"a value of shape {list(target.shape)} that another pipeline rank may hold was given another shape in"
-                f" place, {list(result.shape)}",
-                hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
-            )
-        target.value, target.segment, target.spec = result.value, result.segment, result.spec
-        with _OurOwn():
-            target.requires_grad_(result.spec.requires_grad)
-            if result.value is not None:
-                spoil(target, result.value)
-        return target
-
     # --- moves ---------------------------------------------------------------------------------------------------
 
     def _bring(self, tensor: torch.Tensor, home: int) -> torch.Tensor:
@@ -272,7 +281,7 @@ class Microbatch:
             copy = tensor.copies[home] = self._move(tensor, home, tensor.spec)
         return copy
 
-    def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+    def everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a value on every rank, without its graph."""
         if type(tensor) is not Located:
             return tensor
@@ -357,10 +366,7 @@ class Microbatch:
             return self.backward_work.cut(tensor, 0, segment) if outside else tensor
         value = tensor.value
         if value is None:
-            raise UsageError(
-                f"{tensor!r} was changed in place through another view of it, in a way that gradients cannot follow",
-                hint="assign to the value itself, `x[:, 0] = 0` and not `x[:, 0].zero_()`, and view it anew after that",
-            )
+            raise left_behind(tensor)
         made_earlier = tensor.segment != segment and value.requires_grad
         return self.backward_work.cut(value, tensor.segment, segment) if made_earlier else value
 
@@ -394,9 +400,3 @@ def _only_home(args: tuple[Any, ...]) -> int | None:
 def _spec_of_located(value: Any) -> TensorSpec:
     spec: TensorSpec = value.spec
     return spec
-
-
-def _set_item(target: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """Assign to a part and return the whole, which may need gradients from now on."""
-    target[index] = value
-    return target

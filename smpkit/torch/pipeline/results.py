@@ -1,8 +1,8 @@
 """What calls return, so that a rank that does not run one can go on without asking.
 
 The rank that runs a call of a new kind tells the others what came out: its *template*, the result with a TensorSpec in
-each tensor's place. From then on everyone makes ghosts from it. Equal kinds of call have equal keys: the module or
-operation, its mode, and the specs of its arguments.
+each tensor's place, and its effects on its arguments (see `effects.py`). From then on everyone makes ghosts from it.
+Equal kinds of call have equal keys: the module or operation, its mode, and the specs of its arguments.
 
 [Note: calls like the one before] A call most often has the arguments of the same call in the microbatch before. So for
 each module and operation the latest call is kept in a form that is compared part by part, mostly by identity, and no
@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from smpkit.torch.containers import children, rebuild
+from smpkit.torch.pipeline.effects import Effects
 from smpkit.torch.pipeline.located import Located, locate
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec
 
@@ -35,9 +36,11 @@ class Call:
 
     key: tuple[Any, ...]
     template: Any
-    mode: _Mode
+    effects: Effects | None
+    """What it does to its arguments."""
     arguments: tuple[Any, ...] | None
     """A part for each positional argument, to compare with; None if the call has others, or containers."""
+    mode: _Mode
 
 
 def _plain_tensor(argument: Any) -> tuple[Any, ...] | None:
@@ -68,7 +71,7 @@ class Results:
 
     def __init__(self, weights_elsewhere: Container[int] = ()) -> None:
         self._weights_elsewhere = weights_elsewhere
-        self._templates: dict[tuple[Any, ...], Any] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, Effects | None]] = {}
         self._latest: dict[Any, Call] = {}
 
     def latest(self, target: Any, mode: _Mode, args: tuple[Any, ...]) -> Call | None:
@@ -95,13 +98,13 @@ class Results:
             return None
         return call if call.mode == mode else None
 
-    def find(self, key: tuple[Any, ...]) -> Any:
-        """Return the template of what a call returns, or UNKNOWN."""
-        return self._templates.get(key, UNKNOWN)
+    def look_up(self, call: Call) -> None:
+        """See what a call returns and does, if another of its kind has been made since it was described."""
+        call.template, call.effects = self._known.get(call.key, (UNKNOWN, None))
 
-    def remember(self, call: Call, template: Any) -> None:
-        """Note what a call of a new kind returns."""
-        call.template = self._templates[call.key] = template
+    def remember(self, call: Call, template: Any, effects: Effects | None) -> None:
+        """Note what a call of a new kind returns and does."""
+        self._known[call.key] = call.template, call.effects = template, effects
 
     def described(self, target: Any, mode: _Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> Call:
         """Return a call that had to be described, which is the latest of its target from now on.
@@ -110,7 +113,7 @@ class Results:
             args: the arguments, if they are all that `key` describes.
         """
         arguments = None if args is None else _to_compare(args)
-        call = self._latest[target] = Call(key, self.find(key), mode, arguments)
+        call = self._latest[target] = Call(key, *self._known.get(key, (UNKNOWN, None)), arguments, mode)
         return call
 
 

@@ -1,178 +1,171 @@
-"""Which located values may be the same memory: what a change in place of one does to the others.
+"""Which located values are the same memory, and what a change in place of one does to the others.
 
-A view (`x[:, 0]`, `x.view(-1)`, `x.T`) and what it was made of are a *family*. All ranks see the same operations and so
-know the same families, by the operations' names: a family may hold more than what shares memory, which costs no more
-than sending a value again. Only the home, which has the data, knows whether a graph was left behind by a change.
+A value and what views were made of it are one *family*, and so is what a call on another rank has made of what the
+value was sent as. All ranks know the same families, for they are told what calls do (see `effects.py`).
+
+A value and what it was sent as lie in different memory, which a change in place divides: it happens on the rank that
+runs the call. There the changed copy becomes the value; what lies in the same memory moves along, older copies are
+forgotten. What lies elsewhere and would have changed in one process is *left behind*: using it is an error.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
+from collections.abc import Sequence
 
 import torch
 
-from smpkit.torch.pipeline.located import PROPERTIES, Located
-from smpkit.torch.pipeline.specs import tensors_in
+from smpkit.errors import UsageError
+from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.specs import TensorSpec, storage_of
 
-__all__ = ["changes_in_place", "forget_copies", "may_share", "relate", "spoil"]
-
-_VIEWS: Final = frozenset(
-    [
-        "__getitem__",
-        "__iter__",
-        "__pos__",
-        "_conj",
-        "adjoint",
-        "alpha_dropout",
-        "as_strided",
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-        "bfloat16",
-        "broadcast_to",
-        "chunk",
-        "conj",
-        "contiguous",
-        "cpu",
-        "cuda",
-        "detach",
-        "diagonal",
-        "double",
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "dsplit",
-        "expand",
-        "expand_as",
-        "feature_alpha_dropout",
-        "flatten",
-        "float",
-        "half",
-        "hsplit",
-        "imag",
-        "int",
-        "long",
-        "matrix_H",
-        "meshgrid",
-        "movedim",
-        "moveaxis",
-        "mH",
-        "mT",
-        "narrow",
-        "permute",
-        "positive",
-        "ravel",
-        "real",
-        "reshape",
-        "reshape_as",
-        "resolve_conj",
-        "resolve_neg",
-        "select",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "tensor_split",
-        "to",
-        "transpose",
-        "type",
-        "type_as",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unsafe_chunk",
-        "unsafe_split",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "view_as_complex",
-        "view_as_real",
-        "vsplit",
-    ]
-)
-"""Operations whose result is, or may be, the memory of their first argument."""
-
-_AUGMENTED: Final = frozenset(
-    f"__i{name}__"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "div",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    ]
-)
+__all__ = ["Family", "change", "join", "left_behind", "plain_in_memory_of", "share_plain"]
 
 
-def changes_in_place(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation changes its first argument."""
-    if func is torch.Tensor.__setitem__ or name in _AUGMENTED:
-        return True
-    return (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+class Family:
+    """Values that are, or were sent from, one memory; all ranks know the same ones.
+
+    Args:
+        value: the first of them.
+    """
+
+    def __init__(self, value: Located) -> None:
+        self.values = [weakref.ref(value)]
+        self.plain: list[tuple[torch.Tensor, int, object]] = []
+        """Tensors that every rank holds, each with the rank on which it is the memory of values, and that memory."""
+
+    def members(self) -> list[Located]:
+        return [member for reference in self.values if (member := reference()) is not None]
 
 
-def may_share(func: Any, name: str) -> bool:
-    """Return whether an operation's result may be the memory of its first argument."""
-    return name in _VIEWS or func in _PROPERTY_VIEWS
+def join(value: Located, other: Located, *, memory: bool) -> None:
+    """Note that two values belong together, and with `memory` that both lie in the same."""
+    family = _family_of(value)
+    if other.family is None:  # most often it has just been made
+        other.family, other.memory = family, value.memory if memory else object()
+        family.values.append(weakref.ref(other))
+        return
+    before, members = other.memory, other.family.members()
+    if other.family is not family:
+        family.values += other.family.values
+        family.plain += other.family.plain
+        for member in members:
+            member.family = family
+    if memory and before is not value.memory:
+        for member in members:
+            if member.memory is before:
+                member.memory = value.memory
 
 
-def relate(source: Any, result: Any) -> Any:
-    """Note that `result`, which is returned, may be the memory of `source`."""
-    if not isinstance(source, Located):
-        return result
-    if source.family is None:
-        source.family = [weakref.ref(source)]
-    for made in tensors_in(result):
-        if isinstance(made, Located):
-            made.family = source.family
-            source.family.append(weakref.ref(made))
-    return result
+def _family_of(value: Located) -> Family:
+    if value.family is None:
+        value.family, value.memory = Family(value), object()
+    return value.family
 
 
-def forget_copies(target: Located) -> None:
-    """Forget what a value that is changed, and all that may be its memory, was sent as."""
-    target.copies.clear()
-    for other in _relatives(target):
+def share_plain(plain: torch.Tensor, value: Located) -> None:
+    """Note that a value is the memory that its home has of a tensor which every rank holds."""
+    _family_of(value).plain.append((plain, value.home, value.memory))
+
+
+def plain_in_memory_of(value: Located) -> list[torch.Tensor]:
+    """Return the tensors that every rank holds which have changed with a value, on its home.
+
+    Raises:
+        UsageError: one would have changed, but lies elsewhere.
+    """
+    if value.family is None or not value.family.plain:
+        return []
+    if any(memory is not value.memory for _, _, memory in value.family.plain):
+        raise left_behind(value)
+    return [plain for plain, _, _ in value.family.plain]
+
+
+def change(
+    value: Located,
+    here: Located,
+    changed: torch.Tensor | None,
+    spec: TensorSpec,
+    segment: int,
+    rank: int,
+    given: Sequence[torch.Tensor],
+) -> None:
+    """Bring a value that a call has changed in place up to date, and all that belong to it.
+
+    Args:
+        here: the value as the rank that ran the call had it: itself, or what it was sent as.
+        changed: the data, on that rank.
+        segment: of that rank.
+        rank: this one.
+        given: what else the call was given.
+    """
+    if spec.shape != value.spec.shape:
+        raise UsageError(
+            f"a value of shape {list(value.shape)} that another pipeline rank may hold was given another shape in"
+            f" place, {list(spec.shape)}",
+            hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
+        )
+    before, memory = value.value, here.memory
+    if here is not value:
+        value.home, value.memory = here.home, object() if memory is None else memory
+    value.value, value.segment, value.spec = changed, segment, spec
+    value.requires_grad_(spec.requires_grad)
+    value.copies.clear()
+    family = value.family
+    for other in () if family is None else family.members():
+        if other is value:
+            continue
+        there = other if other.home == here.home else other.copies.get(here.home)
         other.copies.clear()
+        if there is not None and memory is not None and there.memory is memory:
+            if there is not other:
+                other.home, other.memory = there.home, memory
+                other.value, other.segment = there.value, there.segment
+            if changed is not None and _is_cut_off(other, changed):
+                other.value = None
+        elif other.home == rank and other.value is not None and (before is None or _overlap(before, other.value)):
+            other.value = None
+            if any(other is argument for argument in given):
+                raise left_behind(other)
 
 
-def spoil(target: Located, changed: torch.Tensor) -> None:
-    """Take the data from relatives whose graph does not know of a change, on the home: using one would train wrongly.
+def left_behind(value: Located) -> UsageError:
+    """Return the error for the use of a value that would be another one in one process."""
+    return UsageError(
+        f"{value!r} was changed in place through another value that shares its memory, in a way that it could not"
+        " follow over the pipeline",
+        hint="assign to the value itself, `x[:, 0] = 0` and not `x[:, 0].zero_()`, and take views of it after that;"
+        " give a module that changes its input a copy, `module(x.clone())`",
+    )
+
+
+def _is_cut_off(other: Located, changed: torch.Tensor) -> bool:
+    """Return whether the graph of a value does not know of a change of its memory: using it would train wrongly.
 
     Torch follows a change from a view to its base and to other views of it. It cannot where the value had to be cut off
     its graph, nor can the other ranks know that a relative needs gradients from now on.
     """
-    if not (changed.requires_grad and torch.is_grad_enabled()):
-        return
-    memory, base = changed.untyped_storage().data_ptr(), _base(changed)
-    for other in _relatives(target):
-        value = other.value
-        if value is None or value.untyped_storage().data_ptr() != memory:
-            continue
-        left_behind = _base(value) is not base and value.requires_grad
-        if left_behind or value.requires_grad != other.spec.requires_grad:
-            other.value = None
-
-
-def _relatives(target: Located) -> list[Located]:
-    found = [] if target.family is None else [member() for member in target.family]
-    return [member for member in found if member is not None and member is not target]
+    value = other.value
+    if value is None or not (changed.requires_grad and torch.is_grad_enabled()):
+        return False
+    if storage_of(value) != storage_of(changed):  # it may share memory and, this time, does not
+        return False
+    is_left = _base(value) is not _base(changed) and value.requires_grad
+    return is_left or value.requires_grad != other.spec.requires_grad
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-_PROPERTY_VIEWS: Final = frozenset(PROPERTIES.values())
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors have an element in common; those of other memory count as if they had."""
+    size = left.itemsize
+    if storage_of(left) != storage_of(right) or size != right.itemsize:
+        return True
+    count = left.untyped_storage().nbytes() // size
+    if count in (left.numel(), right.numel()):
+        return True
+    taken = torch.zeros(count, dtype=torch.bool, device=left.device)
+    taken.as_strided(left.shape, left.stride(), left.storage_offset()).fill_(True)
+    return bool(taken.as_strided(right.shape, right.stride(), right.storage_offset()).any())

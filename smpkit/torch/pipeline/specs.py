@@ -16,7 +16,17 @@ import torch
 
 from smpkit.torch.containers import children, rebuild
 
-__all__ = ["PLAIN", "TensorSpec", "dense_spec_of", "describe", "map_tensors", "signature", "spec_of", "tensors_in"]
+__all__ = [
+    "PLAIN",
+    "TensorSpec",
+    "dense_spec_of",
+    "describe",
+    "map_tensors",
+    "signature",
+    "spec_of",
+    "storage_of",
+    "tensors_in",
+]
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,14 @@ def dense_spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Return the spec of a tensor as it would be without gaps; some ranks have a parameter's shape and no more."""
     strides = torch.empty(tensor.shape, device="meta").stride()
     return _shared(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what tensors in the same memory have in common, as long as they live."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

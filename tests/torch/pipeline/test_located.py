@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.errors import UsageError
+from smpkit.torch.pipeline.effects import Effects
 from smpkit.torch.pipeline.located import Located, Running, current, data_on, locate
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.random import RandomStreams
@@ -280,7 +281,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 def test_what_cannot_be_done_is_refused_alike_on_all_ranks(what: str, rank: int) -> None:
     code, text, hint = REFUSED[what]
     wire = Wire()
-    wire.told.extend([spec_of(X.sum())] if what == "backward" else [spec_of(X[None])])
+    grown = spec_of(X[None])
+    wire.told.append((spec_of(X.sum()), None) if what == "backward" else (grown, Effects(((0, grown),), ())))
     with running(rank, wire), pytest.raises(UsageError) as caught:
         code(located(rank))
     assert text in caught.value.message
@@ -383,7 +385,7 @@ def test_numbers_of_another_kind_are_another_call() -> None:
 @pytest.mark.parametrize(("shape", "home"), [((2, 3), OTHER), ((3,), HOME), ((4, 2, 3), OTHER)])
 def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape: tuple[int, ...], home: int) -> None:
     plain, wire = torch.ones(shape, dtype=X.dtype), Wire()
-    wire.told.append(spec_of(X + plain))
+    wire.told.append((spec_of(X + plain), None))
     wire.sent.append(plain)
     with running(HOME, wire) as microbatch:
         result = located(HOME) + locate(spec_of(plain), CPU, OTHER)
@@ -398,7 +400,7 @@ def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape
 
 def test_an_operation_with_a_weight_runs_where_the_weight_is() -> None:
     wire = Wire()
-    wire.told.append(spec_of(functional.linear(X, WEIGHT)))
+    wire.told.append((spec_of(functional.linear(X, WEIGHT)), None))
     with running(HOME, wire) as microbatch:
         microbatch.stage.weights_elsewhere = {id(WEIGHT): OTHER}
         result = functional.linear(located(HOME), WEIGHT)
