@@ -54,6 +54,10 @@ def test_memory_weight_decides_between_memory_and_compute() -> None:
     assert places(partition(units, 2, 0.0)) == "00001"
 
 
+def test_units_without_memory_are_dealt_evenly_where_only_memory_counts() -> None:
+    assert places(partition(layers(4, num_bytes=0), 2, 1.0)) == "0011"
+
+
 def test_a_checkpointed_unit_computes_its_forward_twice() -> None:
     # Forward, backward and recomputation of a checkpointed layer take 4 forwards, of a plain one 3: 12 to 12.
     units = [UnitCost(f"layers.{i}", flops=1.0, recomputed_flops=1.0) for i in range(3)]
