@@ -86,3 +86,26 @@ def test_what_comes_back_unwanted_is_not_written_over() -> None:
     parking.fetch(parked)
     parking.release(parked)
     assert parked.back in link.settled
+
+
+def test_what_the_next_microbatch_needs_comes_while_one_computes() -> None:
+    order: list[str] = []
+
+    class Borders(Behind):
+        def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+            order.append("fetch")
+            return super().fetch(copies, after, what)
+
+    class Noted(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            order.append("run")
+            return super().forward(value)
+
+    layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), Noted(_WIDTH, _WIDTH))
+    model = OffloadModel(layers, torch.device("cpu"), torch.device("cpu"), 2, True, 4, links=(Behind(), Borders()))
+    ahead = ["fetch", "fetch", "run", "fetch", "run", "fetch", "run", "run"]
+    output = model(torch.randn(8, _WIDTH))
+    assert order == ahead
+    order.clear()
+    output.sum().backward()
+    assert order[: len(ahead)] == ahead  # behind them come gradients, for the first slice
