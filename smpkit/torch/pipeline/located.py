@@ -7,7 +7,8 @@ needs to know (`.item()`, `if tensor:`) is broadcast from the home.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 T = torch.Tensor
+_NONE: Final[Mapping[int, Any]] = MappingProxyType({})
 
 
 class Running:
@@ -77,9 +79,10 @@ class Located(torch.Tensor):
     home: int
     value: torch.Tensor | None
     segment: int
-    copies: dict[int, Located]
-    family: Family | None
-    memory: object
+    # Most values have none of these: what every operation makes must be made quickly.
+    copies: Mapping[int, Located] = _NONE
+    family: Family | None = None
+    memory: object = None
 
     # The questions that models ask most, answered without the detour through __torch_function__.
     @property
@@ -125,6 +128,10 @@ class Located(torch.Tensor):
             scalar = self.dim() == 0
         return format(self.item(), specification) if scalar else repr(self)
 
+    def forget_copies(self) -> None:
+        """Send it anew where it is needed: it has changed."""
+        self.copies = _NONE
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise UsageError(
             "a value of another pipeline rank cannot be copied deeply", hint="use `.clone()` or `.detach()`"
@@ -143,8 +150,7 @@ def locate(
     made: Located = torch.Tensor._make_wrapper_subclass(
         Located, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
     )
-    made.spec, made.home, made.value, made.segment, made.copies = spec, home, value, segment, {}
-    made.family = made.memory = None
+    made.spec, made.home, made.value, made.segment = spec, home, value, segment
     return made
 
 

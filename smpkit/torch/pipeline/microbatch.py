@@ -24,7 +24,7 @@ from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same
 from smpkit.torch.pipeline.sharing import left_behind
-from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of, tensors_in
+from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of_plain, tensors_in
 from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.pipeline.weights import LocatedWeights
 
@@ -218,10 +218,10 @@ class Microbatch:
             # Taken for memory of its own by the other ranks, which it must be then.
             output = map_tensors(lambda tensor: tensor.clone() if id(tensor) in untold else tensor, output)
         if is_one:  # most calls
-            template: Any = spec_of(output)
+            template: Any = spec_of_plain(output)
             located: Any = locate(template, device, home, output, segment)
         else:
-            located = map_tensors(lambda tensor: locate(spec_of(tensor), device, home, tensor, segment), output)
+            located = map_tensors(lambda tensor: locate(spec_of_plain(tensor), device, home, tensor, segment), output)
             template = map_tensors(_spec_of_located, located)
         known = call.template
         if is_new:
@@ -278,7 +278,8 @@ class Microbatch:
             return tensor
         copy = tensor.copies.get(home)
         if copy is None:
-            copy = tensor.copies[home] = self._move(tensor, home, tensor.spec)
+            copy = self._move(tensor, home, tensor.spec)
+            tensor.copies = {**tensor.copies, home: copy}
         return copy
 
     def everywhere(self, tensor: torch.Tensor) -> torch.Tensor:

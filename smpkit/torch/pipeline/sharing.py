@@ -110,13 +110,13 @@ def change(
         value.home, value.memory = here.home, object() if memory is None else memory
     value.value, value.segment, value.spec = changed, segment, spec
     value.requires_grad_(spec.requires_grad)
-    value.copies.clear()
+    value.forget_copies()
     family = value.family
     for other in () if family is None else family.members():
         if other is value:
             continue
         there = other if other.home == here.home else other.copies.get(here.home)
-        other.copies.clear()
+        other.forget_copies()
         if there is not None and memory is not None and there.memory is memory:
             if there is not other:
                 other.home, other.memory = there.home, memory

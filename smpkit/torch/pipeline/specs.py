@@ -24,6 +24,7 @@ __all__ = [
     "map_tensors",
     "signature",
     "spec_of",
+    "spec_of_plain",
     "storage_of",
     "tensors_in",
 ]
@@ -70,8 +71,13 @@ def _shared(*parts: Any) -> TensorSpec:
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Return shape, strides, dtype and need of gradients of a tensor; for a located one, without its data."""
     with torch._C.DisableTorchFunction():
-        strides = tensor.stride() if tensor.layout is torch.strided else ()
-        parts = (tensor.shape, strides, tensor.dtype, tensor.requires_grad)
+        return spec_of_plain(tensor)
+
+
+def spec_of_plain(tensor: torch.Tensor) -> TensorSpec:
+    """Return what `spec_of` does where no `__torch_function__` runs, which need not be turned off a second time."""
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    parts = (tensor.shape, strides, tensor.dtype, tensor.requires_grad)
     return _SPECS.get(parts) or _shared(*parts)
 
 
