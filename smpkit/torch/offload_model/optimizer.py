@@ -85,6 +85,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._rule = rule
         self._overlap = overlap
         self._engine = model._engine
+        self._engine.synchronize()  # updates of an optimizer before this one: masters are copies of the weights
         self._states = self._make_states(model)
         self._workers = Workers(num_threads)
         self._pending = [Pending(state, self._engine.bulk_link) for state in self._states]

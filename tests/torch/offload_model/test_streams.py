@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from smpkit import OffloadModel
+from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload.arena import Arena
+from smpkit.torch.offload.emulated import Blocked
 from smpkit.torch.offload.link import Copies, Event
 from smpkit.torch.offload_model.parking import Parked, Parking
 from smpkit.torch.offload_model.transfers import Traffic, Transfers
-from tests.torch.offload.streams import StreamLink
+from tests.torch.offload.streams import Pending, StreamLink
 
 _WIDTH = 4
 
@@ -27,14 +28,22 @@ class Behind(StreamLink):
         self.fetched: list[Event] = []
         self.settled: list[Event] = []
         self.held_back: list[Event] = []
+        self.order: list[tuple[str, str, int]] = []
+        """What was run, copied or waited for, and behind how much of what had been enqueued before."""
 
     def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        self.order.append(("send", what, max(map(number_of, after), default=0)))
         self.sent.append(super().send(copies, after, what))
         return self.sent[-1]
 
     def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        self.order.append(("fetch", what, max(map(number_of, after), default=0)))
         self.fetched.append(super().send(copies, after, what))
         return self.fetched[-1]
+
+    def wait(self, event: Event, what: str) -> Blocked:
+        self.order.append(("wait", what, number_of(event)))
+        return super().wait(event, what)
 
     def settle(self, event: Event, what: str) -> None:
         self.settled.append(event)
@@ -43,10 +52,78 @@ class Behind(StreamLink):
         self.held_back.append(event)
 
 
+def number_of(event: Event) -> int:
+    """Return how much had been enqueued with an event; 0 of one that was always complete."""
+    return event._number if isinstance(event, Pending) else 0
+
+
 def make() -> tuple[OffloadModel, Behind]:
     link = Behind()
     layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(5)]
     return OffloadModel(nn.Sequential(*layers), torch.device("cpu"), num_slices=5, links=(link, Behind())), link
+
+
+def test_copies_come_behind_what_used_their_buffers() -> None:
+    """Two buffers for five slices: each load and each slice's gradients take the place of another slice's."""
+    link = Behind()
+
+    class Noted(nn.Linear):
+        name = ""
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            link.order.append(("run", self.name, link.count))
+            return super().forward(value)
+
+    layers = [Noted(_WIDTH, _WIDTH) for _ in range(5)]
+    for index, layer in enumerate(layers):
+        layer.name = f"slice {index}"
+    chain = nn.Sequential(*layers)
+    model = OffloadModel(chain, torch.device("cpu"), num_slices=5, checkpoint_activation=True, links=(link, Behind()))
+    model(torch.randn(2, _WIDTH)).sum().backward()
+    users, sent = {0: 0, 1: 0}, dict[str, int]()
+    for position, (kind, what, number) in enumerate(link.order):
+        index = int(what.split()[-1])
+        if kind == "run":
+            assert ("wait", what) in [each[:2] for each in link.order[:position]]
+            users[index % 2] = number
+        elif kind == "fetch":
+            assert number > users[index % 2]
+        elif kind == "send":
+            assert number > users[index % 2]
+            if index + 2 < 5:  # whose gradients were in this buffer before
+                assert ("wait", f"the gradients of slice {index + 2}", sent[f"{index + 2}"]) in link.order[:position]
+            sent[f"{index}"] = number_of(link.sent[len(sent)])
+    assert len(sent) == 5
+    assert sum(kind == "run" for kind, _, _ in link.order) == 10
+
+
+def test_gradients_have_arrived_when_backward_returns() -> None:
+    model, link = make()
+    model(torch.randn(2, _WIDTH)).sum().backward()
+    assert len(link.sent) == 5
+    assert set(link.sent) <= set(link.settled)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_optimizer_waits_for_gradients(tied: bool, backwards: int, clip: float | None) -> None:
+    """Nobody else does: they do not go to the parameters."""
+    layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(5)]
+    if tied:  # nothing else is trained, or the last slice's gradients would be waited for on its own behalf
+        layers[4].weight = layers[0].weight
+        for layer in layers[1:4]:
+            layer.requires_grad_(False)
+    link = Behind()
+    chain = nn.Sequential(*layers)
+    model = OffloadModel(chain, torch.device("cpu"), num_slices=5, links=(link, Behind()))
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_grad_norm=clip)
+    for _ in range(backwards):
+        model(torch.randn(2, _WIDTH)).sum().backward()
+    optimizer.step()
+    model.synchronize()
+    assert len(link.sent) == (2 if tied else 5) * backwards
+    assert set(link.sent) <= set(link.settled)
 
 
 @pytest.mark.parametrize("training", [False, True])
