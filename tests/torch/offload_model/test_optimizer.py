@@ -291,6 +291,25 @@ def test_gradients_that_are_not_finite_skip_a_scaled_step() -> None:
 
 
 @everywhere
+@pytest.mark.parametrize("clip", [None, 1e6], ids=["unclipped", "far"])
+def test_a_skipped_step_leaves_nothing_to_the_next(clip: float | None) -> None:
+    """With SGD, for Adam takes no notice of a scale that was not divided by."""
+    plain, model = make_pair()
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    actual = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, max_grad_norm=clip)
+    for _ in range(2):
+        inputs = torch.randn(5, 6)
+        (model(inputs) * float("inf")).sum().backward()
+        actual.step(grad_scale=1024.0)
+        (model(inputs).square().mean() * 1024).backward()
+        actual.step(grad_scale=1024.0)
+        expected.zero_grad()
+        plain(inputs).square().mean().backward()
+        expected.step()
+    close(plain, model)
+
+
+@everywhere
 def test_state_goes_to_and_comes_from_torchs_optimizer() -> None:
     plain, model = make_pair()
     expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
