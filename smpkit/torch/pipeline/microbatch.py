@@ -292,7 +292,7 @@ class Microbatch:
         return self._real(mine).detach()
 
     def _move(self, tensor: Located, target: int, spec: TensorSpec) -> Located:
-        stage, source = self.stage, tensor.home
+        stage, source, spec = self.stage, tensor.home, spec.as_sent
         begins = self._sent[target]
         if begins:
             self._segments[target] += 1

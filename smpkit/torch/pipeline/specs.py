@@ -6,6 +6,7 @@ on everyone makes the result's *ghosts* from memory, and nothing but tensor byte
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,6 +47,24 @@ class TensorSpec:
     @property
     def without_gradient(self) -> TensorSpec:
         return _shared(self.shape, self.stride, self.dtype, False)
+
+    @functools.cached_property
+    def as_sent(self) -> TensorSpec:
+        """What another rank gets of it: the order of its elements in memory stays, gaps do not travel.
+
+        So a transposed value is as transposed over there, and `is_contiguous` and `view` do what they do here.
+        """
+        if len(self.stride) != len(self.shape):  # not strided
+            return self
+        with torch._C.DisableTorchFunction():
+            dense = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta"))
+        return _shared(self.shape, dense.stride(), self.dtype, self.requires_grad)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """The dimensions from the one with the widest steps in memory to that with the smallest; None if as counted."""
+        dims = tuple(sorted(range(len(self.stride)), key=lambda dim: -self.stride[dim]))
+        return None if dims == tuple(range(len(dims))) else dims
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

@@ -103,6 +103,11 @@ def _text(what: _What) -> str:
     return f"{'backward' if backward else 'forward'} of microbatch {microbatch} ({value}{user})"
 
 
+def _as_travels(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a value or gradient with its dimensions in the order in which `spec` has them in memory."""
+    return tensor if spec.order is None else tensor.permute(spec.order)
+
+
 class Transport:
     """One rank's end of the pipeline's connections.
 
@@ -147,13 +152,14 @@ class Transport:
         Args:
             copy: it may be changed in place before it has arrived.
         """
+        tensor = _as_travels(tensor, move.spec)
         if copy and self._on_cpu:  # from a device, a copy is what travels
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._send_move(tensor, microbatch, move, backward=False)
 
     def send_gradient(self, gradient: torch.Tensor, microbatch: int, move: Move) -> None:
         """Send the gradient of a value back to where it came from."""
-        self._send_move(gradient.detach(), microbatch, move, backward=True)
+        self._send_move(_as_travels(gradient.detach(), move.spec), microbatch, move, backward=True)
 
     def post(self, microbatch: int, move: Move, *, backward: bool) -> None:
         """Start a receive before its data is needed."""
@@ -195,7 +201,9 @@ class Transport:
             self._let_go(source, self.places.get((source, backward, segment, microbatch)))
         if self.recorder is not None:
             self.recorder("receive", source, buffer.nbytes, tag, start_ns, time.perf_counter_ns())
-        return arrived
+        spec = move.spec
+        # Detached, it is no view of the buffer: torch treats changes of views in ways of their own.
+        return arrived if spec.order is None else arrived.as_strided(spec.shape, spec.stride).detach()
 
     def _tag(self, microbatch: int, move: Move, backward: bool) -> int:
         slot = (self._num_abandoned + microbatch) % _NUM_SLOTS
