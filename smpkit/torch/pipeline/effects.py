@@ -200,8 +200,9 @@ def apply(
     stage, segment = microbatch.stage, microbatch.segment_of(home)
     here = _tensors(brought)
     made: list[Any] = [result] if type(result) is Located else tensors_in(result)
+    passed = _tensors(given)
     values: list[Any] = [
-        tensor if type(tensor) is Located else microbatch.weights.as_used_on(home, tensor) for tensor in _tensors(given)
+        tensor if type(tensor) is Located else microbatch.weights.as_used_on(home, tensor) for tensor in passed
     ]
     for group in effects.shared:
         first, *others = [made[number - len(here)] for number in group if number >= len(here)]
@@ -218,6 +219,12 @@ def apply(
             join(first, other, memory=True)
     for number, spec in effects.changed:
         value, data = values[number], None if tensors is None else tensors[number]
+        if value is not passed[number]:
+            raise UsageError(
+                f"`{name}` changed in place a parameter of shape {list(value.shape)} that pipeline rank {home}, which"
+                " runs it, does not hold: only a copy has changed",
+                hint="let the module that changes a parameter own it, or put both on one rank with smp.set_partition",
+            )
         if isinstance(value, Located):
             change(value, here[number], data, spec, segment, stage.rank, values)
             for plain in plain_in_memory_of(value):

@@ -338,6 +338,24 @@ class ChangesCopy(ChangesFirst):
         return super().forward(x.clone())
 
 
+class Averages(nn.Module):
+    """Keeps a mean of its inputs in a parameter that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, mean: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean.mul_(0.9).add_(x.mean(0))
+        return x * self.weight
+
+
+def averaged(model: Any, x: Tensor) -> Tensor:
+    result: Tensor = model.far(x, model.first.bias)
+    return result
+
+
 def seen_before(model: Any, x: Tensor) -> Tensor:
     row = x[0]
     return model.far(x) + row
@@ -345,6 +363,10 @@ def seen_before(model: Any, x: Tensor) -> Tensor:
 
 REFUSED = {
     "a view that lies elsewhere": (between(seen_before), r"shares its memory.*take views of it after that"),
+    "a parameter of another rank": (
+        between(averaged, Averages),
+        r"`far` changed in place a parameter of shape \[6\] that pipeline rank 1.*put both on one rank",
+    ),
     "now and then": (
         between(added_after, lambda: NowAndThen(lambda x: x.add_(1))),
         r"`far` changed in place what it was given as tensor 0, float64\[2, 6\], which it did not do the first time",
