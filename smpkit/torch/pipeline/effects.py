@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -65,9 +65,11 @@ class Effects:
     shared: tuple[tuple[int, ...], ...]
     """Groups of tensors with a result among them that lie in the same memory."""
 
-    def is_view(self, num_given: int, num_made: int) -> bool:
-        """Whether the only result is the memory of the only argument: there is nothing more to share."""
-        return num_given == num_made == 1 and self.shared == ((0, 1),)
+    is_view: bool = field(init=False, repr=False, compare=False)
+    """Whether all it does is to return the memory of its first argument, as `x.view(-1)` does."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_view", not self.changed and self.shared == ((0, 1),))
 
 
 class Arguments:
@@ -99,8 +101,9 @@ class Arguments:
             UsageError: an argument was changed that had not been the first time.
         """
         # Most calls do nothing, and are asked each time: this must be quick.
-        is_quiet = _versions(self.tensors) == self._versions
-        if is_quiet and (self._is_anew(made) if known is None else known.is_view(len(self.tensors), len(made))):
+        if _versions(self.tensors) == self._versions and (
+            self._is_anew(made) if known is None else known.is_view and len(self.tensors) == len(made) == 1
+        ):
             return _NONE
         found = self.effects(made)
         if found is None:
@@ -198,6 +201,11 @@ def apply(
         tensors: the arguments' data, on that rank.
     """
     stage, segment = microbatch.stage, microbatch.segment_of(home)
+    if effects.is_view and type(result) is Located and (args := brought[0]):
+        only = args[0]
+        if type(only) is Located and only is given[0][0]:  # most views: no need to look for tensors
+            _join_here(only, result, tensors, 0, segment)
+            return
     here = _tensors(brought)
     made: list[Any] = [result] if type(result) is Located else tensors_in(result)
     passed = _tensors(given)
@@ -210,11 +218,9 @@ def apply(
             if not isinstance(here[number], Located):
                 share_plain(values[number], first)
                 continue
-            join(here[number], first, memory=True)
+            _join_here(here[number], first, tensors, number, segment)
             if here[number] is not values[number]:
                 join(values[number], first, memory=False)
-            if tensors is not None:  # perhaps cut off its graph: from now on it must be one with what shares it
-                here[number].value, here[number].segment = tensors[number], segment
         for other in others:
             join(first, other, memory=True)
     for number, spec in effects.changed:
@@ -231,6 +237,13 @@ def apply(
                 _spread(plain, microbatch, home, spec, name)
         elif id(value) not in stage.weights_elsewhere:
             _spread(value, microbatch, home, spec, name)
+
+
+def _join_here(here: Located, made: Located, tensors: Sequence[torch.Tensor] | None, number: int, segment: int) -> None:
+    """Note that a result is the memory of an argument, tensor `number` of the call, on the rank that ran it."""
+    join(here, made, memory=True)
+    if tensors is not None:  # perhaps cut off its graph: from now on it must be one with what shares it
+        here.value, here.segment = tensors[number], segment
 
 
 def _tensors(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:

@@ -157,19 +157,7 @@ class Microbatch:
                 self.backward_work.units[self._segments[home]].append(name)
             brought = args, kwargs
             # Only now that all are here: an arrival may have begun a segment, in which older values are cut.
-            if len(args) == 1 and not kwargs and type(args[0]) is Located:  # most calls: no need to look for tensors
-                tensors = [self._real(args[0])]
-                args = tuple(tensors)
-            else:
-                tensors = []
-
-                def real(tensor: torch.Tensor) -> torch.Tensor:
-                    tensors.append(self._real(tensor))
-                    return tensors[-1]
-
-                args = map_tensors(real, args)
-                if kwargs:
-                    kwargs = map_tensors(real, kwargs)
+            args, kwargs, tensors = self._data_of(call, args, kwargs)
             arguments = Arguments(tensors, changes_first=changes_first)
             if call.template is UNKNOWN and torch.is_inference_mode_enabled():
                 function = noting_writes(function, arguments)
@@ -208,6 +196,26 @@ class Microbatch:
         args = describe(args, key, visit)
         kwargs = describe(kwargs, key, visit) if kwargs else kwargs
         return results.described(target, how, given, tuple(key)), args, kwargs
+
+    def _data_of(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """Return the arguments of a call that runs here as their data, and the tensors among them in order."""
+        tensors: list[torch.Tensor] = []
+        if call.arguments is not None:  # most calls: tensors and numbers, no need to look into containers
+            parts = list(args)
+            for number, part in enumerate(args):
+                if type(part) not in PLAIN:
+                    parts[number] = data = self._real(part)
+                    tensors.append(data)
+            return tuple(parts), kwargs, tensors
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(self._real(tensor))
+            return tensors[-1]
+
+        args = map_tensors(real, args)
+        return args, map_tensors(real, kwargs) if kwargs else kwargs, tensors
 
     def _made(self, call: Call, name: str, output: Any, arguments: Arguments) -> Any:
         """Return the result of a call that ran here, located; the other ranks are told what it is like, or know."""
@@ -387,11 +395,11 @@ class Microbatch:
 
 
 def _only_home(args: tuple[Any, ...]) -> int | None:
-    """Return the home of the one located value among plain numbers, which is what most operations get; else None."""
+    """Return the one home of located values among plain numbers, which is what most operations get; else None."""
     home = None
     for argument in args:
         kind = type(argument)
-        if kind is Located and home is None:
+        if kind is Located and (home is None or home == argument.home):
             home = argument.home
         elif kind not in PLAIN:
             return None
