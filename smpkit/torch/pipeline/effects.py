@@ -210,7 +210,7 @@ def apply(
     made: list[Any] = [result] if type(result) is Located else tensors_in(result)
     passed = _tensors(given)
     values: list[Any] = [
-        tensor if type(tensor) is Located else microbatch.weights.as_used_on(home, tensor) for tensor in passed
+        tensor if type(tensor) is Located else microbatch.weights.as_held_on(home, tensor) for tensor in passed
     ]
     for group in effects.shared:
         first, *others = [made[number - len(here)] for number in group if number >= len(here)]

@@ -42,11 +42,14 @@ class LocatedWeights:
         Raises:
             UsageError: the tensor came out of a unit by a way of its own.
         """
-        if id(tensor) in self._stage.weights_elsewhere:
-            return tensor if self._stage.holds(home, tensor) else self.located(tensor)
         if type(tensor) is not Located and tensor.grad_fn is not None:
             _refuse_leak(tensor.grad_fn, self._stage)
-        return tensor
+        return self.as_held_on(home, tensor)
+
+    def as_held_on(self, home: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same without a look at where the tensor came from: the call may have changed it since."""
+        elsewhere = id(tensor) in self._stage.weights_elsewhere and not self._stage.holds(home, tensor)
+        return self.located(tensor) if elsewhere else tensor
 
     def located(self, parameter: torch.Tensor) -> Located:
         """Return a parameter as a value whose home is the first rank that holds it."""

@@ -384,5 +384,6 @@ def refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_changes_that_ranks_cannot_follow_are_refused(name: str) -> None:
-    with pytest.raises(RankFailed, match=f"(?s){REFUSED[name][1]}"):
+    with pytest.raises(RankFailed, match=f"(?s){REFUSED[name][1]}") as caught:
         run_ranks(refused, 2, name)
+    assert "was used outside it" not in str(caught.value), "no rank may take the change for a tensor that leaked"
