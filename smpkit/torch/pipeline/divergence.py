@@ -1,9 +1,9 @@
 """Find out why ranks wait for each other if they run different programs: long before the deadline, and by the call.
 
-A rank that has waited for two seconds writes down, in the store that the ranks met at, which calls its microbatches
-have made, and reads what the other waiting ranks wrote. Two ranks whose calls differ will never finish: a branch on the
-rank, on a random number of Python's or on data of its own led them apart. While nobody waits that long, this only
-sleeps.
+A rank that has waited for two seconds, or a quarter of its deadline if that is sooner, writes down, in the store that
+the ranks met at, which calls its microbatches have made, and reads what the other waiting ranks wrote. Two ranks whose
+calls differ will never finish: a branch on the rank, on a random number of Python's or on data of its own led them
+apart. While nobody waits that long, this only sleeps.
 """
 
 from __future__ import annotations
@@ -75,8 +75,14 @@ def watch(stage: Stage, ranks: Sequence[int]) -> None:
 
 
 def _watch(reference: weakref.ref[Stage], ranks: list[int], over: threading.Event) -> None:
-    while _look(reference(), ranks) and not over.wait(_PATIENCE_SECONDS / 2):
+    while _look(reference(), ranks) and not over.wait(_patience() / 2):
         pass
+
+
+def _patience() -> float:
+    """Return the seconds of a wait after which this rank tells its way: early enough for others to read it in time."""
+    board = deadline.board()
+    return _PATIENCE_SECONDS if board is None else min(_PATIENCE_SECONDS, board.timeout.total_seconds() / 4)
 
 
 def _look(stage: Stage | None, ranks: list[int]) -> bool:
@@ -84,7 +90,7 @@ def _look(stage: Stage | None, ranks: list[int]) -> bool:
     if stage is None:
         return False
     since, board = stage.transport.waiting_since, deadline.board()
-    if since is None or board is None or time.monotonic() - since < _PATIENCE_SECONDS:
+    if since is None or board is None or time.monotonic() - since < _patience():
         return True
     try:
         error = _compare(stage, ranks, board)
