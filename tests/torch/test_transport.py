@@ -112,6 +112,33 @@ def test_values_go_forward_and_gradients_back_under_tags_of_their_own() -> None:
     assert tags == 4
 
 
+def use_before_it_arrives() -> list[Any]:
+    """Send values only when the other rank has made of them what it needs."""
+    transport = open_transport()
+    found: list[Any] = []
+    for index, value in enumerate([VALUE, VALUE.t().contiguous().t()]):
+        go, move = move_of(0, source=1), Move(1, 0, 1, 0, 0, spec_of(value))
+
+        def use(coming: torch.Tensor, index: int = index, go: Move = go) -> torch.Tensor:
+            transport.send(VALUE, index, go)
+            return coming.requires_grad_()
+
+        if smp.pp_rank() == 0:
+            transport.receive(index, go)
+            transport.send(value, index, move)
+        else:
+            leaf = transport.receive(index, move, use)
+            found.append((leaf.tolist(), leaf.stride(), leaf.requires_grad, leaf._is_view()))
+    transport.flush()
+    smp.shutdown()
+    return found
+
+
+def test_what_is_made_of_a_value_is_made_before_it_arrives() -> None:
+    found = run_ranks(use_before_it_arrives, 2)[1]
+    assert found == [(VALUE.tolist(), (3, 1), True, False), (VALUE.tolist(), (1, 2), True, False)]
+
+
 def lets_go() -> list[int]:
     """Send values of three microbatches; return how many messages are held after each gradient came back."""
     transport = open_transport()

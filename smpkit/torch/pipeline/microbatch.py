@@ -308,21 +308,26 @@ class Microbatch:
         self._sent[source] = True
         move = self._next_move(source, target, spec)
         self.moves.append(move)
-        value = None
         if source == self._rank:
             sent = self._real(tensor)
+            self._hand_over(sent.detach(), move)  # first: somebody waits for it
             if spec.requires_grad:
                 self.backward_work.departs(sent, move, self._segments[source])
-            self._hand_over(sent.detach(), move)
-        elif target == self._rank:
-            if begins and self.before_wait is not None:
-                self.before_wait()
-            if self._in_hooks:
-                self.unsplittable.add(self._segments[target])
-            value = stage.transport.receive(self.index, move)
-            if spec.requires_grad:
-                value = self.backward_work.arrives(value, move, self._segments[target])
-        return locate(spec, stage.device, target, value, self._segments[target])
+        elif target == self._rank and begins and self.before_wait is not None:
+            self.before_wait()
+        moved = locate(spec, stage.device, target, None, self._segments[target])
+        if target == self._rank:
+            moved.value = self._received(move)
+        return moved
+
+    def _received(self, move: Move) -> torch.Tensor:
+        """Return a value that this rank gets, a leaf of its segment."""
+        work, segment, transport = self.backward_work, self._segments[self._rank], self.stage.transport
+        if self._in_hooks:
+            self.unsplittable.add(segment)
+        if not move.spec.requires_grad:
+            return transport.receive(self.index, move)
+        return transport.receive(self.index, move, lambda value: work.arrives(value, move, segment))
 
     def _next_move(self, source: int, target: int, spec: TensorSpec) -> Move:
         """Return the move as the record has it; where that has another, or none, this microbatch has strayed."""

@@ -108,6 +108,16 @@ def _as_travels(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor if spec.order is None else tensor.permute(spec.order)
 
 
+def _as_made(arrived: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return what has travelled with its dimensions as they were."""
+    # Detached, it is no view of the buffer: torch treats changes of views in ways of their own.
+    return arrived if spec.order is None else arrived.as_strided(spec.shape, spec.stride).detach()
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class Transport:
     """One rank's end of the pipeline's connections.
 
@@ -167,13 +177,19 @@ class Transport:
         if tag not in self._posted:
             self._posted[tag] = self._receiving(tag, move, backward)
 
-    def receive(self, microbatch: int, move: Move) -> torch.Tensor:
-        """Return a value that another rank sends."""
-        return self._receive_move(microbatch, move, backward=False)
+    def receive(
+        self, microbatch: int, move: Move, use: Callable[[torch.Tensor], torch.Tensor] = _as_is
+    ) -> torch.Tensor:
+        """Return a value that another rank sends.
+
+        Args:
+            use: makes of it what is returned. On a CPU before the data are there, so that it delays nobody.
+        """
+        return self._receive_move(microbatch, move, use, backward=False)
 
     def receive_gradient(self, microbatch: int, move: Move) -> torch.Tensor:
         """Return the gradient of a value that was sent."""
-        return self._receive_move(microbatch, move, backward=True)
+        return self._receive_move(microbatch, move, _as_is, backward=True)
 
     def _receiving(self, tag: int, move: Move, backward: bool) -> tuple[dist.Work, torch.Tensor]:
         buffer = self._buffers.take(move.spec)
@@ -189,21 +205,23 @@ class Transport:
         if recorder is not None:
             recorder("send", target, tensor.nbytes, tag, start_ns, time.perf_counter_ns())
 
-    def _receive_move(self, microbatch: int, move: Move, *, backward: bool) -> torch.Tensor:
-        start_ns = time.perf_counter_ns()
+    def _receive_move(
+        self, microbatch: int, move: Move, use: Callable[[torch.Tensor], torch.Tensor], *, backward: bool
+    ) -> torch.Tensor:
         source, segment = (move.target, move.target_segment) if backward else (move.source, move.source_segment)
         tag = self._tag(microbatch, move, backward)
         work, buffer = self._posted.pop(tag) if tag in self._posted else self._receiving(tag, move, backward)
+        result = use(_as_made(buffer, move.spec)) if self._on_cpu else None
+        start_ns = time.perf_counter_ns()
         self._wait(work, source, (microbatch, move, backward))
         self.waited_ns += time.perf_counter_ns() - start_ns
-        arrived = buffer if self._on_cpu else buffer.to(self._device)
+        if result is None:
+            result = use(_as_made(buffer.to(self._device), move.spec))
         if self._sending[source]:
             self._let_go(source, self.places.get((source, backward, segment, microbatch)))
         if self.recorder is not None:
             self.recorder("receive", source, buffer.nbytes, tag, start_ns, time.perf_counter_ns())
-        spec = move.spec
-        # Detached, it is no view of the buffer: torch treats changes of views in ways of their own.
-        return arrived if spec.order is None else arrived.as_strided(spec.shape, spec.stride).detach()
+        return result
 
     def _tag(self, microbatch: int, move: Move, backward: bool) -> int:
         slot = (self._num_abandoned + microbatch) % _NUM_SLOTS

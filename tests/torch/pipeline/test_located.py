@@ -49,8 +49,8 @@ class Wire:
     def send(self, tensor: Tensor, _microbatch: int, _move: Move, *, copy: bool = False) -> None:
         self.sent.append(tensor.clone())
 
-    def receive(self, _microbatch: int, _move: Move) -> Tensor:
-        return self.sent.popleft()
+    def receive(self, _microbatch: int, _move: Move, use: Callable[[Tensor], Tensor] = lambda value: value) -> Tensor:
+        return use(self.sent.popleft())
 
 
 @contextmanager
