@@ -44,7 +44,8 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
     saved; parameters, buffers and what autocast makes of trained parameters never leave; gradients are the same bits
     as without. Layers (the items of a `ModuleList` or `Sequential`) leave and come back one by one. Over
     `torch.utils.checkpoint` layers, only what they keep leaves: their inputs. That is the combination to use; without
-    checkpointing about 25 times as many bytes move.
+    checkpointing about 25 times as many bytes move. What autocast makes of frozen weights leaves, in each call anew:
+    convert frozen layers to the narrow type themselves, and they stay.
 
     Enter it around forward; backward may run inside or after it. One object serves all steps, and keeps its host
     memory for the next. Not for two threads at a time.

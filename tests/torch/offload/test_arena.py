@@ -159,6 +159,18 @@ def test_20_no_event_is_asked_for_while_a_graph_is_captured(monkeypatch: pytest.
     assert cuda._is_over(Forbidden()) is False  # type: ignore[arg-type]
 
 
+def test_a_block_remembers_few_of_the_forms_that_it_had() -> None:
+    """The sizes of one's data vary without end; each is a list of tensors."""
+    block, ever = take(Arena(), 4096), list[weakref.ref[torch.Tensor]]()
+    for length in range(1, 500):
+        forms = [(torch.uint8, torch.Size([length])), (torch.float32, torch.Size([length]))]
+        pieces = block.shaped(forms)
+        assert [(piece.dtype, piece.size()) for piece in pieces] == forms
+        assert block.shaped(list(forms)) is pieces
+        ever.append(weakref.ref(pieces[1]))
+    assert sum(each() is not None for each in ever) <= 8
+
+
 def test_a_budget_with_less_left_than_a_block_gives_none() -> None:
     arena = Arena(budget_bytes=4096 + 256)
     take(arena, 4096)

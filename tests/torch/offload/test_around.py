@@ -128,6 +128,28 @@ def test_16_a_weight_that_autocast_casts_stays_and_outlives_its_cache() -> None:
     assert num_bytes == 5 * half + 2 * BOUNDARY_BYTES
 
 
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_16_a_frozen_weight_that_autocast_casts_leaves_and_one_of_the_narrow_type_stays(is_converted: bool) -> None:
+    """Autocast makes a new cast of it in each call and keeps none, so only the graph holds that on the device."""
+    model = Again()
+    for parameter in model.linear.parameters():
+        parameter.requires_grad_(False)
+    if is_converted:
+        model.linear.to(torch.bfloat16)
+
+    def loss(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = torch.randn(BATCH, WIDTH, requires_grad=True)
+            for _ in range(3):
+                x = model.get_submodule("linear")(x).tanh()
+        return x.float().square().sum()
+
+    num_bytes = assert_trains_as_plain(model, loss)
+    cast_bytes = 0 if is_converted else 3 * 2 * WIDTH * WIDTH
+    # What `tanh` keeps, the result as a float, and each call's own cast of the weight.
+    assert num_bytes == 3 * BOUNDARY_BYTES // 2 + BOUNDARY_BYTES + cast_bytes
+
+
 # --- transforms and modes ---------------------------------------------------------------------------------------------
 
 

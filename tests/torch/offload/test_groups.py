@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from smpkit.plan.schedule import one_f_one_b
+from smpkit.plan.segments import Kind
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 from smpkit.torch.offload.emulated import Blocked
 from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.prefetch import Order
 from smpkit.torch.offload.record import State
-from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, engine_on, inputs
+from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, engine_on, inputs, slow
 from tests.torch.offload.streams import StreamLink
 
 
@@ -132,4 +135,29 @@ def test_layers_in_turn_need_what_they_share_once_each(num_turns: int) -> None:
         assert torch.equal(scope._unpack(handle), mask)
     assert sum(link.fetched) == 1
     del handles, scope, handle, scopes
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["of each microbatch", "of all"])
+def test_a_block_that_ends_with_its_last_tensor_holds_no_more_than_is_needed_in_pipeline_order(is_shared: bool) -> None:
+    """A mask outlives the layer that it left with; if it held that layer's input back, this would be one more."""
+    engine, mask = engine_on(slow(), order=Order(4), lead=1), torch.ones(BATCH, WIDTH)
+    actions = one_f_one_b(4, 8).actions[0]
+    for _ in range(3):
+        ends = dict[int, Tensor]()
+        engine.follow(actions)
+        for action in actions:
+            engine.begin_action(action.kind, action.segment, action.microbatch)
+            if action.kind is Kind.BACKWARD:
+                ends.pop(action.microbatch).sum().backward()
+                continue
+            x, own = inputs() * 1, mask if is_shared else mask.clone()
+            for number in range(4):
+                with engine.boundary(f"layers.{number}"):
+                    x = checkpoint(torch.mul, x, own, use_reentrant=False)
+            ends[action.microbatch] = x
+            del x, own
+        most = engine.end_step().peak_host_bytes
+    # Four microbatches wait for their backward at once, with four layers and a mask each or one mask.
+    assert most == (4 * 4 + (1 if is_shared else 4)) * BOUNDARY_BYTES
     assert_idle(engine)
