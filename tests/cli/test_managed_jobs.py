@@ -406,7 +406,7 @@ def test_init_writes_a_job_that_validates_and_overwrites_nothing(tmp_path: Path,
 
 def test_a_real_interrupt_ends_following_and_nothing_else(use: Use, tmp_path: Path) -> None:
     use()
-    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "100"}
+    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "10"}
     assert process("submit", "job.yaml", "--name", "demo", **around).returncode == 0
     smpkit = str(Path(sys.executable).with_name("smpkit"))
     command = [smpkit, "logs", "-f", "demo"]
