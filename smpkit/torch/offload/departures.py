@@ -6,10 +6,9 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Final, cast
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from smpkit.torch.offload.arena import ALIGNMENT, Arena
 from smpkit.torch.offload.link import Copies, Event, Link
@@ -73,7 +72,7 @@ class Departures:
             self._depart(group, records[:middle], sizes[:middle])
             self._depart(group, records[middle:], sizes[middle:])
             return
-        sources = [cast("Tensor", record.data) for record in records]
+        sources = [record.data for record in records if record.data is not None]  # all: they are on the device
         targets = block.shaped([record.form for record in records])
         # Nearly always the current stream alone. Another one may be joined only later than this.
         after = [self.link.now(stream) for stream in {record.stream for record in records}]

@@ -135,7 +135,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         ):
             return self._stay(tensor)
         witness = tensor.detach()
-        size = tensor.size()
+        size = tensor.shape
         form = (alike.get(size) if alike else None) or self._form(tensor.dtype, size)
         group = self._group or self._begin()
         record = Record(key, storage, witness, witness, form, num_bytes, self._stream(), group.index)
