@@ -89,7 +89,8 @@ class GradScaler(torch.amp.GradScaler):
         offloaded: Any = optimizer
         result: float | None = offloaded.step(*args, grad_scale=self.get_scale(), **kwargs)
         norm: float = offloaded.grad_norm
-        known["found_inf_per_device"] = {_device(): torch.tensor(float(not math.isfinite(norm)), device=_device())}
+        found = torch.full((), float(not math.isfinite(norm)), dtype=torch.float32, device=_device())
+        known["found_inf_per_device"] = {found.device: found}
         known["stage"] = OptState.STEPPED
         return result
 
@@ -101,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
     def _agree(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
         """Let every rank know what any has found; a rank may have no gradients at all, and have found nothing."""
         known = self._per_optimizer_states[id(optimizer)]
-        found = torch.zeros((), device=_device())
+        found = torch.zeros((), dtype=torch.float32, device=_device())  # whatever the default is
         for each in known["found_inf_per_device"].values():
             found = torch.maximum(found, each.to(found.device))
         agreed: dict[torch.device, torch.Tensor] = {found.device: found_anywhere(found)}

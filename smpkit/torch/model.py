@@ -208,6 +208,19 @@ class DistributedModel(ModelState):
             state.optimizer.follow_model()
         return result
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what `copy.deepcopy` and `torch.save` copy of it; over several ranks there is no such thing.
+
+        Raises:
+            UsageError: the model has a pipeline or replicas.
+        """
+        if self.pipeline is not None or self.data_parallel is not None:
+            raise UsageError(
+                "a DistributedModel was copied or pickled, but it is one with the connections to other ranks",
+                hint="save `model.state_dict()`; for an average of weights keep copies of `model.local_parameters()`",
+            )
+        return self.__dict__
+
     def get_module(self) -> nn.Module:
         """Return the user's model, under all wrappers."""
         return self.module
@@ -302,10 +315,10 @@ class DistributedModel(ModelState):
             self.offloading.end_step(trains=run.total_backwards > 0)
         self.run_post_step_hooks()
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, error: BaseException) -> None:
         """Forget a step that an exception ended."""
         if self.pipeline is not None:
-            self.pipeline.abandon()
+            self.pipeline.abandon(error)
         if self.offloading is not None:
             self.offloading.abandon_step()
         if self.data_parallel is not None:

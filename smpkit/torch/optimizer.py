@@ -140,6 +140,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 closure = self._clipping(closure, state.cfg.sdp_gradient_clipping)
         shards = _shards()
+        if isinstance(self.optimizer, torch.optim.LBFGS) and state.pp_size * state.tp_size > 1:
+            raise UnsupportedError(
+                "LBFGS looks at all parameters at once, but each pipeline and tensor-parallel rank has some of them",
+                hint="use another optimizer, or degrees of 1",
+            )
         if shards is not None and isinstance(self.optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 "LBFGS looks at all parameters at once, but shard_optimizer_state gives each rank some of them",

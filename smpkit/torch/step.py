@@ -103,9 +103,9 @@ class StepFunction:
             else:
                 with contextlib.nullcontext() if model is None else model.training_step():
                     outputs = self._run_here(run, calls)
-        except BaseException:
+        except BaseException as error:
             if model is not None:
-                model.abandon_step()
+                model.abandon_step(error)
             raise
         finally:
             state.step = None

@@ -338,6 +338,7 @@ class _Step:
         except Exception as error:
             inside = {} if kind is Kind.FORWARD else microbatch.backward_work.place_of(segment)
             note_place(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
+            self.stage.failed_alone = self.stage.failed_alone or kind is not Kind.FORWARD
             raise
         finally:
             Running.microbatch = None

@@ -22,11 +22,11 @@ from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.effects import Arguments, apply, changes_in_place, noting_writes
 from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
-from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same
+from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same, plain_spec_of
 from smpkit.torch.pipeline.sharing import left_behind
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of_plain, tensors_in
 from smpkit.torch.pipeline.transport import version_of
-from smpkit.torch.pipeline.weights import LocatedWeights
+from smpkit.torch.pipeline.weights import LocatedWeights, refused_change
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage import Stage
@@ -107,6 +107,9 @@ class Microbatch:
             only = None if kwargs else _only_home(args)
             return self.run_at(self._home_of((args, kwargs)) if only is None else only, func, name, func, args, kwargs)
         if not all(isinstance(each, Located) for each in targets):
+            for each in targets:
+                if id(each) in self.stage.weights_elsewhere:
+                    raise refused_change(name, each)
             raise UsageError(
                 f"`{name}` changes a tensor that every rank holds by a value that only one pipeline rank holds",
                 hint="write `x = x + y` instead of `x += y`",
@@ -161,12 +164,19 @@ class Microbatch:
             arguments = Arguments(tensors, changes_first=changes_first)
             if call.template is UNKNOWN and torch.is_inference_mode_enabled():
                 function = noting_writes(function, arguments)
-        output = function(*args, **kwargs) if stream is None else stage.random.run(name, stream, function, args, kwargs)
-        with _OurOwn():
-            result = self._made(call, name, output, arguments)
-            if call.effects is not None:
+        try:
+            output = (
+                function(*args, **kwargs) if stream is None else stage.random.run(name, stream, function, args, kwargs)
+            )
+            with _OurOwn():
+                result = self._made(call, name, output, arguments)
+        except Exception:
+            stage.failed_alone = True
+            raise
+        if call.effects is not None:
+            with _OurOwn():
                 apply(call.effects, self, home, name, given, brought, result, tensors)
-            return result
+        return result
 
     def _brought(
         self, home: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object
@@ -189,7 +199,7 @@ class Microbatch:
             if type(tensor) is Located:
                 key.append(tensor.spec)
                 return self._bring(tensor, home)
-            key.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+            key.append(plain_spec_of(tensor))
             return tensor
 
         given = None if kwargs else args

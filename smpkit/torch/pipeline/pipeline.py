@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from smpkit.errors import UsageError
+from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.assignment import Assignment
 from smpkit.plan.partition import assign, partition
 from smpkit.torch.announce import announce
 from smpkit.torch.checkpointing.foreign import adopt
 from smpkit.torch.checkpointing.whole import check_places
 from smpkit.torch.comm import CommGroup
-from smpkit.torch.deadline import waiting
+from smpkit.torch.deadline import report_failure, waiting
 from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.partitioning.manual import pinned_modules
@@ -29,8 +30,9 @@ from smpkit.torch.pipeline.located import current
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, signature
 from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.tied import Tied, find_tied
 from smpkit.torch.pipeline.transport import Transport
-from smpkit.torch.pipeline.units import install
+from smpkit.torch.pipeline.units import install, refuse_compiled
 from smpkit.torch.pipeline.weights import given_located_weights
 from smpkit.torch.recorder import current as current_recorder
 from smpkit.torch.state import state
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from smpkit.torch.splitting import Call
 
 __all__ = ["Pipeline"]
+
+_NEEDS_GRADIENT: Final[Callable[[nn.Parameter], bool]] = operator.attrgetter("requires_grad")
 
 
 class Pipeline:
@@ -52,10 +56,14 @@ class Pipeline:
             state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
         )
         self._executor: Executor | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._tied: list[Tied] = []
         self.assignment: Assignment | None = None
         self.resumed: Assignment | None = None
         """That of the job that this one continues, which is kept."""
         self.holders: dict[int, frozenset[int]] = {}
+        self._failure: str | None = None
+        """With what a step has failed here, if others did not fail alike."""
         self._head_bytes = self._next_head_bytes = FIRST_BYTES
         """Of the message that begins a step, and the next one if this one ends well: the same on all ranks."""
 
@@ -68,8 +76,13 @@ class Pipeline:
         """Return the arguments of a step with the tensors of pp_rank 0, as SMP v1 took them.
 
         Raises:
-            UsageError: shapes or dtypes differ between ranks.
+            UsageError: shapes or dtypes differ between ranks; or a step before has failed on some of them.
         """
+        if self._failure is not None:
+            raise UsageError(
+                f"a step was called after one in which not all ranks had failed alike, here with {self._failure}",
+                hint="let such an exception end the script: the ranks have gone different ways",
+            )
         tensors: list[torch.Tensor] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,6 +105,7 @@ class Pipeline:
             UsageError: costs are to be measured, and the model has no weights yet.
         """
         self._check_weights()
+        refuse_compiled(self._root)
         if state.pp_rank == 0:
             self.assignment = self._agreed(Step(body, call.args, call.kwargs))
             seed = common_seed()
@@ -101,7 +115,9 @@ class Pipeline:
             self.assignment = Assignment.from_json(text)
         placement = self.assignment.partition_of
         check_places(self._root, placement)
+        refuse_compiled(self._root, placement)
         self.holders = holders_of(self._root, placement, state.pp_size)
+        self._tied = find_tied(self._root, placement, state.pp_rank)
         keep_own_parts(self._root, placement, self.holders, state.pp_rank, state.device)
         stage = Stage(
             state.pp_rank,
@@ -113,6 +129,7 @@ class Pipeline:
             _of_first_pipeline if state.tp_size > 1 else None,
         )
         install(self._root, placement, stage)
+        self._parameters = list(self._root.parameters())
         if stage.weights_elsewhere:
             stage.random.give(given_located_weights)
         adopt()
@@ -187,8 +204,11 @@ class Pipeline:
     ) -> list[Any]:
         """Run one step: `body(index)` for each microbatch."""
         assert self._executor is not None
+        trainable = bytes(map(_NEEDS_GRADIENT, self._parameters))
+        self._executor.stage.note_trainable(trainable)
         kind = (
             function,
+            trainable,
             signature((calls[0].args, calls[0].kwargs)),
             torch.is_grad_enabled(),
             self._root.training,
@@ -203,8 +223,13 @@ class Pipeline:
                 current().dynamic = True
             return output
 
+        versions = [tied.version for tied in self._tied]
         with random.training_step(training=self._root.training):
             outputs = self._executor.run(kind, streamed, len(calls), before_last_backward)
+        for tied, version in zip(self._tied, versions, strict=True):
+            if tied.version != version:
+                self._executor.stage.failed_alone = True
+                raise tied.refuse(state.pp_rank)
         self._head_bytes = self._next_head_bytes
         return outputs
 
@@ -214,11 +239,22 @@ class Pipeline:
         """Note that the current microbatch's backward starts at `roots`."""
         current().backward(roots, [None] * len(roots) if grads is None else grads, scale)
 
-    def abandon(self) -> None:
-        """Forget a step that an exception ended."""
+    def abandon(self, error: BaseException) -> None:
+        """Forget a step that an exception ended.
+
+        Where that came from what this rank alone runs, the others are told now: a script that catches it would let them
+        wait for what does not come.
+        """
         self._head_bytes = FIRST_BYTES
-        if self._executor is not None:
-            self._executor.abandon()
+        if self._executor is None:
+            return
+        self._executor.abandon()
+        is_of_others = isinstance(error, DeadlineError | RemoteError)
+        if is_of_others or self._executor.stage.failed_alone:
+            what = error.message if isinstance(error, SmpkitError) else error
+            self._failure = f"{type(error).__name__}: {what}"
+        if not is_of_others and self._failure is not None:
+            report_failure(error)
 
 
 def _of_first_pipeline(text: str) -> str:

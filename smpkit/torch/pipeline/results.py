@@ -22,7 +22,7 @@ from smpkit.torch.pipeline.effects import Effects
 from smpkit.torch.pipeline.located import Located, locate
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec
 
-__all__ = ["UNKNOWN", "Call", "Results", "difference", "ghosts", "is_same"]
+__all__ = ["UNKNOWN", "Call", "Results", "difference", "ghosts", "is_same", "plain_spec_of"]
 
 UNKNOWN: Final[Any] = object()
 """The template of a call that nobody has seen yet: not None, which is what a call such as `x[0] = 1` returns."""
@@ -43,11 +43,10 @@ class Call:
     mode: _Mode
 
 
-def _plain_tensor(argument: Any) -> tuple[Any, ...] | None:
-    """Return what a result depends on of a tensor that all ranks hold; None for what is no tensor."""
-    if not isinstance(argument, torch.Tensor):
-        return None
-    return argument.shape, argument.dtype, argument.requires_grad
+def plain_spec_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a result depends on of a tensor that all ranks hold."""
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.shape, strides, tensor.dtype, tensor.requires_grad
 
 
 def _to_compare(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -55,10 +54,14 @@ def _to_compare(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     parts: list[Any] = []
     for argument in args:
         kind = type(argument)
-        part = argument.spec if kind is Located else (kind, argument) if kind in PLAIN else _plain_tensor(argument)
-        if part is None:
+        if kind is Located:
+            parts.append(argument.spec)
+        elif kind in PLAIN:
+            parts.append((kind, argument))
+        elif isinstance(argument, torch.Tensor):
+            parts.append(plain_spec_of(argument))
+        else:
             return None
-        parts.append(part)
     return tuple(parts)
 
 
@@ -87,7 +90,11 @@ class Results:
             elif kind in PLAIN:
                 if type(known) is not tuple or known[0] is not kind or known[1] != argument:
                     return None
-            elif _plain_tensor(argument) != known or id(argument) in self._weights_elsewhere:
+            elif (
+                not isinstance(argument, torch.Tensor)
+                or id(argument) in self._weights_elsewhere
+                or plain_spec_of(argument) != known
+            ):
                 return None
         return call
 

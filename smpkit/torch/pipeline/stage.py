@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class Stage:
         self.weights_elsewhere = {key: min(ranks) for key, ranks in owners.items() if len(ranks) < size}
         """By parameter (its id) that not every rank holds, the first rank that does."""
         self.results = Results(self.weights_elsewhere)
+        """Of calls while the same parameters need gradients as now."""
         self.inside = False
         """Whether a placed module runs here now: what it calls is its own business."""
         self.python_values: dict[str, int] = {}
@@ -57,12 +59,33 @@ class Stage:
         self.microbatches: Sequence[Microbatch] = ()
         """Of the step that runs, or ran last."""
         self.agreed: Callable[[str], str] = agreed or (lambda text: text)
+        self.failed_alone = False
+        """Whether what this rank alone runs has raised: other ranks do not know, and wait."""
         self._owners = owners
+        self._results: dict[bytes, Results] = {}
+        self._way = ""
+
+    def note_trainable(self, trainable: bytes) -> None:
+        """Note which parameters need gradients: what calls return hangs on it, though no argument shows it.
+
+        Args:
+            trainable: a byte for each parameter of the model, 1 where it does.
+        """
+        known = self._results.get(trainable)
+        if known is None:
+            known = self._results[trainable] = Results(self.weights_elsewhere) if self._results else self.results
+        if known is not self.results or self._way:
+            self.results = known
+            # A rank that freezes what others do not takes another way from here on, and is told so.
+            self._way = f"a step with {trainable.count(0)} frozen parameters ({zlib.crc32(trainable):08x})"
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
         """Note what runs from now on."""
         self.num_steps += 1
         self.microbatches = microbatches
+        if self._way:
+            for microbatch in microbatches:
+                microbatch.path.append(self._way)
 
     def owner_of(self, parameter: nn.Parameter) -> int | None:
         """Return the rank where operations with this parameter run; None if every rank holds it."""

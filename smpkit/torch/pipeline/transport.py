@@ -192,8 +192,12 @@ class Transport:
         return self._receive_move(microbatch, move, _as_is, backward=True)
 
     def _receiving(self, tag: int, move: Move, backward: bool) -> tuple[dist.Work, torch.Tensor]:
-        buffer = self._buffers.take(move.spec)
-        return self._group.recv([buffer], move.target if backward else move.source, tag), buffer
+        buffer, source = self._buffers.take(move.spec), move.target if backward else move.source
+        try:
+            return self._group.recv([buffer], source, tag), buffer
+        except RuntimeError as error:  # the connection is closed already
+            what = f"{move.spec} for `{move.unit}`"
+            raise reason_of(error, what, [self._ranks[source]], time.monotonic()) from None
 
     def _send_move(self, tensor: torch.Tensor, microbatch: int, move: Move, *, backward: bool) -> None:
         recorder = self.recorder
@@ -308,7 +312,11 @@ class Transport:
     def expect_bytes(self, num_bytes: int, source: int, tag: int, what: str) -> Callable[[], torch.Tensor]:
         """Start to receive bytes from one rank; return a function that waits for them and returns them."""
         packed = torch.empty(num_bytes, dtype=torch.uint8)
-        work = self._group.recv([packed], source, tag)
+        started = time.monotonic()
+        try:
+            work = self._group.recv([packed], source, tag)
+        except RuntimeError as error:  # the connection is closed already
+            raise reason_of(error, what, [self._ranks[source]], started) from None
 
         def wait() -> torch.Tensor:
             self._wait(work, source, what)

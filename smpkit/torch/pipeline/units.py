@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from smpkit.errors import UsageError
 from smpkit.torch.calls import ModuleCall, OwnCall, Placed
 from smpkit.torch.deadline import note_place
 from smpkit.torch.pipeline.captured import lists_that_fill, mode_of, parts_added, with_added
@@ -20,7 +21,7 @@ from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, tensors_in
 from smpkit.torch.pipeline.stage import Stage
 
-__all__ = ["home_of", "homes_of", "install", "install_streams", "run_together"]
+__all__ = ["home_of", "homes_of", "install", "install_streams", "refuse_compiled", "run_together"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -40,6 +41,25 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None
             _follow(module, name, stage)
         elif len(homes) > 1 and not isinstance(module, _CONTAINERS):
             _span(module, name or "model", stage.random, homes, closed=False)
+
+
+def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None) -> None:
+    """Raise if torch.compile is to trace through a module that lies on several ranks, and so through their exchanges.
+
+    Args:
+        placement: None before it is known: the whole model will lie on several.
+
+    Raises:
+        UsageError: names the module.
+    """
+    for name, module in root.named_modules() if placement is not None else [("", root)]:
+        compiled = "_orig_mod" in module._modules or ModuleCall.of(module).is_compiled
+        if compiled and (placement is None or len(homes_of(name, placement)) > 1):
+            raise UsageError(
+                f"torch.compile was asked to compile {f'`{name}`' if name else 'the whole model'}, which lies on"
+                " several pipeline ranks",
+                hint="compile its layers instead: `for layer in model.layers: layer.compile()`",
+            )
 
 
 def homes_of(name: str, placement: Mapping[str, int]) -> set[int]:

@@ -7,21 +7,23 @@ per microbatch, and its gradient back. An operation on parameters alone makes lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch.pipeline.effects import changes_in_place
 from smpkit.torch.pipeline.located import OF_SHAPE, PROPERTIES, Located, between_units, locate
 from smpkit.torch.pipeline.specs import dense_spec_of
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.stage import Stage
 
-__all__ = ["LocatedWeights", "given_located_weights"]
+__all__ = ["LocatedWeights", "given_located_weights", "refused_change"]
 
 _CONTAINERS: Final = frozenset({list, tuple})
+_SET_REQUIRES_GRAD: Final[Any] = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class LocatedWeights:
@@ -105,7 +107,10 @@ def given_located_weights(
             if type(part) is Located:
                 return None
             found = found or id(part) in elsewhere
-    if not found or not _is_operation(func):
+    if not found:
+        return None
+    if not _is_operation(func):
+        _refuse_change(func, args, elsewhere)
         return None
 
     def placed(argument: Any) -> Any:
@@ -121,5 +126,35 @@ def _is_operation(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return func in PROPERTIES
-    changes = name.endswith("_") and not name.endswith("__")
-    return not changes and name != "__set__" and func not in OF_SHAPE
+    return not changes_in_place(func, name, {}) and name != "__set__" and func not in OF_SHAPE
+
+
+def _refuse_change(func: Callable[..., Any], args: tuple[Any, ...], elsewhere: Container[int]) -> None:
+    """Raise if an operation between units changes a parameter that not every rank holds.
+
+    Nor does every rank know when: a microbatch's backward runs after the forward of those that come next.
+
+    Raises:
+        UsageError: it changes the parameter's values, or whether it needs gradients.
+    """
+    target = args[0]
+    if id(target) not in elsewhere:
+        return
+    name = getattr(func, "__name__", "")
+    if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:  # made anew each time
+        if target.requires_grad is not bool(args[1] if len(args) > 1 else True):
+            raise UsageError(
+                f"a step froze or unfroze a parameter of shape {list(target.shape)} while its microbatches ran",
+                hint="do so before the step is called; make steps of their own of the parts that train others",
+            )
+    elif changes_in_place(func, name, {}):
+        raise refused_change(name, target)
+
+
+def refused_change(name: str, parameter: torch.Tensor) -> UsageError:
+    """Return the error for a change between units of a parameter that not every rank holds."""
+    return UsageError(
+        f"`{name}` changed in place, between modules, a parameter of shape {list(parameter.shape)} that not every"
+        " pipeline rank holds",
+        hint="change parameters between steps, or in the forward of the module that owns them",
+    )

@@ -1,0 +1,394 @@
+"""What training scripts do around their steps over a pipeline gives what it gives in one process, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+
+import smpkit.torch as smp
+from smpkit.errors import RemoteError, SmpkitError, UsageError
+from smpkit.torch import deadline
+from smpkit.torch.step_output import StepOutput, collate
+from tests.ranks import run_ranks
+from tests.torch.pipeline.training import Plain, part, place
+from tests.transparency.pipeline_models import WIDTH
+
+MICROBATCHES = 2
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(number)
+    return torch.randn(8, WIDTH, generator=dice), torch.randn(8, WIDTH, generator=dice)
+
+
+def mse_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = functional.mse_loss(model(x), y)
+    model.backward(loss)
+    return loss
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+
+class Run:
+    """A script's surroundings: one process, or with `degree` a pipeline of smpkit's."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        if degree:
+            config = {"pipeline_parallel_degree": degree, "microbatches": MICROBATCHES, "timeout_seconds": 30}
+            smp.init({**config, "ddp": True, "auto_partition": False, "default_partition": 0})
+        torch.manual_seed(7)
+
+    def model(self, module: nn.Module) -> Any:
+        if not self.degree:
+            return Plain(module, MICROBATCHES)
+        place(module, -1, self.degree)
+        return smp.DistributedModel(module)
+
+    def sgd(self, parameters: Any) -> Any:
+        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        return smp.DistributedOptimizer(optimizer) if self.degree else optimizer
+
+    def step(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        if self.degree:
+            return smp.step(body)
+
+        def in_turn(model: Any, *whole: Tensor) -> Any:
+            count = MICROBATCHES
+            return collate([body(model, *[part(each, index, count) for each in whole]) for index in range(count)])
+
+        return in_turn
+
+    def scaler(self, **options: Any) -> Any:
+        return smp.amp.GradScaler("cpu", **options) if self.degree else torch.amp.GradScaler("cpu", **options)
+
+
+def losses(output: Any) -> list[float]:
+    assert isinstance(output, StepOutput)
+    return [each.item() for each in output.outputs]
+
+
+# --- what works ---------------------------------------------------------------------------------------------------
+
+
+def freezing(run: Run) -> Any:
+    """Train some layers, then others, then all: what units return needs gradients or does not."""
+    model = run.model(chain())
+    optimizer, step, told = run.sgd(model.parameters()), run.step(mse_step), []
+    for number, frozen in enumerate([("0", "4"), (), ("0", "4"), ("0", "2"), ("6",), ()]):
+        for name, parameter in model.module.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+        optimizer.zero_grad()
+        told.append(losses(step(model, *batch(number))))
+        optimizer.step()
+    return told, model
+
+
+class Game(nn.Module):
+    """Two models in one, which is how a GAN is trained here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = chain(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor, *, makes: bool, judges: bool) -> Tensor:
+        x = self.maker(x) if makes else x
+        return self.judge(x) if judges else x
+
+
+def judge_step(model: Any, noise: Tensor, real: Tensor) -> Tensor:
+    made = model(noise, makes=True, judges=False).detach()
+    judged = model(made, makes=False, judges=True)
+    loss = functional.softplus(judged).mean() + functional.softplus(-model(real, makes=False, judges=True)).mean()
+    model.backward(loss)
+    return loss
+
+
+def maker_step(model: Any, noise: Tensor) -> Tensor:
+    loss = functional.softplus(-model(noise, makes=True, judges=True)).mean()
+    model.backward(loss)
+    return loss
+
+
+def playing(run: Run) -> Any:
+    """Train one half with the other frozen, and the other way round."""
+    model = run.model(Game())
+    halves = model.module.judge, model.module.maker
+    optimizers = [run.sgd(half.parameters()) for half in halves]
+    steps, told = [run.step(judge_step), run.step(maker_step)], []
+    for number in range(6):
+        turn = number % 2
+        halves[turn].requires_grad_(True)
+        halves[1 - turn].requires_grad_(False)
+        optimizers[turn].zero_grad()
+        told.append(losses(steps[turn](model, *batch(number)[: 2 - turn])))
+        optimizers[turn].step()
+    return told, model
+
+
+def scaling(run: Run) -> Any:
+    """Scale losses where the default dtype is not float32, with a step that is skipped."""
+    model = run.model(chain())
+    optimizer, scaler, told = run.sgd(model.parameters()), run.scaler(init_scale=64.0, growth_interval=2), []
+
+    def scaled_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = functional.mse_loss(model(x), y)
+        model.backward(scaler.scale(loss))
+        return loss
+
+    step = run.step(scaled_step)
+    for number in range(4):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        step(model, x, y * (float("inf") if number == 1 else 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        told.append(scaler.get_scale())
+    return told, model
+
+
+def averaging(run: Run) -> Any:
+    """Keep a moving average of the weights, and put it in."""
+    model = run.model(chain())
+    optimizer, step, told = run.sgd(model.parameters()), run.step(mse_step), []
+    averages: dict[str, Tensor] = {}
+    for number in range(4):
+        optimizer.zero_grad()
+        told.append(losses(step(model, *batch(number))))
+        optimizer.step()
+        held = dict(model.local_named_parameters() if run.degree else model.module.named_parameters())
+        for name, parameter in held.items():
+            averages.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+    with torch.no_grad():
+        for name, parameter in held.items():
+            parameter.copy_(averages[name])
+    return told, model
+
+
+def scheduling(run: Run) -> Any:
+    """Let schedulers change rates, gradients add up over steps, and a group come later."""
+    model = run.model(chain())
+    parameters = list(model.parameters())
+    optimizer, step, told = run.sgd(parameters[:4]), run.step(mse_step), []
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    cycle = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
+    for number in range(6):
+        told.append(losses(step(model, *batch(number))))
+        if number == 2:
+            optimizer.add_param_group({"params": parameters[4:], "lr": 0.01, "momentum": 0.5})
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            (plateau.step(1.0) if number > 2 else cycle.step())
+        told.append([group["lr"] for group in optimizer.param_groups])
+    return told, model
+
+
+WORKING = {each.__name__: each for each in (freezing, playing, scaling, averaging, scheduling)}
+
+
+def compare(degree: int) -> int:
+    warnings.simplefilter("ignore")  # torch's on the order of scheduler and optimizer, where a scaler skips a step
+    torch.set_default_dtype(torch.float64)
+    for name, script in WORKING.items():
+        expected, plain = script(Run(0))
+        told, model = script(Run(degree))
+        values, wanted = dict(model.state_dict()), dict(plain.module.state_dict())
+        smp.shutdown()
+        say = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close((told, values), (expected, wanted), rtol=1e-10, atol=1e-12, msg=say)
+    return len(WORKING)
+
+
+def test_what_scripts_do_around_steps_gives_what_it_gives_in_one_process() -> None:
+    assert run_ranks(compare, 2, 2, timeout=120) == [len(WORKING)] * 2
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+class Sharing(nn.Module):
+    """Changes a tensor in place that another layer has, too."""
+
+    def __init__(self, book: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if isinstance(book, nn.Parameter):
+            self.book: Tensor = book
+        else:
+            self.register_buffer("book", book)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        with torch.no_grad():
+            self.book.lerp_(x.mean(0), 0.1)
+        return x + self.book
+
+
+class Meddling(nn.Module):
+    """Changes a layer's weight from outside."""
+
+    def __init__(self, change: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.no_grad():
+            self.change(self.layers[0].weight, x)
+        result: Tensor = self.layers[1](x)
+        return result
+
+
+def toggling_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    for parameter in model.module[0].parameters():
+        parameter.requires_grad_(False)
+    return mse_step(model, x, y)
+
+
+def assigning_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    model.module[0].weight.requires_grad = False
+    return mse_step(model, x, y)
+
+
+def compiled() -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), chain())
+    module[1].compile()
+    return module
+
+
+def all_compiled() -> nn.Module:
+    module: Any = torch.compile(chain())
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def scaled_by(weight: Any, x: Tensor) -> None:
+    weight *= x.mean()
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
+    "parameter": (lambda: pair(nn.Parameter(torch.zeros(WIDTH), requires_grad=False)), mse_step, "`0.book`, which"),
+    "buffer": (lambda: pair(torch.zeros(WIDTH)), mse_step, "`1.book`, which modules on pipeline ranks 0 and 1 share"),
+    "weight": (lambda: Meddling(lambda weight, _: weight.mul_(0.9)), mse_step, "`mul_` changed in place, between"),
+    "by a value": (lambda: Meddling(scaled_by), mse_step, "`mul_` changed in place, between modules, a parameter"),
+    "set item": (lambda: Meddling(lambda weight, _: weight.__setitem__(0, 1.0)), mse_step, "`__setitem__` changed in"),
+    "freezing": (chain, toggling_step, "a step froze or unfroze a parameter of shape [6, 6]"),
+    "assigning": (chain, assigning_step, "a step froze or unfroze a parameter of shape [6, 6]"),
+    "compiled": (compiled, mse_step, "torch.compile was asked to compile `1`, which lies on several"),
+    "all compiled": (all_compiled, mse_step, "torch.compile was asked to compile the whole model"),
+}
+
+
+def pair(book: Tensor) -> nn.Module:
+    return nn.Sequential(Sharing(book), Sharing(book))
+
+
+def refused(name: str) -> str:
+    build, step, _ = REFUSED[name]
+    run = Run(2)
+    model = run.model(build())
+    with pytest.raises((UsageError, RemoteError)) as caught:
+        run.step(step)(model, *batch(0))
+    deadline.report_failure(caught.value)  # as a script that ends does: the other rank may not have come so far
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_cannot_follow_is_refused(name: str) -> None:
+    for message in run_ranks(refused, 2, name):
+        start = REFUSED[name][2]
+        assert start in message or (name in ("parameter", "buffer") and "book`, which modules" in message)
+
+
+def refused_around() -> list[str]:
+    model = Run(2).model(chain())
+    optimizer = smp.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+    messages = []
+    for act in (lambda: copy.deepcopy(model), lambda: optimizer.step(lambda: 0.0)):
+        with pytest.raises(SmpkitError) as caught:
+            act()
+        messages.append(caught.value.message)
+    return messages
+
+
+def test_a_copy_of_the_whole_and_an_optimizer_that_needs_it_are_refused() -> None:
+    for copied, optimized in run_ranks(refused_around, 2):
+        assert copied.startswith("a DistributedModel was copied or pickled")
+        assert optimized.startswith("LBFGS looks at all parameters at once")
+
+
+# --- what goes wrong on one rank ----------------------------------------------------------------------------------
+
+
+class Fragile(nn.Module):
+    """Raises when told to."""
+
+    broken = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.broken == "forward":
+            raise ValueError("no such layer")
+        x = self.linear(x)
+        if self.broken == "backward":
+            x.register_hook(lambda _: (_ for _ in ()).throw(ValueError("no such layer")))
+        return x
+
+
+def go_on(where: str) -> list[str]:
+    """Catch what a step raises, and call the next one."""
+    run = Run(2)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fragile())
+    model, step = run.model(module), run.step(mse_step)
+    step(model, *batch(0))
+    module[1].broken = where  # type: ignore[assignment]
+    messages = []
+    for _ in range(2):
+        with pytest.raises((ValueError, RemoteError, UsageError)) as caught:
+            step(model, *batch(1))
+        messages.append(str(caught.value).splitlines()[0])
+    return messages
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_catches_its_own_exception_does_not_let_the_others_wait(where: str) -> None:
+    # The others waited for their deadline: this rank had told nobody, and waited for them in the next step.
+    first, second = run_ranks(go_on, 2, where, timeout=25)
+    assert first[0].startswith("rank 1 failed: ValueError: no such layer")
+    assert second[0] == "no such layer"
+    for messages in (first, second):
+        assert messages[1].startswith("a step was called after one in which not all ranks had failed alike")
+
+
+def freeze_alone() -> str:
+    run = Run(2)
+    model, step = run.model(chain()), run.step(mse_step)
+    step(model, *batch(0))
+    for parameter in model.local_parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UsageError) as caught:
+        step(model, *batch(1))
+    deadline.report_failure(caught.value)  # as a script that ends does, so that the other rank has all it is sent
+    return caught.value.message
+
+
+def test_ranks_that_freeze_different_parameters_are_named() -> None:
+    for message in run_ranks(freeze_alone, 2):
+        assert "pipeline rank 1 took another way" in message
+        assert "`a step with 4 frozen parameters" in message
