@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.effects import Arguments, apply, changes_in_place, noting_writes
+from smpkit.torch.pipeline.homes import home_of_operation
 from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same, plain_spec_of
@@ -104,8 +104,7 @@ class Microbatch:
         changes = bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
         if not targets:
-            only = None if kwargs else _only_home(args)
-            return self.run_at(self._home_of((args, kwargs)) if only is None else only, func, name, func, args, kwargs)
+            return self.run_at(home_of_operation(args, kwargs, self.stage), func, name, func, args, kwargs)
         if not all(isinstance(each, Located) for each in targets):
             for each in targets:
                 if id(each) in self.stage.weights_elsewhere:
@@ -274,16 +273,6 @@ class Microbatch:
                     given = None if start is None else self._real(start)
                     self.backward_work.starts(value, scaled_start(value, given, scale), self._segments[self._rank])
 
-    def _home_of(self, arguments: Any) -> int:
-        """Return where an operation runs: with its parameter, else where most bytes are, and then on the later rank."""
-        weights: dict[int, int] = {}
-        for tensor in tensors_in(arguments):
-            if type(tensor) is Located:
-                weights[tensor.home] = weights.get(tensor.home, 0) + tensor.spec.num_bytes
-            elif isinstance(tensor, nn.Parameter) and (home := self.stage.owner_of(tensor)) is not None:
-                return home
-        return max(weights, key=lambda home: (weights[home], home))
-
     # --- moves ---------------------------------------------------------------------------------------------------
 
     def _bring(self, tensor: torch.Tensor, home: int) -> torch.Tensor:
@@ -407,18 +396,6 @@ class Microbatch:
         self.weights.release()
         self._handed_over.clear()
         self.released = True
-
-
-def _only_home(args: tuple[Any, ...]) -> int | None:
-    """Return the one home of located values among plain numbers, which is what most operations get; else None."""
-    home = None
-    for argument in args:
-        kind = type(argument)
-        if kind is Located and (home is None or home == argument.home):
-            home = argument.home
-        elif kind not in PLAIN:
-            return None
-    return home
 
 
 def _spec_of_located(value: Any) -> TensorSpec:
