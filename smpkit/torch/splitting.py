@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from smpkit.errors import UsageError
 from smpkit.torch.containers import children, rebuild
 
-__all__ = ["Call", "Splitter"]
+__all__ = ["Call", "Calls", "Splitter"]
 
 
 class Call(NamedTuple):
@@ -27,6 +27,45 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+_Pieces = Callable[[int], Any]
+"""Returns a microbatch's piece of an argument."""
+
+
+class Calls(Sequence[Call]):
+    """The arguments of all microbatches; the first can begin before those of the others are cut.
+
+    Args:
+        count: of microbatches.
+        positional, named: cut each argument.
+    """
+
+    def __init__(self, count: int, positional: Sequence[_Pieces], named: Mapping[str, _Pieces]) -> None:
+        self._count = count
+        self._positional = positional
+        self._named = named
+        self._made: list[Call] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self._made:
+            self._cut(1)
+        if index != 0:
+            self.cut_all()
+        return self._made[index]
+
+    def cut_all(self) -> None:
+        """Cut what has not been cut yet."""
+        if len(self._made) < self._count:
+            self._cut(self._count)
+
+    def _cut(self, count: int) -> None:
+        for index in range(len(self._made), count):
+            args = tuple([pieces(index) for pieces in self._positional])
+            self._made.append(Call(args, {name: pieces(index) for name, pieces in self._named.items()}))
 
 
 @dataclass(frozen=True)
@@ -86,7 +125,7 @@ class Splitter:
         """Made once for each form of call: `inspect` takes its time."""
         return {}
 
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device) -> list[Call]:
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device) -> Calls:
         """Return the arguments of each of `count` microbatches, with cut tensors on `device`.
 
         Raises:
@@ -97,16 +136,13 @@ class Splitter:
         if layout is None:
             layout = self._layouts[form] = _layout_of(self._signature, *form)
 
-        def parts_of(sources: Mapping[str, int | str]) -> list[list[Any]]:
+        def cut(sources: Mapping[str, int | str]) -> dict[str, _Pieces]:
             values = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in sources.items()}
-            return [self._split_argument(name, value, count, device) for name, value in values.items()]
+            return {name: self._split_argument(name, value, count, device) for name, value in values.items()}
 
-        unnamed = _by_microbatch(parts_of(layout.positional), count)
-        named = _by_microbatch(parts_of(layout.keywords), count)
-        names = tuple(layout.keywords)
-        return [Call(args, dict(zip(names, each, strict=True))) for args, each in zip(unnamed, named, strict=True)]
+        return Calls(count, list(cut(layout.positional).values()), cut(layout.keywords))
 
-    def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> list[Any]:
+    def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> _Pieces:
         plain = name.split("[", maxsplit=1)[0]
         if isinstance(value, DataLoader):
             raise UsageError(
@@ -114,12 +150,8 @@ class Splitter:
                 hint="loop over the loader outside the step and pass each batch in",
             )
         if plain in self.non_split_inputs:
-            return [value] * count
+            return lambda _: value
         return _cut(value, _Cut(name, count, self.input_split_axes.get(plain, 0), device))
-
-
-def _by_microbatch(parts: Sequence[list[Any]], count: int) -> Iterable[tuple[Any, ...]]:
-    return zip(*parts, strict=True) if parts else [()] * count
 
 
 def _layout_of(signature: inspect.Signature, num_positional: int, keywords: tuple[str, ...]) -> _Layout:
@@ -146,22 +178,22 @@ def _positional_names(bound: inspect.BoundArguments) -> list[str]:
     return names
 
 
-def _cut(value: Any, cut: _Cut) -> list[Any]:
+def _cut(value: Any, cut: _Cut) -> _Pieces:
     if isinstance(value, torch.Tensor):
         return _cut_tensor(value, cut)
     if callable(getattr(value, "smp_slice", None)):
-        return [value.smp_slice(cut.count, index, cut.axis) for index in range(cut.count)]
+        return [value.smp_slice(cut.count, index, cut.axis) for index in range(cut.count)].__getitem__
     parts = children(value)
     if parts is None:
-        return [value] * cut.count
+        return lambda _: value
     pieces = {key: _cut(part, cut) for key, part in parts.items()}
-    return [rebuild(value, {key: piece[index] for key, piece in pieces.items()}) for index in range(cut.count)]
+    return lambda index: rebuild(value, {key: piece(index) for key, piece in pieces.items()})
 
 
-def _cut_tensor(value: torch.Tensor, cut: _Cut) -> list[torch.Tensor]:
-    value = value.to(cut.device, non_blocking=True)
+def _cut_tensor(value: torch.Tensor, cut: _Cut) -> _Pieces:
+    whole = value.to(cut.device, non_blocking=True)
     if value.dim() == 0:
-        return [value] * cut.count  # a scalar has no batch axis, so it can only be meant for every microbatch
+        return lambda _: whole  # a scalar has no batch axis, so it can only be meant for every microbatch
     if not -value.dim() <= cut.axis < value.dim():
         raise UsageError(
             f"argument `{cut.name}` has shape {tuple(value.shape)} and no axis {cut.axis} to split",
@@ -177,7 +209,7 @@ def _cut_tensor(value: torch.Tensor, cut: _Cut) -> list[torch.Tensor]:
         )
     part = size // cut.count
     # `narrow`, not `chunk`: autograd refuses in-place changes of a tensor that came from a many-output view.
-    return [value.narrow(cut.axis, index * part, part) for index in range(cut.count)]
+    return lambda index: whole.narrow(cut.axis, index * part, part)
 
 
 def _listed(names: Mapping[str, Any]) -> str:

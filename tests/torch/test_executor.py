@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import pytest
@@ -352,20 +353,29 @@ def test_ranks_that_go_different_ways_hear_of_it() -> None:
         run_ranks(diverge, 2)
 
 
-def shared_inputs(shapes: Sequence[Sequence[int]], head_bytes: int) -> bool:
-    """Return whether this rank saw the inputs of rank 0."""
+def shared_inputs(shapes: Sequence[Sequence[int]], head_bytes: int) -> tuple[bool, list[int]]:
+    """Return whether this rank saw the inputs of rank 0 in each step, and the blocks in which rank 0 sent them."""
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 3, "ddp": True})
     from smpkit.torch.partitioning.measure import Measured
-    from smpkit.torch.pipeline.inputs import inputs_of_first
+    from smpkit.torch.pipeline.inputs import Inputs
     from smpkit.torch.pipeline.pipeline import Pipeline
 
     transport = Pipeline(nn.Linear(1, 1), Measured())._transport
-    expected = [torch.randn(shape, generator=torch.Generator().manual_seed(9)) for shape in shapes]
-    mine = expected if smp.pp_rank() == 0 else [torch.zeros_like(tensor) for tensor in expected]
-    found = inputs_of_first(transport, smp.pp_rank(), 3, torch.device("cpu"), mine, head_bytes)
+    inputs, equal, blocks = Inputs(transport, smp.pp_rank(), 3, torch.device("cpu")), True, []
+    for step in range(5):
+        expected = [torch.randn(shape, generator=torch.Generator().manual_seed(step)) for shape in shapes]
+        mine = expected if smp.pp_rank() == 0 else [torch.zeros_like(tensor) for tensor in expected]
+        inputs.head_bytes = head_bytes
+        with torch.inference_mode(step == 0):
+            found = inputs.of_first(mine)
+        blocks.append(0 if inputs._travelling is None else inputs._travelling.block.data_ptr())
+        if step != 2:  # in which nobody waits for what was sent
+            transport.flush()
+            inputs.end_step()
+        equal = equal and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     transport.flush()
     smp.shutdown()
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return equal, blocks
 
 
 @pytest.mark.parametrize("head_bytes", [16, 48, 64 * 1024])
@@ -373,7 +383,11 @@ def shared_inputs(shapes: Sequence[Sequence[int]], head_bytes: int) -> bool:
     "shapes", [[], [[3], [2, 0], [], [1, 1]], [[300, 100], [5]]], ids=["none", "small", "larger than any first message"]
 )
 def test_inputs_of_the_first_rank_reach_all(shapes: list[list[int]], head_bytes: int) -> None:
-    assert all(run_ranks(shared_inputs, 3, shapes, head_bytes))
+    found = run_ranks(shared_inputs, 3, shapes, head_bytes)
+    assert all(equal for equal, _ in found)
+    blocks = found[0][1]
+    assert (blocks[0] == blocks[1] == blocks[2]) == (sum(map(prod, shapes)) < 1000)  # large ones are not kept
+    assert blocks[3] != blocks[2]
 
 
 def first_messages(batches: Sequence[int]) -> list[tuple[int, float]]:

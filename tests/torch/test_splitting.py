@@ -95,6 +95,23 @@ def test_positional_keyword_and_variadic_arguments_find_their_names() -> None:
     assert calls[1].kwargs["scale"] is rows
 
 
+def test_the_first_microbatch_does_not_wait_until_the_others_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, seen = torch.Tensor.narrow, []
+
+    def noted(tensor: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
+        seen.append(start)
+        return narrow(tensor, axis, start, length)
+
+    monkeypatch.setattr(torch.Tensor, "narrow", noted)
+    calls = Splitter(plain).split((torch.arange(6),), {}, 3, CPU)
+    assert calls[0].args[0].tolist() == [0, 1]
+    assert (len(calls), seen) == (3, [0])
+    assert calls[2].args[0].tolist() == [4, 5]
+    assert [call.args[0].tolist() for call in calls] == [[0, 1], [2, 3], [4, 5]]
+    calls.cut_all()
+    assert seen == [0, 2, 4]
+
+
 def test_gradients_flow_back_into_the_whole_input() -> None:
     value = torch.ones(4, requires_grad=True)
     torch.cat([piece * 3 for piece in pieces(value)]).sum().backward()

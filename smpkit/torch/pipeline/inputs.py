@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
-from smpkit.torch.pipeline.transport import Tag, Transport, pack, packed_bytes, unpack
+from smpkit.torch.pipeline.transport import Tag, Transport, packed_bytes, unpack
 
-__all__ = ["FIRST_BYTES", "inputs_of_first", "message_bytes"]
+__all__ = ["FIRST_BYTES", "Inputs"]
 
 FIRST_BYTES: Final = 64 * 1024
 """Of the first message, as long as no step has told what is needed; and the most that it has."""
@@ -27,58 +27,101 @@ _CHECKSUM_BYTES: Final = 16  # with padding, so that what follows is aligned
 _WHAT: Final = "the inputs of the step"
 
 
-def message_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return how large the first message should be for a step with such tensors."""
-    return min(FIRST_BYTES, _CHECKSUM_BYTES + packed_bytes([spec_of(tensor) for tensor in tensors]))
+class _Frame(NamedTuple):
+    """A block of bytes that travels: a checksum, then the tensors, each of which has its view."""
+
+    specs: tuple[TensorSpec, ...]
+    block: torch.Tensor
+    views: list[torch.Tensor]
 
 
-def inputs_of_first(
-    transport: Transport,
-    rank: int,
-    size: int,
-    device: torch.device,
-    tensors: Sequence[torch.Tensor],
-    head_bytes: int = FIRST_BYTES,
-) -> list[torch.Tensor]:
-    """Return the tensors that pp_rank 0 passed; all ranks call this with tensors of the same shapes and dtypes.
+class Inputs:
+    """The inputs of a pipeline's steps on this rank.
 
     Args:
-        head_bytes: the size of the first message, the same on all ranks.
-
-    Raises:
-        UsageError: the shapes or dtypes are not those of pp_rank 0.
+        transport: the way to the neighbours.
+        rank, size: pp_rank and pp_size.
+        device: where they are used.
     """
-    specs = [spec_of(tensor) for tensor in tensors]
-    checksum = _checksum(tuple(specs))
-    tag = Tag.INPUTS_REST + (checksum & 0xFFFFFF)
-    if rank == 0:
-        framed = _framed(checksum, tensors, head_bytes)
-        _hand_on(transport, rank, size, tag, framed[:head_bytes], framed[head_bytes:])
-        return [tensor.detach().to(device) for tensor in tensors]
-    head = transport.receive_bytes(head_bytes, rank - 1, Tag.INPUTS_HEAD + head_bytes, _WHAT)
-    if int(head[:8].view(torch.int64)) != checksum:
-        raise UsageError(
-            f"pipeline rank {rank} was given tensors {_shapes(specs) or 'none'} for the step, and pipeline rank 0"
-            " others",
-            hint="feed every rank of a pipeline the same batches: shard data by smp.dp_rank(), not by smp.rank()",
-        )
-    num_bytes = _CHECKSUM_BYTES + packed_bytes(specs)
-    rest = head[:0]
-    if num_bytes > head_bytes:
-        rest = transport.receive_bytes(num_bytes - head_bytes, rank - 1, tag, _WHAT)
-    _hand_on(transport, rank, size, tag, head, rest)
-    # A copy, because the messages are still on their way to the next rank and a step may change its inputs.
-    packed = torch.cat([head[_CHECKSUM_BYTES:num_bytes], rest])
-    return [tensor.to(device) for tensor in unpack(packed, specs)]
+
+    def __init__(self, transport: Transport, rank: int, size: int, device: torch.device) -> None:
+        self.head_bytes = FIRST_BYTES
+        """Of the message that begins a step, the same on all ranks."""
+        self._transport = transport
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._next_head_bytes = FIRST_BYTES
+        self._frame: _Frame | None = None
+        """That of the step before, which most often fits again: the pipeline waits for what pp_rank 0 has to make."""
+        self._travelling: _Frame | None = None
+
+    def of_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that pp_rank 0 passed; all ranks call this with tensors of the same shapes and dtypes.
+
+        Raises:
+            UsageError: the shapes or dtypes are not those of pp_rank 0.
+        """
+        specs = tuple([spec_of(tensor) for tensor in tensors])
+        num_bytes, head_bytes = _CHECKSUM_BYTES + packed_bytes(specs), self.head_bytes
+        self._next_head_bytes = min(FIRST_BYTES, num_bytes)
+        checksum = _checksum(specs)
+        tag = Tag.INPUTS_REST + (checksum & 0xFFFFFF)
+        if self._rank == 0:
+            block = self._framed(specs, max(num_bytes, head_bytes), tensors)
+            self._hand_on(tag, block[:head_bytes], block[head_bytes:])
+            return [tensor.detach().to(self._device) for tensor in tensors]
+        source = self._rank - 1
+        head = self._transport.receive_bytes(head_bytes, source, Tag.INPUTS_HEAD + head_bytes, _WHAT)
+        if int(head[:8].view(torch.int64)) != checksum:
+            raise UsageError(
+                f"pipeline rank {self._rank} was given tensors {_shapes(specs) or 'none'} for the step, and pipeline"
+                " rank 0 others",
+                hint="feed every rank of a pipeline the same batches: shard data by smp.dp_rank(), not by smp.rank()",
+            )
+        rest = head[:0]
+        if num_bytes > head_bytes:
+            rest = self._transport.receive_bytes(num_bytes - head_bytes, source, tag, _WHAT)
+        self._hand_on(tag, head, rest)
+        # A copy, because the messages are still on their way to the next rank and a step may change its inputs.
+        packed = torch.cat([head[_CHECKSUM_BYTES:num_bytes], rest])
+        return [tensor.to(self._device) for tensor in unpack(packed, specs)]
+
+    def end_step(self) -> None:
+        """Note that a step has ended well: its messages have arrived, and all ranks know how long the next is."""
+        self.head_bytes = self._next_head_bytes
+        frame, self._travelling = self._travelling, None
+        self._frame = frame if frame is not None and len(frame.block) <= FIRST_BYTES else None
+
+    def abandon(self) -> None:
+        """Forget a step that an exception ended."""
+        self.head_bytes = FIRST_BYTES
+        self._frame = self._travelling = None
+
+    def _framed(self, specs: tuple[TensorSpec, ...], num_bytes: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the bytes that travel. Nobody may write to them before the step has ended well."""
+        frame, self._frame = self._frame, None
+        if frame is None or frame.specs != specs or len(frame.block) != num_bytes:
+            frame = _new_frame(specs, num_bytes)
+        with torch.no_grad():
+            for view, tensor in zip(frame.views, tensors, strict=True):
+                view.copy_(tensor)
+        self._travelling = frame
+        return frame.block
+
+    def _hand_on(self, tag: int, head: torch.Tensor, rest: torch.Tensor) -> None:
+        if self._rank < self._size - 1:
+            self._transport.send_bytes(head, self._rank + 1, Tag.INPUTS_HEAD + len(head))
+            if len(rest):
+                self._transport.send_bytes(rest, self._rank + 1, tag)
 
 
-def _framed(checksum: int, tensors: Sequence[torch.Tensor], at_least: int) -> torch.Tensor:
-    """Return the bytes that travel."""
-    parts = [torch.tensor([checksum, 0]).view(torch.uint8), pack(tensors)]
-    missing = at_least - sum(map(len, parts))
-    if missing > 0:
-        parts.append(torch.zeros(missing, dtype=torch.uint8))
-    return torch.cat(parts)
+def _new_frame(specs: tuple[TensorSpec, ...], num_bytes: int) -> _Frame:
+    with torch.inference_mode(False):  # or later steps, outside that mode, could not write to it
+        block = torch.zeros(num_bytes, dtype=torch.uint8)
+        block[:8].view(torch.int64).fill_(_checksum(specs))
+        end = _CHECKSUM_BYTES + packed_bytes(specs)
+        return _Frame(specs, block, unpack(block[_CHECKSUM_BYTES:end], specs))
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,10 +131,3 @@ def _checksum(specs: tuple[TensorSpec, ...]) -> int:
 
 def _shapes(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(map(str, specs))
-
-
-def _hand_on(transport: Transport, rank: int, size: int, tag: int, head: torch.Tensor, rest: torch.Tensor) -> None:
-    if rank < size - 1:
-        transport.send_bytes(head, rank + 1, Tag.INPUTS_HEAD + len(head))
-        if len(rest):
-            transport.send_bytes(rest, rank + 1, tag)

@@ -25,7 +25,7 @@ from smpkit.torch.partitioning.measure import Measured, measure
 from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
 from smpkit.torch.pipeline.divergence import watch
 from smpkit.torch.pipeline.executor import Executor, Policy
-from smpkit.torch.pipeline.inputs import FIRST_BYTES, inputs_of_first, message_bytes
+from smpkit.torch.pipeline.inputs import Inputs
 from smpkit.torch.pipeline.located import current
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, signature
@@ -39,7 +39,7 @@ from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
-    from smpkit.torch.splitting import Call
+    from smpkit.torch.splitting import Call, Calls
 
 __all__ = ["Pipeline"]
 
@@ -64,8 +64,7 @@ class Pipeline:
         self.holders: dict[int, frozenset[int]] = {}
         self._failure: str | None = None
         """With what a step has failed here, if others did not fail alike."""
-        self._head_bytes = self._next_head_bytes = FIRST_BYTES
-        """Of the message that begins a step, and the next one if this one ends well: the same on all ranks."""
+        self._inputs = Inputs(self._transport, state.pp_rank, state.pp_size, state.device)
 
     @property
     def random(self) -> RandomStreams | None:
@@ -91,8 +90,7 @@ class Pipeline:
             return tensor
 
         map_tensors(note, arguments)
-        others = inputs_of_first(self._transport, state.pp_rank, state.pp_size, state.device, tensors, self._head_bytes)
-        self._next_head_bytes = message_bytes(tensors)
+        others = self._inputs.of_first(tensors)
         shared = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
         return map_tensors(lambda tensor: shared.get(id(tensor), tensor), arguments)
 
@@ -199,7 +197,7 @@ class Pipeline:
         self,
         function: Hashable,
         body: Callable[[int], Any],
-        calls: Sequence[Call],
+        calls: Calls,
         before_last_backward: Callable[[], None],
     ) -> list[Any]:
         """Run one step: `body(index)` for each microbatch."""
@@ -215,6 +213,8 @@ class Pipeline:
             torch.is_autocast_enabled(state.device.type),
         )
         random = self._executor.stage.random
+        if state.pp_rank > 0:  # it waits for the first rank now, for which others wait
+            calls.cut_all()
 
         def streamed(index: int) -> Any:
             with random.between_units():  # again, because a parked microbatch runs in a thread of its own
@@ -230,7 +230,7 @@ class Pipeline:
             if tied.version != version:
                 self._executor.stage.failed_alone = True
                 raise tied.refuse(state.pp_rank)
-        self._head_bytes = self._next_head_bytes
+        self._inputs.end_step()
         return outputs
 
     def backward(
@@ -245,7 +245,7 @@ class Pipeline:
         Where that came from what this rank alone runs, the others are told now: a script that catches it would let them
         wait for what does not come.
         """
-        self._head_bytes = FIRST_BYTES
+        self._inputs.abandon()
         if self._executor is None:
             return
         self._executor.abandon()
