@@ -217,6 +217,8 @@ class Pipeline:
             calls.cut_all()
 
         def streamed(index: int) -> Any:
+            if index > 0:
+                calls.cut_all()  # before operations are watched
             with random.between_units():  # again, because a parked microbatch runs in a thread of its own
                 output = body(index)
             if random.asked:  # chance may lead the next one elsewhere
