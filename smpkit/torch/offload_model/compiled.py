@@ -1,7 +1,7 @@
 """The optimizers' kernels in C++, compiled when first needed.
 
-One loop reads each array once. The compiler that torch's own would use (`CXX`, else c++, g++ or clang++) makes it in
-a fraction of a second, for the processor it runs on. Called through ctypes, which lets other Python threads run
+Each array is read from memory once. The compiler that torch's own would use (`CXX`, else c++, g++ or clang++) makes
+it in a fraction of a second, for the processor it runs on. Called through ctypes, which lets other Python threads run
 meanwhile; torch.compile's kernels hold them up, and took 1.4 times as long (benchmarks/offload_model).
 """
 
@@ -60,18 +60,20 @@ struct BFloat16 {
   }
 };
 
-#ifdef HAS_WEIGHT
-#define STORE(value) weight[i] = (value)
-#else
+#ifndef HAS_WEIGHT
 #define WEIGHT float
-#define STORE(value)
 #endif
 
-// One step of elements [start, end). `weight` is where the working copy of `start` goes.
+// Elements from one pass over memory to its next, or to the copy of its result: they still lie in the first cache.
+constexpr int64_t block = 512;
+
+// One step of `length` elements, a block or less, from `start`.
 #define RULE(name) \
   static inline __attribute__((always_inline)) void name##_part( \
-      void** arrays, int64_t start, int64_t end, WEIGHT* __restrict weight, const float* c)
+      void** arrays, int64_t start, int64_t length, const float* c)
 #define ARRAY(type, number) ((type*)arrays[number] + start)
+// `l2` is 0 for most: the compiler makes loops of their own for them.
+#define WITH_L2(i) (l2 != 0 ? (float)gradient[i] * factor + l2 * master[i] : (float)gradient[i] * factor)
 
 RULE(adam) {
   const GRADIENT* __restrict gradient = ARRAY(const GRADIENT, 0);
@@ -79,28 +81,26 @@ RULE(adam) {
   float* __restrict first = ARRAY(float, 2);
   float* __restrict second = ARRAY(float, 3);
   const float enter1 = 1 - c[0], beta2 = c[1], enter2 = 1 - c[1], eps = c[2], decay = c[3], l2 = c[4], size = c[5];
-  const float correction = 1 / c[6], factor = c[7];  // dividing once per element: the divider is what is busiest
-  for (int64_t i = 0; i < end - start; i++) {
-    const float x = (float)gradient[i] * factor + l2 * master[i];
+  const float correction = 1 / c[6], factor = c[7];  // a product for each element, where torch divides twice
+  // In two halves: from a gradient to its weight is one long chain with a root and a division in it, and what waits
+  // in such chains fills the processor's queue until it no longer reads ahead.
+  float divisor[block];
+  for (int64_t i = 0; i < length; i++) {
+    const float x = WITH_L2(i);
     const float m = first[i] + enter1 * (x - first[i]);
     const float v = second[i] * beta2 + enter2 * x * x;
-    const float p = master[i] * decay - size * (m / (std::sqrt(v) * correction + eps));
     first[i] = m;
     second[i] = v;
-    master[i] = p;
-    STORE(p);
+    divisor[i] = std::sqrt(v) * correction + eps;
   }
+  for (int64_t i = 0; i < length; i++) master[i] = master[i] * decay - size * (first[i] / divisor[i]);
 }
 
 RULE(sgd) {
   const GRADIENT* __restrict gradient = ARRAY(const GRADIENT, 0);
   float* __restrict master = ARRAY(float, 1);
   const float lr = c[0], l2 = c[1], factor = c[6];
-  for (int64_t i = 0; i < end - start; i++) {
-    const float p = master[i] - lr * ((float)gradient[i] * factor + l2 * master[i]);
-    master[i] = p;
-    STORE(p);
-  }
+  for (int64_t i = 0; i < length; i++) master[i] -= lr * WITH_L2(i);
 }
 
 RULE(sgd_momentum) {
@@ -108,35 +108,67 @@ RULE(sgd_momentum) {
   float* __restrict master = ARRAY(float, 1);
   float* __restrict momentum = ARRAY(float, 2);
   const float lr = c[0], l2 = c[1], keep = c[2], enter = c[3], of_gradient = c[4], of_momentum = c[5], factor = c[6];
-  for (int64_t i = 0; i < end - start; i++) {
-    const float x = (float)gradient[i] * factor + l2 * master[i];
+  for (int64_t i = 0; i < length; i++) {
+    const float x = WITH_L2(i);
     const float b = keep * momentum[i] + enter * x;
-    const float p = master[i] - lr * (of_gradient * x + of_momentum * b);
     momentum[i] = b;
-    master[i] = p;
-    STORE(p);
+    master[i] -= lr * (of_gradient * x + of_momentum * b);
   }
 }
 
-using Part = void (*)(void**, int64_t, int64_t, WEIGHT*, const float*);
+#ifdef __AVX__
+// Write 32 bytes of the working copy past the caches: it is only written, and they would read it from memory first.
+template <class T>
+static inline void stream(T* weight, const float* master) {
+  constexpr int64_t lane = 32 / sizeof(T);
+  alignas(32) T copy[lane];
+  for (int64_t i = 0; i < lane; i++) copy[i] = master[i];
+  _mm256_stream_si256((__m256i*)weight, _mm256_load_si256((const __m256i*)copy));
+}
+#endif
+
+#ifdef __AVX2__
+// As BFloat16's assignment, eight at once: the low half of each number is left. Compilers take half as much again.
+static inline __m256i rounded(const float* master) {
+  const __m256 value = _mm256_loadu_ps(master);
+  const __m256i wide = _mm256_castps_si256(value);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(wide, 16), _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(wide, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan);
+}
+
+static inline void stream(BFloat16* weight, const float* master) {
+  const __m256i packed = _mm256_packus_epi32(rounded(master), rounded(master + 8));  // within each half
+  _mm256_stream_si256((__m256i*)weight, _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0)));
+}
+#endif
+
+static inline __attribute__((always_inline)) void narrow(
+    WEIGHT* __restrict weight, const float* __restrict master, int64_t length) {
+  int64_t i = 0;
+#ifdef __AVX__
+  constexpr int64_t lane = 32 / sizeof(WEIGHT);
+  if ((uintptr_t)weight % 32 == 0)
+    for (; i + lane <= length; i += lane) stream(weight + i, master + i);
+#endif
+  for (; i < length; i++) weight[i] = master[i];
+}
+
+using Part = void (*)(void**, int64_t, int64_t, const float*);
 
 template <Part part>
 static inline __attribute__((always_inline)) void run(void** arrays, WEIGHT* weight, int64_t length, const float* c) {
-  int64_t start = 0;
-#if defined(HAS_WEIGHT) && defined(__AVX__)
-  // The working copy is only written, so it goes past the caches: they would read it from memory first.
-  constexpr int64_t block = 512, lane = 32 / sizeof(WEIGHT);
-  if ((uintptr_t)weight % 32 == 0) {
-    for (; start + block <= length; start += block) {
-      alignas(64) WEIGHT copy[block];
-      part(arrays, start, start + block, copy, c);
-      for (int64_t i = 0; i < block; i += lane)
-        _mm256_stream_si256((__m256i*)(weight + start + i), _mm256_load_si256((const __m256i*)(copy + i)));
-    }
-    _mm_sfence();
-  }
+  for (int64_t start = 0; start < length; start += block) {
+    const int64_t now = length - start < block ? length - start : block;
+    part(arrays, start, now, c);
+#ifdef HAS_WEIGHT
+    narrow(weight + start, (const float*)arrays[1] + start, now);
 #endif
-  part(arrays, start, length, weight + start, c);
+  }
+#if defined(HAS_WEIGHT) && defined(__AVX__)
+  _mm_sfence();
+#endif
 }
 
 extern "C" void adam(void** arrays, int64_t length, const float* c) {
@@ -155,8 +187,13 @@ extern "C" void sgd_momentum(void** arrays, int64_t length, const float* c) {
 # Without -ffast-math: NaN and infinity must come out as they do in torch. These three only let loops be vectorised.
 _FLAGS: Final = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 
-_WIDTH: Final = {False: "-mprefer-vector-width=256", True: "-mprefer-vector-width=512"}
-"""By whether there is a working copy: x86 divides faster in halves, and packs narrow numbers faster as a whole."""
+_NATIVE: Final[tuple[list[str], ...]] = (
+    ["-march=native", "-mprefer-vector-width=256"],
+    ["-march=native"],
+    ["-mcpu=native"],
+    [],
+)
+"""For the processor this is; vectors of 256 bits, for x86 divides no faster in longer ones."""
 
 
 def function(name: str, gradient: torch.dtype, weight: torch.dtype | None) -> Function | None:
@@ -192,7 +229,7 @@ def _library(gradient: str, weight: str | None) -> ctypes.CDLL | None:
         _LOG.warning("no C++ compiler was found (CXX, c++, g++, clang++), so the optimizer's kernels are not compiled")
         return None
     types = [f"-DGRADIENT={gradient}", *(["-DHAS_WEIGHT=1", f"-DWEIGHT={weight}"] if weight is not None else [])]
-    for processor in (["-march=native", _WIDTH[weight is not None]], ["-march=native"], ["-mcpu=native"], []):
+    for processor in _NATIVE:
         library = _compile([compiler, *_FLAGS, *processor, *types])
         if library is not None:
             return library

@@ -111,7 +111,7 @@ def test_rounding_to_bfloat16_is_torchs_for_every_kind_of_number() -> None:
     # 3.4e38 rounds to infinity; 1.00390625 and 1.01171875 are ties, one up and one down.
     masters = torch.tensor([0.0, -0.0, float("nan"), 3.4e38, -3.4e38, 1e-45, 1.00390625, 1.01171875])
     full = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # a NaN that rounding up makes a -0
-    masters = torch.cat([masters, full])
+    masters = torch.cat([masters, full]).repeat(5)  # so that each of them goes in a vector and in the rest behind
     weight = torch.zeros(len(masters), dtype=torch.bfloat16)
     rule = Sgd(lr=0.0, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, step=1, factor=0.0)
     kernels.one_pass(rule, Span(torch.zeros(len(masters), dtype=torch.bfloat16), masters.clone(), (), weight))
