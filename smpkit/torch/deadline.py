@@ -28,7 +28,7 @@ import torch.distributed as dist
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.board import Board, Note
 from smpkit.torch.rendezvous import name_ranks
-from smpkit.torch.tracebacks import of_the_script
+from smpkit.torch.tracebacks import shorten
 
 __all__ = [
     "attach",
@@ -85,12 +85,11 @@ def detach() -> None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Show the exception, of other ranks' failures only where the script was, and tell the other ranks."""
+    """Show the exception where the script was, without the lines of smpkit's in between, and tell the other ranks."""
     assert _previous_hook is not None
-    if isinstance(error, DeadlineError | RemoteError):
-        traceback = of_the_script(traceback)
-        error.__traceback__ = traceback  # the one that Python shows
-    _previous_hook(kind, error, traceback)
+    error.__traceback__ = traceback
+    shorten(error)
+    _previous_hook(kind, error, error.__traceback__)
     sys.stderr.flush()
     if not issubclass(kind, KeyboardInterrupt):  # Ctrl-C reaches every rank by itself
         report_failure(error)
