@@ -148,11 +148,12 @@ def test_a_split_backward_trains_under_autocast_and_with_recomputed_layers() -> 
     check(2, SPLIT, MODES)
 
 
+@pytest.mark.parametrize("degree", [pytest.param(2, id="pp2"), pytest.param(4, id="pp4", marks=pytest.mark.full)])
 @pytest.mark.parametrize("pipeline", ["interleaved", "zero_bubble"])
-def test_replicas_of_virtual_stages_and_split_backwards_train_as_in_one_process(pipeline: str) -> None:
+def test_replicas_of_virtual_stages_and_split_backwards_train_as_in_one_process(pipeline: str, degree: int) -> None:
     asked = tuple(replace(setup, replicas=2) for setup in setups(pipeline, (1, 2), (4,)))
     cases = {name: SHAPES[name] for name in ("chain", "tied")}
-    for rank in run_ranks(train_all, 4, 2, asked, cases, timeout=150):
+    for rank in run_ranks(train_all, 2 * degree, degree, asked, cases, timeout=150):
         assert all(len(held) == len(asked) for held in rank.values())
 
 
