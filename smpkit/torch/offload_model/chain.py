@@ -60,7 +60,7 @@ def make_chain(model: Any, layers: Sequence[str] | None, num_slices: int, balanc
     raise TypeError(
         "`model` argument to `OffloadModel` must be of type `nn.Sequential`."
         f" It is a {type(model).__name__}: give the paths of the layers that it calls one after the other"
-        " (layers=[...]), or a list of modules."
+        f" (layers=[...]), or a list of modules. Of Hugging Face's models it knows {', '.join(huggingface.KNOWN)}."
     )
 
 

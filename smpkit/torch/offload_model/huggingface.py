@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from smpkit.errors import UnsupportedError, UsageError
 
-__all__ = ["stages"]
+__all__ = ["KNOWN", "stages"]
 
 
 class _Family(NamedTuple):
@@ -53,6 +53,8 @@ _FAMILIES: Final = {
     _MASKED: _Family("bert", "bert.encoder.layer", ("cls",)),
 }
 """Each has a test that says it trains to the bit as the plain model."""
+KNOWN: Final = tuple(_FAMILIES)
+"""The classes of transformers that `stages` takes apart."""
 
 
 class _Call(NamedTuple):

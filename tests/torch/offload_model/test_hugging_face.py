@@ -112,6 +112,14 @@ def test_what_blocks_cannot_do_apart_is_refused(name: str, options: dict[str, An
         OffloadModel(make(name, **options), CPU)
 
 
+def test_a_model_of_another_family_is_told_which_are_known() -> None:
+    import transformers
+
+    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(TypeError, match=r"is a BertModel: .*layers=\[.*it knows .*BertForMaskedLM"):
+        OffloadModel(transformers.BertModel(config), CPU)
+
+
 def test_blocks_that_only_the_config_leaves_out_are_named() -> None:
     plain: Any = make("llama")
     plain.config.num_hidden_layers = 2

@@ -186,3 +186,34 @@ def test_what_the_next_microbatch_needs_comes_while_one_computes() -> None:
     order.clear()
     output.sum().backward()
     assert order[: len(ahead)] == ahead  # behind them come gradients, for the first slice
+
+
+def test_the_weights_of_the_next_slice_come_while_one_computes() -> None:
+    order: list[str] = []
+
+    class Weights(Behind):
+        def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+            order.append(f"fetch {what}")
+            return super().fetch(copies, after, what)
+
+    class Noted(nn.Linear):
+        number = 0
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            order.append(f"run slice {self.number}")
+            return super().forward(value)
+
+    layers = [Noted(_WIDTH, _WIDTH) for _ in range(4)]
+    for number, layer in enumerate(layers):
+        layer.number = number
+    sequence = nn.Sequential(*layers)
+    model = OffloadModel(sequence, torch.device("cpu"), torch.device("cpu"), 4, True, 1, links=(Weights(), Behind()))
+    output = model(torch.randn(2, _WIDTH))
+    assert [each.replace(" slice", "") for each in order] == [
+        *("fetch 0", "fetch 1", "run 0", "fetch 2", "run 1", "fetch 3", "run 2", "run 3")
+    ]
+    order.clear()
+    output.sum().backward()
+    assert [each.replace(" slice", "") for each in order] == [
+        *("run 3", "fetch 1", "run 2", "fetch 0", "run 1", "run 0")  # the last two are there since the forward
+    ]
