@@ -42,6 +42,7 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
         raise
     except BaseException as error:
         error.__traceback__ = _users_part(error.__traceback__)
+        _shorten(error)
         _report(report, error)
         _call_own_hook(error)
         raise SystemExit(_exit_code(error)) from None
@@ -80,6 +81,15 @@ def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
+
+
+def _shorten(error: BaseException) -> None:
+    """Show of it what smpkit's own hook would; that comes after the report, for it waits until other ranks have heard.
+
+    Looked up and not imported: the script may not use smpkit, and the launcher does not import torch.
+    """
+    with contextlib.suppress(Exception):
+        sys.modules["smpkit.torch.tracebacks"].shorten(error)
 
 
 def _report(descriptor: int, error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,8 @@ from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 __all__ = ["of_the_script", "shorten"]
 
 _OURS: Final = (f"{Path(__file__).parents[1]}{os.sep}",)
-_INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}")
+_INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
+"""Where no line is the script's; a `with` of ours leads through contextlib."""
 _CALLERS: Final = frozenset({"__torch_function__", "run", "run_at"})
 """Our functions that call an operation which the script has written, one without lines of its own (`x @ y`)."""
 

@@ -74,4 +74,6 @@ def test_the_first_failing_rank_is_named_and_its_story_told_once(tmp_path: Path,
         assert text in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") <= 1, done.stderr
     assert "GLHF" not in done.stderr
+    shown = [line for line in done.stderr.splitlines() if line.strip().startswith('File "')]
+    assert all("train.py" in line for line in shown), done.stderr  # no line of smpkit's or torch's
     assert time.monotonic() - began < 120
