@@ -250,15 +250,16 @@ def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
 
 
 STANDS_STILL = """
-    import os, signal
+    import os, signal, time
     import smpkit.torch as smp
     from smpkit.torch import board
     board._SILENCE_SECONDS = 1.0
     smp.init({"ddp": True})
     server = smp.allgather(os.getpid())[0]
     smp.init({"ddp": True, "timeout_seconds": 1})
-    if smp.rank() == 1:
-        os.kill(server, signal.SIGSTOP)
+    if smp.rank() == 0:
+        time.sleep(600)  # not in the barrier: it might be through before it is stopped, and let rank 1 through
+    os.kill(server, signal.SIGSTOP)
     smp.barrier()
 """
 
