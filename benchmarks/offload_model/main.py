@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--build-seconds", type=float, default=60, help="the most that compiling DeepSpeed may take")
     parser.add_argument("--width", type=int, help="of FairScale's model; 2048 on a GPU, 512 without one")
     parser.add_argument("--rounds", type=int, default=3, help="how often the libraries take turns at words")
-    parser.add_argument("--steps", type=int, default=5, help="that are timed, behind one that warms up")
+    parser.add_argument("--steps", type=int, default=5, help="that are timed, behind two that warm up")
     options = parser.parse_args(arguments)
     if options.only in (None, "optimizer"):
         table = optimizer_table(1 << 20 if options.quick else 32 << 20, options.build_seconds)
