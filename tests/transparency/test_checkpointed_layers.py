@@ -136,12 +136,17 @@ def in_segments(module: nn.Sequential, x: Tensor) -> Any:
     return torch_checkpoint_sequential(module, len(module), x, use_reentrant=False)
 
 
+def by_twos(module: nn.Sequential, x: Tensor) -> Any:
+    """Recompute two layers at a time, wherever they lie."""
+    return torch_checkpoint_sequential(module, len(module) // 2, x, use_reentrant=False)
+
+
 GROUPED = [partial(checkpoint_sequential, strategy=strategy) for strategy in ("each", "contiguous", "group_2")]
 MODELS: dict[str, tuple[Any, Any, Any, list[Any]]] = {
     "a module in forward": (Convolutions, images, likelihood_step, [checkpoint]),
     "a Sequential": (Stack, images, likelihood_step, GROUPED),
     "layers in a loop": (Layers, vectors, mse_step, [checkpoint, partial(by_torch, False), partial(by_torch, True)]),
-    "a chain": (Chain, vectors, mse_step, [*GROUPED, checkpoint, in_segments]),
+    "a chain": (Chain, vectors, mse_step, [*GROUPED, checkpoint, in_segments, by_twos]),
 }
 
 
@@ -279,6 +284,40 @@ def test_a_module_that_was_placed_on_several_ranks_is_an_error(function: Any) ->
         RankFailed, match=r"`body` is to be checkpointed, but parts of it were placed on pipeline ranks"
     ):
         run_ranks(function, 2, True if function is set_for_all else 3)
+
+
+class Around(nn.Module):
+    """Recomputes code that calls layers of several ranks, one of them twice, and computes between them."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.layers, self.call = nn.ModuleList([Counted() for _ in range(4)]), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.call(self._inside, 1 * x)
+        return result
+
+    def _inside(self, x: Tensor) -> Tensor:
+        for layer in (self.layers[2], *self.layers):
+            x = x + layer(torch.dropout(2 * x, 0.0, True))
+        return x.sin()
+
+
+def train_around(reentrant: bool) -> int:
+    call: Any = partial(by_torch, reentrant)
+    plain = train_plainly(Case(lambda: Around(plainly), vectors, mse_step), SETUP)
+    for pipeline, seed in (("interleaved", None), ("simple", 3), ("zero_bubble", -1)):
+        setup = dataclasses.replace(SETUP, seed=seed, pipeline=pipeline)
+        Counted.calls = 0
+        check_same(train(Case(lambda: Around(call), vectors, mse_step), setup, 2), plain)
+    return Counted.calls
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_code_around_layers_of_several_ranks_recomputes_each_where_it_lies(reentrant: bool) -> None:
+    # Each rank ran all of it again in backward, with weights that it does not have: the others' gradients were NaN.
+    calls = run_ranks(train_around, 2, reentrant)
+    assert calls == [2 * 2 * 4 * 2, 2 * 2 * 4 * 3]  # twice, two steps, four microbatches; rank 1 has one layer twice
 
 
 # --- settings that change while training ------------------------------------------------------------------------------

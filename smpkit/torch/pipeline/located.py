@@ -27,7 +27,6 @@ __all__ = [
     "Running",
     "between_units",
     "current",
-    "data_on",
     "locate",
     "refuse_foreign_graph",
 ]
@@ -152,19 +151,6 @@ def locate(
     )
     made.spec, made.home, made.value, made.segment = spec, home, value, segment
     return made
-
-
-def data_on(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the data of a value as rank `rank`, which runs this, has it."""
-    if not isinstance(tensor, Located):
-        return tensor
-    here = tensor if tensor.home == rank else tensor.copies.get(rank)
-    if here is None or here.value is None:
-        raise UsageError(
-            "a value of another pipeline rank was used in backward",
-            hint="recompute whole modules: pass one to torch.utils.checkpoint, not a function around several",
-        )
-    return here.value
 
 
 def refuse_foreign_graph(grad_fn: Any) -> None:

@@ -29,6 +29,7 @@ from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.pipeline.weights import LocatedWeights, refused_change
 
 if TYPE_CHECKING:
+    from smpkit.torch.calls import Around
     from smpkit.torch.pipeline.stage import Stage
 
 __all__ = ["Microbatch"]
@@ -60,6 +61,8 @@ class Microbatch:
     """Whether nothing is kept for backward any more."""
     before_wait: Callable[[], None] | None = None
     """Called where a new segment begins: lets other work of this rank go first."""
+    around_units: Around | None = None
+    """What code between units asks to be done around each unit that it calls: recomputation by torch's checkpoint."""
     _in_hooks = 0
 
     def __init__(self, stage: Stage, index: int) -> None:

@@ -16,9 +16,9 @@ from smpkit.errors import UsageError
 from smpkit.torch.calls import ModuleCall, OwnCall, Placed
 from smpkit.torch.deadline import note_place
 from smpkit.torch.pipeline.captured import lists_that_fill, mode_of, parts_added, with_added
-from smpkit.torch.pipeline.located import Located, Running, between_units, current, data_on
+from smpkit.torch.pipeline.located import Located, Running, between_units, current
 from smpkit.torch.pipeline.random import RandomStreams
-from smpkit.torch.pipeline.specs import map_tensors, tensors_in
+from smpkit.torch.pipeline.specs import tensors_in
 from smpkit.torch.pipeline.stage import Stage
 
 __all__ = ["home_of", "homes_of", "install", "install_streams", "refuse_compiled", "run_together"]
@@ -118,6 +118,8 @@ def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -
     def routed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         microbatch = Running.microbatch
         if microbatch is not None and not stage.inside:
+            if microbatch.around_units is not None:
+                own = microbatch.around_units(own)
             run = functools.partial(_inside, stage, own) if home == stage.rank else own
             lists = lists_now()
             if not lists:
@@ -125,8 +127,11 @@ def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -
             mode = module.training, mode_of(lists)
             run = with_added(lists, run)
             return parts_added(lists, microbatch.run_at(home, name, name, run, args, kwargs, mode, stream=closed))
-        if not stage.inside:  # recomputation in backward, which comes past no other place
-            args, kwargs = map_tensors(lambda tensor: data_on(tensor, stage.rank), (args, kwargs))
+        if home != stage.rank:
+            raise UsageError(
+                f"`{name}`, whose weights pipeline rank {home} holds, was called outside a step, on rank {stage.rank}",
+                hint="call it in a function with @smp.step, which all pipeline ranks run",
+            )
         if kind is _Kind.INNER:
             return own(*args, **kwargs)
         return stage.random.run(name, closed, own, args, kwargs)

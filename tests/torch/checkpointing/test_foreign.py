@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -80,18 +79,16 @@ def test_inputs_leave_once_each_and_no_bit_changes(world: None, call: Callable[.
     assert report.peak_device_bytes < LAYERS * boundary_bytes
 
 
-def train_over_ranks() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(theirs, {**OFFLOADING, "pipeline_parallel_degree": 2})
-    return [str(each.message) for each in caught if "smp.checkpoint" in str(each.message)]
+def train_over_ranks(call: Callable[..., Tensor]) -> list[int]:
+    _, _, report = train(call, {**OFFLOADING, "pipeline_parallel_degree": 2, "activation_loading_horizon": 1})
+    return [step.bytes_out for step in report.steps]
 
 
-def test_around_calls_that_the_pipeline_places_it_says_once_what_to_do() -> None:
-    first, second = run_ranks(train_over_ranks, 2)
-    assert second == []
-    assert len(first) == 1
-    assert first[0].startswith("the input of `layers.0` stays on the device, as that of every torch.utils.checkpoint")
+@pytest.mark.parametrize("call", [theirs, functools.partial(theirs, use_reentrant=True), nested])
+def test_around_calls_that_the_pipeline_places_inputs_leave_too(call: Callable[..., Tensor]) -> None:
+    expected = run_ranks(train_over_ranks, 2, smp.checkpoint)
+    assert sum(expected[0]) > 0
+    assert run_ranks(train_over_ranks, 2, call) == expected
 
 
 def test_names_tell_the_module_that_is_called() -> None:
