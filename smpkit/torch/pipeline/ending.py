@@ -18,7 +18,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.pipeline.divergence import disagreement, ways_of
 from smpkit.torch.pipeline.located import Located
 from smpkit.torch.pipeline.microbatch import Microbatch
-from smpkit.torch.pipeline.specs import TensorSpec, map_tensors
+from smpkit.torch.pipeline.specs import TensorSpec, laid, map_tensors
 from smpkit.torch.pipeline.stage import Stage
 from smpkit.torch.pipeline.transport import Tag, pack, packed_bytes, unpack_copies
 
@@ -90,12 +90,14 @@ class Ending:
 
     def _data(self, home: int, values: list[Located]) -> list[torch.Tensor]:
         if home == self._stage.rank:
-            return [value.value.detach() for value in values if value.value is not None]
+            # As they lie elsewhere: they may be what the next step is called with, or what plain code computes with.
+            return [laid(value.value.detach(), value.spec.as_sent.order) for value in values if value.value is not None]
         packed = self._waits[home]()
         self._hand_on(home, packed, values)
         # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
         copies = unpack_copies(packed, [value.spec for value in values])
-        return [tensor.to(self._stage.device) for tensor in copies]
+        device, orders = self._stage.device, [value.spec.as_sent.order for value in values]
+        return [laid(tensor, order).to(device) for tensor, order in zip(copies, orders, strict=True)]
 
     def _explain(self, rank: int) -> None:
         """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""

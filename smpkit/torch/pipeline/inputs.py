@@ -4,6 +4,10 @@ The tensors are handed on from rank to rank, each of which needs them later than
 message and waits for nobody. Its size is what the step before needed, which all ranks know: a checksum of the shapes,
 so that ranks with different batches find out before anything else is sent, then what fits of the tensors, most often
 all.
+
+They also lie in memory as those of pp_rank 0 do, without gaps, on that rank too: what a call returns hangs on it, and
+a rank that took `batch[:, :-1]` for another kind of argument than the others would wait for them for ever. So the
+order of each tensor's dimensions in memory travels before its data.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.specs import TensorSpec, spec_of
+from smpkit.torch.pipeline.specs import TensorSpec, laid, spec_of
 from smpkit.torch.pipeline.transport import Tag, Transport, packed_bytes, unpack
 
 __all__ = ["FIRST_BYTES", "Inputs"]
@@ -28,7 +32,7 @@ _WHAT: Final = "the inputs of the step"
 
 
 class _Frame(NamedTuple):
-    """A block of bytes that travels: a checksum, then the tensors, each of which has its view."""
+    """A block of bytes that travels: a checksum, the layouts, then the tensors, each of which has its view."""
 
     specs: tuple[TensorSpec, ...]
     block: torch.Tensor
@@ -63,14 +67,16 @@ class Inputs:
             UsageError: the shapes or dtypes are not those of pp_rank 0.
         """
         specs = tuple([spec_of(tensor) for tensor in tensors])
-        num_bytes, head_bytes = _CHECKSUM_BYTES + packed_bytes(specs), self.head_bytes
+        layout = _layout(specs)
+        num_bytes, head_bytes = _CHECKSUM_BYTES + len(layout) + packed_bytes(specs), self.head_bytes
         self._next_head_bytes = min(FIRST_BYTES, num_bytes)
         checksum = _checksum(specs)
         tag = Tag.INPUTS_REST + (checksum & 0xFFFFFF)
         if self._rank == 0:
-            block = self._framed(specs, max(num_bytes, head_bytes), tensors)
+            block = self._framed(specs, layout, max(num_bytes, head_bytes), tensors)
             self._hand_on(tag, block[:head_bytes], block[head_bytes:])
-            return [tensor.detach().to(self._device) for tensor in tensors]
+            laid_out = zip(tensors, _orders(specs, layout), strict=True)
+            return [laid(tensor.detach(), order).to(self._device) for tensor, order in laid_out]
         source = self._rank - 1
         head = self._transport.receive_bytes(head_bytes, source, Tag.INPUTS_HEAD + head_bytes, _WHAT)
         if int(head[:8].view(torch.int64)) != checksum:
@@ -85,7 +91,9 @@ class Inputs:
         self._hand_on(tag, head, rest)
         # A copy, because the messages are still on their way to the next rank and a step may change its inputs.
         packed = torch.cat([head[_CHECKSUM_BYTES:num_bytes], rest])
-        return [tensor.to(self._device) for tensor in unpack(packed, specs)]
+        orders = _orders(specs, packed[: len(layout)].numpy().tobytes())
+        arrived = unpack(packed[len(layout) :], specs)
+        return [_as_laid(tensor, order).to(self._device) for tensor, order in zip(arrived, orders, strict=True)]
 
     def end_step(self) -> None:
         """Note that a step has ended well: its messages have arrived, and all ranks know how long the next is."""
@@ -98,11 +106,13 @@ class Inputs:
         self.head_bytes = FIRST_BYTES
         self._frame = self._travelling = None
 
-    def _framed(self, specs: tuple[TensorSpec, ...], num_bytes: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _framed(
+        self, specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int, tensors: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Return the bytes that travel. Nobody may write to them before the step has ended well."""
         frame, self._frame = self._frame, None
         if frame is None or frame.specs != specs or len(frame.block) != num_bytes:
-            frame = _new_frame(specs, num_bytes)
+            frame = _new_frame(specs, layout, num_bytes)
         with torch.no_grad():
             for view, tensor in zip(frame.views, tensors, strict=True):
                 view.copy_(tensor)
@@ -116,12 +126,41 @@ class Inputs:
                 self._transport.send_bytes(rest, self._rank + 1, tag)
 
 
-def _new_frame(specs: tuple[TensorSpec, ...], num_bytes: int) -> _Frame:
+def _new_frame(specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int) -> _Frame:
     with torch.inference_mode(False):  # or later steps, outside that mode, could not write to it
         block = torch.zeros(num_bytes, dtype=torch.uint8)
         block[:8].view(torch.int64).fill_(_checksum(specs))
-        end = _CHECKSUM_BYTES + packed_bytes(specs)
-        return _Frame(specs, block, unpack(block[_CHECKSUM_BYTES:end], specs))
+        begin = _CHECKSUM_BYTES + len(layout)
+        block[_CHECKSUM_BYTES:begin].copy_(torch.tensor(list(layout), dtype=torch.uint8))
+        parts = unpack(block[begin : begin + packed_bytes(specs)], specs)
+        return _Frame(specs, block, list(map(_as_laid, parts, _orders(specs, layout))))
+
+
+def _as_laid(dense: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Return the tensor of that shape whose dimensions follow each other in memory as `order` says."""
+    if order is None:
+        return dense
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return dense.view([dense.shape[dim] for dim in order]).permute(inverse)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(specs: tuple[TensorSpec, ...]) -> bytes:
+    """Return the orders in which tensors have their dimensions in memory, a byte for each dimension."""
+    orders = [dim for spec in specs for dim in spec.as_sent.order or range(len(spec.shape))]
+    return bytes(orders) + bytes(-len(orders) % _CHECKSUM_BYTES)
+
+
+@functools.lru_cache(maxsize=256)
+def _orders(specs: tuple[TensorSpec, ...], layout: bytes) -> list[tuple[int, ...] | None]:
+    """Return the order of each tensor's dimensions in memory; None if as counted."""
+    orders, start = list[tuple[int, ...] | None](), 0
+    for spec in specs:
+        counted = tuple(range(len(spec.shape)))
+        order = tuple(layout[start : start + len(counted)])
+        orders.append(None if order == counted else order)
+        start += len(counted)
+    return orders
 
 
 @functools.lru_cache(maxsize=256)

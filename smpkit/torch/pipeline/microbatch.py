@@ -24,7 +24,7 @@ from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same, plain_spec_of
 from smpkit.torch.pipeline.sharing import left_behind
-from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of_plain, tensors_in
+from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, laid, map_tensors, spec_of_plain, tensors_in
 from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.pipeline.weights import LocatedWeights, refused_change
 
@@ -299,7 +299,7 @@ class Microbatch:
         spec = tensor.spec.without_gradient
         copies = [self._move(tensor, rank, spec) for rank in range(self.stage.size) if rank != tensor.home]
         mine = tensor if tensor.home == self.stage.rank else next(c for c in copies if c.home == self.stage.rank)
-        return self._real(mine).detach()
+        return laid(self._real(mine).detach(), tensor.spec.as_sent.order)  # with the same strides on all ranks
 
     def _move(self, tensor: Located, target: int, spec: TensorSpec) -> Located:
         stage, source, spec = self.stage, tensor.home, spec.as_sent

@@ -22,6 +22,7 @@ __all__ = [
     "TensorSpec",
     "dense_spec_of",
     "describe",
+    "laid",
     "map_tensors",
     "signature",
     "spec_of",
@@ -104,6 +105,26 @@ def dense_spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Return the spec of a tensor as it would be without gaps; some ranks have a parameter's shape and no more."""
     strides = torch.empty(tensor.shape, device="meta").stride()
     return _shared(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
+
+
+def laid(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a tensor without gaps, and with its dimensions in memory in that order (None: as counted)."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    strides = _dense_strides(tensor.shape, order)
+    if tensor.stride() == strides:
+        return tensor
+    dense = (tensor if order is None else tensor.permute(order)).contiguous()
+    return dense.as_strided(tensor.shape, strides)  # dimensions of one element have kept what steps they had
+
+
+@functools.lru_cache(maxsize=256)
+def _dense_strides(shape: tuple[int, ...], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(range(len(shape)) if order is None else order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

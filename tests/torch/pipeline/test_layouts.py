@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import smpkit.torch as smp
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, run_all
 from tests.transparency.pipeline_models import WIDTH, Case, mse_step, vectors
@@ -101,3 +103,58 @@ def train() -> int:
 
 def test_values_lie_as_in_one_process() -> None:
     assert run_ranks(train, 2, timeout=120) == [len(CASES)] * 2
+
+
+class Turned(nn.Module):
+    """Gives its input to a unit of either rank, and returns what lies in memory the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.near, self.far = nn.Linear(WIDTH, WIDTH), Asks(), Asks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.far(self.first(x) + self.near(x)) + self.far(x)
+        return y.t().contiguous().t()
+
+
+@smp.step
+def score(model: Any, x: Tensor) -> Any:
+    return model(x)
+
+
+def score_batches() -> list[tuple[bool, list[tuple[int, ...]]]]:
+    """Return for each batch whether one process gives the same, and the strides of what the microbatches returned."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+    torch.manual_seed(3)
+    model = Turned()
+    plain = copy.deepcopy(model)
+    smp.set_partition(model.far, 1)
+    wrapped, text = smp.DistributedModel(model), torch.randn(8, 2 * WIDTH)
+    turned = torch.randn(WIDTH, 4).t()
+    batches = [
+        text[:4, :WIDTH].clone(),
+        text[:4, :WIDTH],  # with gaps, as `tokens[:, :-1]` has
+        text[:4, WIDTH:],
+        text[::2, ::2],
+        turned,
+        turned if smp.pp_rank() == 0 else torch.zeros(4, WIDTH),  # whose contents nobody looks at, nor how they lie
+        text[:1, :WIDTH].expand(4, -1),
+        text[:2, :WIDTH],  # microbatches of one row
+        text[:2, :WIDTH].clone(),
+    ]
+    found = []
+    for step, batch in enumerate(batches):
+        with torch.no_grad():
+            returned = score(wrapped, batch).outputs
+            wanted = [plain(part) for part in (turned if step == 5 else batch).clone().chunk(2)]
+        equal = all(map(torch.equal, returned, wanted))
+        found.append((equal, [output.stride() for output in returned]))
+    smp.shutdown()
+    return found
+
+
+def test_inputs_and_outputs_lie_alike_on_all_ranks() -> None:
+    """Ranks that know other kinds of arguments than the others wait for them for ever."""
+    first, last = run_ranks(score_batches, 2)
+    assert all(equal for equal, _ in first)
+    assert first == last
