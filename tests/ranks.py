@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which it
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
+_LAST_WORDS_SECONDS = 30
+"""The other ranks usually fail because of the first that does: they are heard, but not for ever."""
 
 
 class RankFailed(AssertionError):
@@ -31,7 +33,7 @@ def run_ranks(
     function: Callable[..., Any],
     size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 120,
     env: dict[str, str] | None = None,
     hosts: int = 1,
 ) -> list[Any]:
@@ -108,11 +110,11 @@ def _collect(ranks: list[tuple[Any, Connection]], deadline: float, timeout: floa
             try:
                 good, value = pickle.loads(connection.recv_bytes())
             except EOFError:
-                ranks[rank][0].join(5)
+                ranks[rank][0].join(_LAST_WORDS_SECONDS)
                 good, value = False, f"died without a word (exit code {ranks[rank][0].exitcode})"
             (results if good else failures)[rank] = value
         if failures and settle is None:
-            settle = time.monotonic() + 5  # the others usually fail because of the first: hear them, but not forever
+            settle = time.monotonic() + _LAST_WORDS_SECONDS
     for rank in waiting.values():
         failures[rank] = (
             f"still running after {timeout:.0f} s" if settle is None else "still running when another failed"

@@ -3,11 +3,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import smpkit.torch as smp
 from smpkit.torch.deadline import waiting
+from tests.deadlines import SECONDS, facts, let_judge, wait_for_notes, wait_shortly
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -32,22 +34,35 @@ def outcome(call: Any) -> tuple[str, float]:
     return "fine", time.monotonic() - started
 
 
-def init_in_a_hurry() -> None:
-    """Meet without haste, however late a rank comes, and wait for nobody longer than a second then."""
-    smp.init({"ddp": True})
-    smp.barrier()
-    smp.init({"ddp": True, "timeout_seconds": 1})
-    smp.barrier()
+def late() -> tuple[str, float]:
+    """Come to nothing until rank 0 has given up."""
+    facts().wait(["given up"])
+    return "late", 0.0
+
+
+def given_up(call: Any) -> tuple[str, float]:
+    """Call as rank 0, and tell those that come late."""
+    told = outcome(call)
+    facts().set("given up", "")
+    return told
+
+
+def waited_seconds(message: str, where: str) -> float:
+    """Return for how long rank 0 says that it waited."""
+    found = re.match(rf"DeadlineError: rank 0 waited (\d+(?:\.\d)?) s {re.escape(where)}", message)
+    assert found is not None, message
+    return float(found[1])
 
 
 def one_rank_is_late(call: str) -> tuple[str, float]:
-    init_in_a_hurry()
+    smp.init({"ddp": True})
     if smp.rank() == 2:
-        time.sleep(4)
-        return "late", 0.0
-    return outcome(
-        {"barrier": smp.barrier, "allgather": lambda: smp.allgather(1), "recv_from": lambda: smp.recv_from(2)}[call]
-    )
+        return late()
+    actions = {"barrier": smp.barrier, "allgather": lambda: smp.allgather(1), "recv_from": lambda: smp.recv_from(2)}
+    action = actions[call]
+    let_judge(0, [1])
+    wait_shortly()
+    return given_up(action) if smp.rank() == 0 else outcome(action)
 
 
 @pytest.mark.parametrize(
@@ -57,56 +72,57 @@ def one_rank_is_late(call: str) -> tuple[str, float]:
 def test_a_deadline_names_who_waited_for_whom_in_what(call: str, what: str) -> None:
     told = run_ranks(one_rank_is_late, 3, call)
     for message, seconds in told[:2]:
-        assert message.startswith("DeadlineError: rank ")
-        assert re.search(rf"waited 1\.\d s in {re.escape(what)} for rank 2", message), message
+        assert waited_seconds(message, f"in {what} for rank 2") >= 0  # no time, where rank 1 gave up before it
         assert "timeout_seconds" in message
-        assert seconds < 30  # not the half hour of the default
+        assert seconds < SECONDS  # not the half hour of the default
 
 
 def nobody_receives() -> tuple[str, float]:
-    init_in_a_hurry()
+    smp.init({"ddp": True})
     if smp.rank() == 1:
-        time.sleep(4)
-        return "busy", 0.0
-    return outcome(lambda: smp.send("hello", 1))
+        return late()
+    wait_shortly()
+    return given_up(lambda: smp.send("hello", 1))
 
 
 def test_a_send_that_nobody_receives_ends_at_its_deadline() -> None:
     message, seconds = run_ranks(nobody_receives, 2)[0]
-    assert re.match(r"DeadlineError: rank 0 waited 1\.\d s in send to rank 1 for rank 1", message), message
-    assert seconds < 30  # not the half hour of the default
+    assert waited_seconds(message, "in send to rank 1 for rank 1") >= 1
+    assert seconds < SECONDS  # not the half hour of the default
 
 
 def both_receive() -> tuple[str, float]:
-    init_in_a_hurry()
+    smp.init({"ddp": True})
+    let_judge(0, [1])
+    if smp.rank() == 0:
+        wait_shortly()
     return outcome(lambda: smp.recv_from(1 - smp.rank()))
 
 
 def test_a_circle_of_waits_says_where_the_others_were() -> None:
-    told = run_ranks(both_receive, 2)
-    assert all(message.startswith("DeadlineError: rank ") for message, _ in told)
-    assert any(
-        re.search(r"meanwhile rank (\d) waited in recv_from.* for rank (?!\1)\d", message) for message, _ in told
-    )
+    for message, _ in run_ranks(both_receive, 2):
+        assert waited_seconds(message, "in recv_from(rank 1) for rank 1") >= 1
+        assert "; meanwhile rank 1 waited in recv_from(rank 0) for rank 0\n" in message
 
 
 def the_last_of_a_chain_is_late() -> tuple[str, float]:
-    init_in_a_hurry()
+    smp.init({"ddp": True})
     if smp.rank() == 2:
-        time.sleep(4)
-        return "late", 0.0
-    time.sleep(0.5 * smp.rank())  # rank 0 is the first whose deadline passes
-    return outcome(lambda: smp.recv_from(smp.rank() + 1))
+        return late()
+    let_judge(0, [1])
+    if smp.rank() == 1:
+        wait_for_notes([0])  # rank 0 is the first whose deadline passes
+    wait_shortly()
+    if smp.rank() == 0:
+        return given_up(lambda: smp.recv_from(1))
+    return outcome(lambda: smp.recv_from(2))
 
 
 def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:
     """Rank 0 waits for rank 1, which is as well as rank 0 is: what both lack is rank 2."""
     for message, _ in run_ranks(the_last_of_a_chain_is_late, 3)[:2]:
-        assert re.match(
-            r"DeadlineError: rank 0 waited 1\.\d s in recv_from\(rank 1\) for rank 2;"
-            r" meanwhile rank 1 waited in recv_from\(rank 2\) for rank 2\n",
-            message,
-        ), message
+        aside = "meanwhile rank 1 waited in recv_from(rank 2) for rank 2\n"
+        assert waited_seconds(message, f"in recv_from(rank 1) for rank 2; {aside}") >= 1
 
 
 # --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
@@ -116,10 +132,7 @@ def start(script: str, size: int, folder: Path, agent: bool, stdin: int | None =
     """Start `size` ranks of a script, with a store of ours as torchrun would serve it, or with one in rank 0."""
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    if not agent:
-        del store
+    port = _port_of_a_store() if agent else _reserved_port()
     common = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
@@ -128,7 +141,7 @@ def start(script: str, size: int, folder: Path, agent: bool, stdin: int | None =
     }
     common |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent else {}
-    ranks = [
+    return [
         subprocess.Popen(
             [sys.executable, str(path)],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -138,12 +151,33 @@ def start(script: str, size: int, folder: Path, agent: bool, stdin: int | None =
         )
         for rank in range(size)
     ]
-    if agent:
-        _kept.append(store)
-    return ranks
 
 
-_kept: list[TCPStore] = []
+_kept: list[TCPStore | socket.socket] = []
+
+
+def _port_of_a_store() -> int:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _kept.append(store)
+    return store.port
+
+
+def _reserved_port() -> int:
+    """Return a port that nobody else is given: bound and not listening, it is left to the store of rank 0."""
+    reservation = socket.socket()
+    _kept.append(reservation)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("127.0.0.1", 0))
+    return int(reservation.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def _ports() -> Iterator[None]:
+    yield
+    for each in _kept:
+        if isinstance(each, socket.socket):
+            each.close()
+    _kept.clear()
 
 
 def stories(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
@@ -152,7 +186,6 @@ def stories(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
     finally:
         for rank in ranks:
             rank.kill()
-        _kept.clear()
 
 
 FAILS = """
@@ -228,15 +261,18 @@ DIES = """
         os.kill(os.getpid(), signal.SIGKILL)
     smp.barrier()
 """
+RANK_0_JUDGES = """
+    from tests.deadlines import let_judge
+    let_judge(0, [2])
+"""
 
 
 def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
-    ranks = start(DIES, 3, tmp_path, agent=True)
+    ranks = start(RANK_0_JUDGES + DIES, 3, tmp_path, agent=True)
     told = stories(ranks)  # far sooner than their deadline
     assert ranks[1].returncode == -signal.SIGKILL
     for rank in (0, 2):
-        assert "RemoteError: rank " in told[rank]
-        assert "lost rank 1 in barrier of WORLD" in told[rank]
+        assert "RemoteError: rank 0 lost rank 1 in barrier of WORLD" in told[rank]
 
 
 def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
@@ -253,12 +289,13 @@ STANDS_STILL = """
     import os, signal, time
     import smpkit.torch as smp
     from smpkit.torch import board
+    from tests.deadlines import wait_shortly
     board._SILENCE_SECONDS = 1.0
     smp.init({"ddp": True})
     server = smp.allgather(os.getpid())[0]
-    smp.init({"ddp": True, "timeout_seconds": 1})
     if smp.rank() == 0:
         time.sleep(600)  # not in the barrier: it might be through before it is stopped, and let rank 1 through
+    wait_shortly()
     os.kill(server, signal.SIGSTOP)
     smp.barrier()
 """
@@ -277,24 +314,25 @@ def test_a_rank_that_serves_the_store_and_stands_still_is_named(tmp_path: Path) 
 
 
 def wait_in_a_collective() -> tuple[str, float]:
-    init_in_a_hurry()
+    smp.init({"ddp": True})
     if smp.rank() == 3:
-        time.sleep(4)
-        return "late", 0.0
+        return late()
     group = smp.get_dp_process_group()
+    let_judge(0, [1, 2])
+    wait_shortly()
 
     def reduce() -> None:
         with waiting("the reduction of gradients", group):
             dist.all_reduce(torch.ones(8), group=group)
 
-    return outcome(reduce)
+    return given_up(reduce) if smp.rank() == 0 else outcome(reduce)
 
 
 def test_a_collective_of_torch_is_named_too_when_it_is_wrapped() -> None:
     for message, seconds in run_ranks(wait_in_a_collective, 4)[:3]:
-        assert message.startswith("DeadlineError: rank ")
+        assert message.startswith("DeadlineError: rank 0 waited ")
         assert "in the reduction of gradients for rank 3" in message
-        assert seconds < 30
+        assert seconds < SECONDS
 
 
 def other_errors_pass() -> list[str]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
+from tests.deadlines import facts, wait_shortly
 from tests.ranks import RankFailed, run_ranks
 
 
@@ -324,16 +325,16 @@ def test_replicas_of_different_models_are_named_not_hung_on() -> None:
 
 def leave_out_a_step() -> None:
     smp.init({"ddp": True})
-    smp.barrier()  # both are here, however late they came
-    smp.init({"ddp": True, "timeout_seconds": 2})
     model = smp.DistributedModel(Branches())
     branch_step(model, inputs(0), (0,))
-    if smp.rank() == 0:
+    if smp.rank() == 1:
+        facts().wait(["given up"])
+        return
+    wait_shortly()
+    try:
         branch_step(model, inputs(0), (0,))
-    else:
-        import time
-
-        time.sleep(6)
+    finally:
+        facts().set("given up", "")
 
 
 def test_a_replica_that_does_not_come_is_named_within_the_deadline() -> None:

@@ -15,6 +15,7 @@ from smpkit.errors import DeadlineError, LaunchError, UsageError
 from smpkit.torch import rendezvous
 from smpkit.torch.context import Launch
 from smpkit.torch.rendezvous import meet, name_ranks
+from tests.deadlines import facts
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,8 @@ def missing_rank() -> str:
 
     if os.environ["RANK"] == "1":
         return "never calls init"
+    if os.environ["RANK"] == "0":
+        facts().wait(["smpkit/1/facts/1/2"])  # rank 2 is there
     with pytest.raises(DeadlineError) as caught:
         smp.init({"timeout_seconds": 1, "ddp": True})
     return caught.value.message

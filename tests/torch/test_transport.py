@@ -192,7 +192,7 @@ def abandons(times: int) -> list[list[list[float]]]:
 
 @pytest.mark.parametrize("times", [1, 64])
 def test_what_a_step_that_was_given_up_left_behind_does_not_meet_the_next_one(times: int) -> None:
-    assert run_ranks(abandons, 2, times, timeout=20)[1] == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
+    assert run_ranks(abandons, 2, times)[1] == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
 
 
 def gives_up_sooner() -> list[list[float]]:
@@ -216,7 +216,7 @@ def gives_up_sooner() -> list[list[float]]:
 
 def test_a_rank_that_gave_up_sooner_still_takes_what_is_on_its_way() -> None:
     # A receive that had gone away would block the connection, and write into memory that is somebody else's by now.
-    assert run_ranks(gives_up_sooner, 2, timeout=30)[1] == VALUE.tolist()
+    assert run_ranks(gives_up_sooner, 2)[1] == VALUE.tolist()
 
 
 def objects_and_bytes() -> tuple[Any, list[int]]:
