@@ -30,7 +30,7 @@ MOMENTS: list[tuple[Any, str]] = [
 
 
 def begin() -> Any:
-    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "timeout_seconds": 20})
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "timeout_seconds": 60})
     torch.manual_seed(0)
     return smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 

@@ -38,7 +38,7 @@ class Cell:
 
     @property
     def setup(self) -> Setup:
-        return Setup(self.microbatches, self.pipeline, self.seed, self.batches, {"timeout_seconds": 15}, self.replicas)
+        return Setup(self.microbatches, self.pipeline, self.seed, self.batches, {"timeout_seconds": 60}, self.replicas)
 
 
 def selection() -> list[Cell]:

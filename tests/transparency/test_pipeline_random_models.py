@@ -78,7 +78,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         draw(st.sampled_from(["interleaved", "simple"])),
         draw(st.one_of(st.none(), st.integers(0, 99))),
         draw(st.sampled_from([(8, 8), (8, 16, 8)])),
-        {"timeout_seconds": 30},
+        {"timeout_seconds": 60},
     )
     return Recipe(
         # Two linear layers at least: every rank of three wants a unit.

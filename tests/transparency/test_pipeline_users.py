@@ -272,7 +272,7 @@ def scripted() -> nn.Module:
 
 
 def take_step(step: Any) -> None:
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "timeout_seconds": 20})
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "timeout_seconds": 60})
     model = smp.DistributedModel(nn.Sequential(*[Noting() for _ in range(4)]))
     smp.step(step)(model, torch.ones(4, WIDTH), torch.ones(4, WIDTH))
 

@@ -22,7 +22,7 @@ def train_twice() -> tuple[int, list[str]]:
     gc.collect()
     for thread in threading.enumerate():
         if thread is not threading.current_thread():
-            thread.join(10)
+            thread.join(60)
     return sum(isinstance(each, Stage) for each in gc.get_objects()), [each.name for each in threading.enumerate()]
 
 

@@ -27,7 +27,7 @@ def evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def wrap(**config: Any) -> smp.DistributedModel:
-    smp.init({"tensor_parallel_degree": 2, "ddp": True, "timeout_seconds": 20, **config})
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "timeout_seconds": 60, **config})
     torch.manual_seed(0)
     with smp.tensor_parallelism():
         return smp.DistributedModel(nn.Sequential(nn.Linear(4, 4)))
@@ -78,7 +78,7 @@ class Straying(nn.Module):
 
 
 def stray() -> list[str]:
-    smp.init({"tensor_parallel_degree": 2, "ddp": True, "timeout_seconds": 20})
+    smp.init({"tensor_parallel_degree": 2, "ddp": True, "timeout_seconds": 60})
     torch.manual_seed(0)
     module = Straying()
     model, said = smp.DistributedModel(module), []
