@@ -76,7 +76,8 @@ def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(
     assert more == 2
 
     pipeline = "distribution.smdistributed.modelparallel.parameters.pipeline_parallel_degree=2"
-    output, errors = run(job, steps + 22, "--set", pipeline)
+    longer = "hyperparameters.write-bytes=92"  # than the context, so that the model is given slices in the end
+    output, errors = run(job, steps + 22, "--set", pipeline, "--set", longer)
     assert "pipeline 2 × tensor 1 × data 2" in errors
     assert f"at step {steps + 2}" in output
     before, now, more = learned(output)
