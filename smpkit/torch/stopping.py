@@ -98,7 +98,9 @@ class _Stopper:
         """Give SIGTERM back and forget the callbacks (on `smp.shutdown()`)."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+            before = self._previous if self._previous is not None else signal.SIG_DFL
+            # A signal that is repeated must not kill a script that leaves because of the first.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.requested else before)
         self.callbacks.clear()
         self.cooperative = self.requested = self._stopping = False
         self._previous = None
@@ -109,9 +111,13 @@ class _Stopper:
         if self.cooperative or self._stopping:
             return
         self._stopping = True
-        self._run_callbacks()
-        if callable(self._previous):
-            self._previous(number, frame)
+        try:
+            self._run_callbacks()
+            if callable(self._previous):
+                self._previous(number, frame)
+        finally:
+            # Python gives the signal back long before the process is gone: one that is repeated would kill it then.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(0)
 
     def _run_callbacks(self) -> None:

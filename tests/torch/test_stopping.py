@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -28,23 +29,38 @@ def _handlers() -> Iterator[None]:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def stop_a_script(script: str, tmp_path: Path, signals: int = 1) -> tuple[int, str, str]:
-    """Run a script, send it SIGTERM once it prints `ready`; return exit code and both outputs."""
+@contextmanager
+def started(script: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a script that waits to be stopped, and send it SIGTERM once it says `ready`."""
     path = tmp_path / "script.py"
-    head, tail = "import time\nfrom smpkit.torch.stopping import on_stop", "print('ready', flush=True)\ntime.sleep(30)"
+    # Not printed: the signal could come while that lasts, in which a callback must not print.
+    head, tail = (
+        "import os, time\nfrom smpkit.torch.stopping import on_stop",
+        "os.write(1, b'ready\\n')\ntime.sleep(600)",
+    )
     path.write_text(f"{head}\n{script}\n{tail}\n")
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(path)],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        for _ in range(signals):
-            process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        process.send_signal(signal.SIGTERM)
+        yield process
     finally:
         process.kill()
+        process.communicate()
+
+
+def stop_a_script(script: str, tmp_path: Path) -> tuple[int, str, str]:
+    """Return exit code and both outputs of a script that is stopped."""
+    with started(script, tmp_path) as process:
+        out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
 
@@ -54,8 +70,32 @@ def test_callbacks_run_in_order_and_the_process_ends_with_0(tmp_path: Path) -> N
 
 
 def test_a_repeated_signal_does_not_start_the_callback_again(tmp_path: Path) -> None:
-    code, out, _ = stop_a_script("on_stop(lambda: (time.sleep(0.5), print('saved')))", tmp_path, signals=3)
-    assert (code, out) == (0, "saved\n")
+    script = "on_stop(lambda: (print('saving', flush=True), input(), print('saved')))"
+    with started(script, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saving\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate("go on\n", timeout=60)
+    assert (process.returncode, out) == (0, "saved\n")
+
+
+@pytest.mark.parametrize(
+    "leave",
+    ["on_stop(lambda: print('saved'))", "while not smp.stop_requested(): ready()\nprint('saved'); sys.exit()"],
+    ids=["on_stop", "stop_requested"],
+)
+def test_a_signal_that_is_repeated_while_the_script_ends_does_not_kill_it(leave: str, tmp_path: Path) -> None:
+    """After `smp.shutdown()`, which is the last that smpkit does at exit."""
+    script = f"""
+import atexit, os, signal, sys, time
+import smpkit.torch as smp
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+ready = lambda said=[]: said or said.append(os.write(1, b'ready\\n'))
+smp.init()
+{leave}
+"""
+    assert stop_a_script(script, tmp_path)[:2] == (0, "saved\n")
 
 
 def test_a_callback_that_raises_ends_the_process_with_its_traceback_after_the_others(tmp_path: Path) -> None:
