@@ -18,7 +18,9 @@ class Patience:
     settle: float = 2.0
     """For the other ranks to fail by themselves after the first one did."""
     ask: float = 0.5
-    """For ranks that still run to say where they are."""
+    """For ranks that still run to say where they are, from the first words of the last of them on."""
+    answer: float = 5.0
+    """For those first words: a busy machine takes its time, and one that cannot speak is not waited for longer."""
     end: float = 3.0
     """Between SIGTERM and SIGKILL when a run has failed."""
     grace: float = 110.0

@@ -195,6 +195,8 @@ class _Host:
             self._stop(signal.SIGPIPE)
         if self._phase == "running" and self._something_failed():
             self._enter("settling", self._patience.settle)
+        if self._phase == "asking" and all(rank.has_answered for rank in self._running()):
+            self._deadline = min(self._deadline, time.monotonic() + self._patience.ask)
         if self._phase != "running" and self._hurry:
             self._hurry = False
             self._kill()
@@ -215,7 +217,7 @@ class _Host:
             for rank in self._running():
                 rank.stopped = not rank.failed  # one that has raised may be unable to end
                 rank.tell("signal", number=signal.SIGUSR1)  # faulthandler writes the stack to its pipe
-            self._enter("asking", self._patience.ask)
+            self._enter("asking", self._patience.answer)
         elif self._phase == "asking":
             self._terminate()
         elif self._phase != "killing":

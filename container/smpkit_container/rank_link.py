@@ -47,6 +47,11 @@ class RankLink:
     def failed(self) -> bool:
         return bool(self.status) or bool(self.notes[0])
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has begun to say where it is."""
+        return bool(self.notes[1])
+
     def tell(self, kind: str, **values: Any) -> None:
         """Send one message to the watcher; it may be gone, which its closed connection will tell."""
         with contextlib.suppress(OSError):

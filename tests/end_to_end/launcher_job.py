@@ -87,7 +87,7 @@ class Job:
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
         )
 
-    def finish(self, process: subprocess.Popen[str], began: float, timeout: float = 90) -> Finished:
+    def finish(self, process: subprocess.Popen[str], began: float, timeout: float = 150) -> Finished:
         """Wait for the launcher and check that nothing of its job is left."""
         try:
             out, err = process.communicate(timeout=timeout)
@@ -101,7 +101,7 @@ class Job:
         text = failure.read_text(encoding="utf-8") if failure.exists() else None
         return Finished(process.returncode, out, err, text, seconds)
 
-    def run(self, timeout: float = 90) -> Finished:
+    def run(self, timeout: float = 150) -> Finished:
         return self.finish(self.start(), time.monotonic(), timeout)
 
     @contextmanager
@@ -115,7 +115,7 @@ class Job:
                 if process.poll() is None:
                     process.kill()
 
-    def wait_for_files(self, name: str, timeout: float = 90) -> None:
+    def wait_for_files(self, name: str, timeout: float = 150) -> None:
         deadline = time.monotonic() + timeout
         while not all((self.base / "code" / f"{name}-{rank}").exists() for rank in range(self.ranks)):
             assert time.monotonic() < deadline, f"the ranks never wrote their `{name}` files"

@@ -32,8 +32,8 @@ SHORT_OF_TIME = (
     GLOO
     + """
 import datetime
-dist.barrier()
-group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+group = dist.new_group(); dist.barrier()
+group.set_timeout(datetime.timedelta(seconds=2))
 """
 )
 
@@ -229,7 +229,7 @@ FAILURES = {
 def test_first_failing_rank_wins(tmp_path: Path, launcher_name: str, kind: str) -> None:
     """Rank 1 fails at once; rank 0 would run for long. The run ends in seconds, with rank 1's story and exit code."""
     body, code, headline = FAILURES[kind]
-    source = RANK + f"if rank == 0:\n    time.sleep(100)\nelse:\n    {body}\n"
+    source = RANK + f"if rank == 0:\n    time.sleep(600)\nelse:\n    {body}\n"
     done = Job(tmp_path / "base", launcher_name, source).run()
     assert done.code == code, done.err
     assert done.failure is not None
@@ -239,7 +239,7 @@ def test_first_failing_rank_wins(tmp_path: Path, launcher_name: str, kind: str) 
     assert "rank 0 stopped because of it" in done.err
     assert done.err.count("Traceback") == (1 if kind in ("raises", "import_error") else 0)
     assert "smpkit_container" not in done.err
-    assert done.seconds < 50
+    assert done.seconds < 300
 
 
 def test_where_it_happened_is_told_innermost_first(make_mpi_job: MakeJob) -> None:
@@ -281,7 +281,7 @@ def test_script_that_is_missing_is_one_sentence(make_mpi_job: MakeJob) -> None:
 def test_lost_connections_are_consequences(make_job: MakeJob) -> None:
     """Rank 1 is killed; rank 0, waiting for it in a collective, gets an exception, which is not the story."""
     source = GLOO + "if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()\n"
-    done = make_job(source, environ={"SMPKIT_SETTLE_SECONDS": "5"}).run()
+    done = make_job(source, environ={"SMPKIT_SETTLE_SECONDS": "60"}).run()
     assert done.code == 137, done.err
     assert "(rank 1 on algo-1, exit 137)" in done.err
     assert "rank 0 stopped because of it" in done.err
@@ -291,7 +291,7 @@ def test_lost_connections_are_consequences(make_job: MakeJob) -> None:
 def test_rank_that_left_early_is_named(make_job: MakeJob) -> None:
     """A rank that ends with 0 makes the others fail; their error says nothing about it, so we do."""
     source = GLOO + "if rank == 1: sys.exit()\ndist.barrier()\n"
-    done = make_job(source, environ={"SMPKIT_SETTLE_SECONDS": "5"}).run()
+    done = make_job(source, environ={"SMPKIT_SETTLE_SECONDS": "60"}).run()
     assert done.code == 1, done.err
     assert "(rank 0 on algo-1, exit 1)" in done.err
     assert "rank 1 ended with exit code 0 while others still waited for it" in done.err
@@ -300,27 +300,27 @@ def test_rank_that_left_early_is_named(make_job: MakeJob) -> None:
 
 def test_rank_that_hangs_is_named_with_the_place(make_job: MakeJob) -> None:
     """The others' collective times out at the configured deadline; the hung rank is asked where it is."""
-    source = SHORT_OF_TIME + "def forgotten():\n    time.sleep(100)\nif rank == 1: forgotten()\ndist.barrier(group)\n"
+    source = SHORT_OF_TIME + "def forgotten():\n    time.sleep(600)\nif rank == 1: forgotten()\ndist.barrier(group)\n"
     done = make_job(source).run()
     assert done.code == 1, done.err
     assert "(rank 0 on algo-1, exit 1)" in done.err
     assert 'rank 1 was still running, here:\n  File "train.py", line 11, in forgotten' in done.err
-    assert done.seconds < 60  # far less than the sleep
+    assert done.seconds < 300  # far less than the sleep
 
 
 def test_failed_rank_that_cannot_end_does_not_hold_up_the_run(make_mpi_job: MakeJob) -> None:
     """A thread keeps the process alive after the exception; the launcher counts from the exception."""
     source = (
-        RANK + "import threading\nthreading.Thread(target=time.sleep, args=(100,)).start()\nraise ValueError('boo')\n"
+        RANK + "import threading\nthreading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError('boo')\n"
     )
     done = make_mpi_job(source, ranks=1).run()
     assert done.code == 1
     assert done.failure is not None and done.failure.startswith("ValueError: boo")  # noqa: PT018
-    assert done.seconds < 50
+    assert done.seconds < 300
 
 
 def test_what_ranks_started_ends_with_them(make_mpi_job: MakeJob) -> None:
-    source = RANK + "import subprocess\nsubprocess.Popen(['sleep', '100'])\nif rank: raise ValueError('boo')\n"
+    source = RANK + "import subprocess\nsubprocess.Popen(['sleep', '600'])\nif rank: raise ValueError('boo')\n"
     assert make_mpi_job(source).run().code == 1  # `run` checks that nothing is left
 
 
@@ -338,7 +338,7 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 """
     + READY
-    + "time.sleep(100)\n"
+    + "time.sleep(600)\n"
 )
 
 
@@ -351,12 +351,12 @@ def test_stop_signal_gives_the_script_time_to_save(make_job: MakeJob) -> None:
         done = job.finish(process, began)
     assert (done.code, done.failure) == (0, None), done.err
     job.wait_for_files("saved", timeout=0)
-    assert 3 <= done.seconds < 60
+    assert 3 <= done.seconds < 300
     assert done.err.startswith("SIGTERM: asked 2 ranks to end, waiting at most 110 s")
 
 
 def test_script_without_a_handler_is_told_to_have_one(make_mpi_job: MakeJob) -> None:
-    job = make_mpi_job(RANK + READY + "time.sleep(100)\n")
+    job = make_mpi_job(RANK + READY + "time.sleep(600)\n")
     with job.running() as process:
         process.send_signal(signal.SIGTERM)
         done = job.finish(process, time.monotonic())
@@ -366,7 +366,7 @@ def test_script_without_a_handler_is_told_to_have_one(make_mpi_job: MakeJob) -> 
 
 
 def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_job: MakeJob) -> None:
-    source = RANK + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(100)\n"
+    source = RANK + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(600)\n"
     job = make_job(source, environ={"SMPKIT_GRACE_SECONDS": "1.5"})
     with job.running() as process:
         began = time.monotonic()
@@ -375,7 +375,7 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_job
     assert done.code == 137
     assert done.failure is not None
     assert done.failure.startswith("stopped by SIGTERM: ranks 0, 1 did not end within 1.5 s and had to be killed")
-    assert 1.5 <= done.seconds < 60
+    assert 1.5 <= done.seconds < 300
 
 
 def test_ctrl_c_is_130_even_if_all_was_saved(make_job: MakeJob) -> None:
@@ -388,7 +388,7 @@ def test_ctrl_c_is_130_even_if_all_was_saved(make_job: MakeJob) -> None:
 
 
 def test_second_ctrl_c_kills_at_once(make_mpi_job: MakeJob) -> None:
-    job = make_mpi_job(SAVING.replace("time.sleep(3)", "open(f'saving-{rank}', 'w').close(); time.sleep(50)"))
+    job = make_mpi_job(SAVING.replace("time.sleep(3)", "open(f'saving-{rank}', 'w').close(); time.sleep(600)"))
     with job.running() as process:
         process.send_signal(signal.SIGINT)
         job.wait_for_files("saving")
@@ -396,11 +396,11 @@ def test_second_ctrl_c_kills_at_once(make_mpi_job: MakeJob) -> None:
         process.send_signal(signal.SIGINT)
         done = job.finish(process, began)
     assert done.code == 130
-    assert done.seconds < 40
+    assert done.seconds < 300
 
 
 def test_killed_launcher_leaves_no_rank_behind(make_job: MakeJob) -> None:
-    job = make_job(RANK + READY + "time.sleep(100)\n")
+    job = make_job(RANK + READY + "time.sleep(600)\n")
     with job.running() as process:
         assert len(job.processes()) > 2
         process.kill()
@@ -409,7 +409,7 @@ def test_killed_launcher_leaves_no_rank_behind(make_job: MakeJob) -> None:
 
 
 def test_killed_torchrun_or_mpirun_ends_the_run(make_job: MakeJob) -> None:
-    job = make_job(RANK + READY + "time.sleep(100)\n")
+    job = make_job(RANK + READY + "time.sleep(600)\n")
     with job.running() as process:
         began = time.monotonic()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -417,7 +417,7 @@ def test_killed_torchrun_or_mpirun_ends_the_run(make_job: MakeJob) -> None:
         done = job.finish(process, began)
     assert done.code == 137, done.err
     assert "was killed by SIGKILL" in done.err
-    assert done.seconds < 50
+    assert done.seconds < 300
 
 
 # ---- mpi options ---------------------------------------------------------------------------------------------------
