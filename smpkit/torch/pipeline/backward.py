@@ -19,7 +19,8 @@ from smpkit.torch.pipeline.transport import Transport
 
 __all__ = ["BackwardWork"]
 
-_unsafe_view: Final = torch.ops.aten._unsafe_view.default
+_PYTHON: Final[Any] = torch._C._FunctionBase
+"""Nodes of Functions written in Python: whoever holds such a node does not hold its graph."""
 
 
 @dataclass(slots=True)
@@ -72,17 +73,22 @@ class BackwardWork:
     def departs(self, value: torch.Tensor, move: Move, segment: int) -> None:
         """Note that a value which a segment made left, so that its gradient will come back."""
         # Not the value itself: when it has arrived, and backward did not keep it, its memory is free.
-        edge = get_gradient_edge(value) if value.requires_grad else None
+        edge = _edge_of(value) if value.requires_grad else None
         self._left[segment].departures.append((edge, move))
 
     def arrives(self, value: torch.Tensor, move: Move, segment: int) -> torch.Tensor:
-        """Note that a value came in, whose gradient must go back; return it as the segment may use it."""
+        """Note that a value came in, whose gradient must go back; return it as a leaf of the segment."""
         leaf = value.requires_grad_()
         self._left[segment].arrivals.append((leaf, move))
-        # Modules may change their inputs in place, which neither a leaf nor a view of one allows. This is no view to
-        # autograd; nobody else has these data, so nobody need be told of changes.
-        result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
-        return result
+        return leaf
+
+    def changeable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
+        """Return a value as a call may have it that changes it in place, which no leaf allows, or returns it."""
+        return _usable(value) if self.has_arrived(value, segment) else value
+
+    def has_arrived(self, value: torch.Tensor, segment: int) -> bool:
+        """Return whether a value is a leaf that came in."""
+        return any(leaf is value for leaf, _ in self._left[segment].arrivals)
 
     def cut(self, source: torch.Tensor, made_in: int, segment: int) -> torch.Tensor:
         """Return what an earlier segment made as a leaf of this one, the same each time."""
@@ -138,7 +144,7 @@ class BackwardWork:
             torch.autograd.backward(roots, gradients)
         for leaf, move in arrivals:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            if gradient.untyped_storage().nbytes() > gradient.nbytes:
+            if gradient.untyped_storage().nbytes() > move.spec.num_bytes:
                 # A part of the gradient of a `cat`, say, whose other parts may be gradients of weights: adding to those
                 # would look like a change of this one on its way.
                 gradient = gradient.clone()
@@ -160,6 +166,17 @@ class BackwardWork:
     def _cut_leaves_of(self, segment: int) -> list[torch.Tensor]:
         """Return the leaves by which a segment uses what earlier ones made."""
         return [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
+
+
+def _edge_of(value: torch.Tensor) -> GradientEdge:
+    """Return where the gradient of a value goes in; holds the graph."""
+    node = value.grad_fn
+    if node is None:
+        return get_gradient_edge(value)
+    if isinstance(node, _PYTHON):
+        node = value.view_as(value).grad_fn  # what `get_gradient_edge` holds beside it
+        return get_gradient_edge(value) if node is None else GradientEdge(node, 0)
+    return GradientEdge(node, value.output_nr)
 
 
 def _fits(gradient: torch.Tensor | None, root: torch.Tensor) -> bool:

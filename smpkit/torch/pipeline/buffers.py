@@ -33,7 +33,7 @@ class Buffers:
         """Return a tensor of this shape and dtype, with whatever is in it."""
         num_bytes = spec.num_bytes
         if num_bytes < _SMALLEST_BYTES:
-            return torch.empty(spec.shape, dtype=spec.dtype)
+            return torch.empty_strided(spec.shape, spec.travelling_stride, dtype=spec.dtype)
         self._used.add(num_bytes)
         free = self._free.setdefault(num_bytes, [])
         block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8).numpy()

@@ -24,7 +24,7 @@ from smpkit.torch.pipeline.transport import version_of
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["Arguments", "Effects", "apply", "changes_in_place", "noting_writes"]
+__all__ = ["Arguments", "Effects", "apply", "changed_anew", "changes_in_place", "noting_writes"]
 
 _VERSION: Final[Callable[[torch.Tensor], int]] = operator.attrgetter("_version")
 _NONE: Final[frozenset[int]] = frozenset()
@@ -111,11 +111,7 @@ class Arguments:
         allowed = () if known is None else known.changed
         for number, spec in found.changed:
             if (number, spec) not in allowed:
-                raise UsageError(
-                    f"`{name}` changed in place what it was given as tensor {number}, {spec}, which it did not do the"
-                    " first time for arguments of the same shapes",
-                    hint="the other pipeline ranks cannot know: let it change a copy, for example `x = x.clone()`",
-                )
+                raise changed_anew(name, number, spec)
         groups = [] if known is None else [set(group) for group in known.shared]
         first = len(self.tensors)
         strange = [group for group in found.shared if not any(told.issuperset(group) for told in groups)]
@@ -137,6 +133,15 @@ class Arguments:
             groups.setdefault(storage_of(tensor), []).append(number)
         first = len(self.tensors)
         return tuple([tuple(group) for group in groups.values() if len(group) > 1 and group[-1] >= first])
+
+
+def changed_anew(name: str, number: int, spec: TensorSpec) -> UsageError:
+    """Return the error for a change in place by a call that did not do so the first time."""
+    return UsageError(
+        f"`{name}` changed in place what it was given as tensor {number}, {spec}, which it did not do the first time"
+        " for arguments of the same shapes",
+        hint="the other pipeline ranks cannot know: let it change a copy, for example `x = x.clone()`",
+    )
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.pipeline.backward import BackwardWork
-from smpkit.torch.pipeline.effects import Arguments, apply, changes_in_place, noting_writes
+from smpkit.torch.pipeline.effects import Arguments, apply, changed_anew, changes_in_place, noting_writes
 from smpkit.torch.pipeline.homes import home_of_operation
 from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
@@ -36,6 +35,9 @@ __all__ = ["Microbatch"]
 
 _OurOwn: Final = torch._C.DisableTorchFunction
 """Around what the engine itself asks of tensors: that is none of the step's operations."""
+
+_LEAF_CHANGED: Final = "a leaf Variable that requires grad is being used in an in-place operation"
+"""What torch says of a change of a value that has arrived."""
 
 _T: Final = torch.Tensor
 _DYNAMIC: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
@@ -162,6 +164,8 @@ class Microbatch:
                 self.backward_work.units[self._segments[home]].append(name)
             brought = args, kwargs
             # Only now that all are here: an arrival may have begun a segment, in which older values are cut.
+            if call.effects is not None or call.template is UNKNOWN:
+                self._make_changeable((args, kwargs))
             args, kwargs, tensors = self._data_of(call, args, kwargs)
             arguments = Arguments(tensors, changes_first=changes_first)
             if call.template is UNKNOWN and torch.is_inference_mode_enabled():
@@ -172,8 +176,10 @@ class Microbatch:
             )
             with _OurOwn():
                 result = self._made(call, name, output, arguments)
-        except Exception:
+        except Exception as error:
             stage.failed_alone = True
+            if isinstance(error, RuntimeError) and _LEAF_CHANGED in str(error):
+                self._refuse_change(name, tensors, error)
             raise
         if call.effects is not None:
             with _OurOwn():
@@ -229,6 +235,20 @@ class Microbatch:
         args = map_tensors(real, args)
         return args, map_tensors(real, kwargs) if kwargs else kwargs, tensors
 
+    def _make_changeable(self, given: Any) -> None:
+        """Let a call do with what has arrived what it may do with any other value."""
+        segment = self._segments[self._rank]
+        for tensor in tensors_in(given):
+            if type(tensor) is Located and (value := tensor.value) is not None and value.is_leaf:
+                tensor.value = self.backward_work.changeable(value, segment)
+
+    def _refuse_change(self, name: str, tensors: Sequence[torch.Tensor], error: RuntimeError) -> None:
+        """Raise if a call that was not known to change what has arrived has tried to."""
+        segment = self._segments[self._rank]
+        for number, tensor in enumerate(tensors):
+            if self.backward_work.has_arrived(tensor, segment):
+                raise changed_anew(name, number, spec_of_plain(tensor)) from error
+
     def _made(self, call: Call, name: str, output: Any, arguments: Arguments) -> Any:
         """Return the result of a call that ran here, located; the other ranks are told what it is like, or know."""
         device, home, segment = self.stage.device, self._rank, self._segments[self._rank]
@@ -274,7 +294,8 @@ class Microbatch:
                 start = None if grad is None else self._bring(grad, home)
                 if home == self._rank and (value := self._real(root)).requires_grad:
                     given = None if start is None else self._real(start)
-                    self.backward_work.starts(value, scaled_start(value, given, scale), self._segments[self._rank])
+                    start = self.stage.starts.scaled(value, given, scale)
+                    self.backward_work.starts(value, start, self._segments[self._rank])
 
     # --- moves ---------------------------------------------------------------------------------------------------
 

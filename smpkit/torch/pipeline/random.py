@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from smpkit.torch.pipeline.located import Located
 
@@ -57,6 +57,12 @@ _WATCHED: Final = _OPERATIONS | _CHANCES | _QUESTIONS
 _NOTHING: Final = contextlib.nullcontext()
 _WithoutModes: Final = torch._C.DisableTorchFunction
 _CPU: Final = torch.default_generator
+
+# What torch.overrides wraps in Python: every layer comes past here.
+_depth_of_modes: Final[Callable[[], int]] = torch._C._len_torch_function_stack
+_mode_at: Final[Callable[[int], Any]] = torch._C._get_function_stack_at
+_pop_mode: Final[Callable[[], Any]] = torch._C._pop_torch_function_stack
+_push_mode: Final[Callable[[Any], None]] = torch._C._push_on_torch_function_stack
 
 
 class RandomStreams:
@@ -147,7 +153,8 @@ class RandomStreams:
             key = self._names[name] = _seed_of(_mixed(0, zlib.crc32(name.encode())))
         mode, cuda = None, self._cuda
         with _WithoutModes():  # a mode must not give these draws streams
-            seed: int = _DRAWN.random_().item() ^ key  # type: ignore[operator]
+            _DRAWN.random_()
+            seed = _NUMBER[()] ^ key
             kept = _CPU.get_state()
             seed = seed | 1 if closed else seed & ~1
             _CPU.manual_seed(seed)
@@ -155,13 +162,13 @@ class RandomStreams:
                 kept_cuda = torch.cuda.get_rng_state(cuda)
                 torch.cuda.manual_seed(seed)
         # At native speed: no Python at each operation inside.
-        if closed and type(_get_current_function_mode()) is _Operations:  # type: ignore[no-untyped-call]
-            mode = _pop_mode()  # type: ignore[no-untyped-call]
+        if closed and (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _Operations:
+            mode = _pop_mode()
         try:
             return function(*args, **kwargs)
         finally:
             if mode is not None:
-                _push_mode(mode)  # type: ignore[no-untyped-call]
+                _push_mode(mode)
             _CPU.set_state(kept)
             if cuda is not None:
                 torch.cuda.set_rng_state(kept_cuda, cuda)
@@ -186,6 +193,8 @@ class _Operations(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         random = self._random
+        if args and type(args[0]) is Located and len(types) == 1 and name not in _WATCHED:
+            return Located.__torch_function__(func, types, args, kwargs)  # most operations: nothing is given to these
         if random._given is not None and (given := random._given(func, args, kwargs)) is not None:
             args = given
         if name not in _WATCHED or not random.active:
@@ -203,12 +212,12 @@ class _Operations(TorchFunctionMode):
 def _mode_aside() -> Iterator[None]:
     """Set the mode aside: no Python at each operation."""
     aside = type(_get_current_function_mode()) is _Operations  # type: ignore[no-untyped-call]
-    mode = _pop_mode() if aside else None  # type: ignore[no-untyped-call]
+    mode = _pop_mode() if aside else None
     try:
         yield
     finally:
         if mode is not None:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+            _push_mode(mode)
 
 
 def will_be_recomputed() -> bool:
@@ -252,7 +261,9 @@ def _draws_from_its_caller() -> bool:
     return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _repeated.hooks
 
 
-_DRAWN: Final = torch.empty((), dtype=torch.int64)
+_DRAWN: Final = torch.empty((), dtype=torch.int64, device="cpu")
+_NUMBER: Final = memoryview(_DRAWN.numpy())  # type: ignore[arg-type] # numpy's stubs do not say so
+"""The number in `_DRAWN`, without the way through torch's dispatcher that `item` takes."""
 
 
 def _mixed(mixed: int, key: int) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smpkit.torch.backward_start import Starts
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.results import Results
 from smpkit.torch.pipeline.transport import Transport
@@ -49,6 +50,7 @@ class Stage:
         self.random = random
         self.weights_elsewhere = {key: min(ranks) for key, ranks in owners.items() if len(ranks) < size}
         """By parameter (its id) that not every rank holds, the first rank that does."""
+        self.starts = Starts()
         self.results = Results(self.weights_elsewhere)
         """Of calls while the same parameters need gradients as now."""
         self.inside = False

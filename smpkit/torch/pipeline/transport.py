@@ -169,7 +169,8 @@ class Transport:
 
     def send_gradient(self, gradient: torch.Tensor, microbatch: int, move: Move) -> None:
         """Send the gradient of a value back to where it came from."""
-        self._send_move(_as_travels(gradient.detach(), move.spec), microbatch, move, backward=True)
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        self._send_move(_as_travels(gradient, move.spec), microbatch, move, backward=True)
 
     def post(self, microbatch: int, move: Move, *, backward: bool) -> None:
         """Start a receive before its data is needed."""
