@@ -19,6 +19,7 @@ from smpkit.torch.pipeline.transport import Transport
 
 __all__ = ["BackwardWork"]
 
+_unsafe_view: Final = torch.ops.aten._unsafe_view.default
 _PYTHON: Final[Any] = torch._C._FunctionBase
 """Nodes of Functions written in Python: whoever holds such a node does not hold its graph."""
 
@@ -76,14 +77,22 @@ class BackwardWork:
         edge = _edge_of(value) if value.requires_grad else None
         self._left[segment].departures.append((edge, move))
 
-    def arrives(self, value: torch.Tensor, move: Move, segment: int) -> torch.Tensor:
-        """Note that a value came in, whose gradient must go back; return it as a leaf of the segment."""
+    def arrives(self, value: torch.Tensor, move: Move, segment: int, *, may_change: bool) -> torch.Tensor:
+        """Note that a value came in, whose gradient must go back; return it as the segment may use it.
+
+        Args:
+            may_change: it may be changed in place, which neither a leaf nor a view of one allows.
+        """
         leaf = value.requires_grad_()
         self._left[segment].arrivals.append((leaf, move))
-        return leaf
+        if not may_change:
+            return leaf
+        # This is no view to autograd; nobody else has these data, so nobody need be told of changes.
+        result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
+        return result
 
     def changeable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
-        """Return a value as a call may have it that changes it in place, which no leaf allows, or returns it."""
+        """Return a value that is in use already so that it may be changed in place after all."""
         return _usable(value) if self.has_arrived(value, segment) else value
 
     def has_arrived(self, value: torch.Tensor, segment: int) -> bool:

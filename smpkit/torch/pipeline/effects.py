@@ -206,11 +206,12 @@ def apply(
         tensors: the arguments' data, on that rank.
     """
     stage, segment = microbatch.stage, microbatch.segment_of(home)
-    if effects.is_view and type(result) is Located and (args := brought[0]):
-        only = args[0]
-        if type(only) is Located and only is given[0][0]:  # most views: no need to look for tensors
-            _join_here(only, result, tensors, 0, segment)
-            return
+    microbatch.changes = microbatch.changes or bool(effects.changed)
+    if effects.is_view and _is_view_of_first(given, brought, result):  # most views: no need to look for tensors
+        _join_here(brought[0][0], result, tensors, 0, segment)
+        if brought[0][0] is not given[0][0]:
+            join(given[0][0], result, memory=False)
+        return
     here = _tensors(brought)
     made: list[Any] = [result] if type(result) is Located else tensors_in(result)
     passed = _tensors(given)
@@ -242,6 +243,15 @@ def apply(
                 _spread(plain, microbatch, home, spec, name)
         elif id(value) not in stage.weights_elsewhere:
             _spread(value, microbatch, home, spec, name)
+
+
+def _is_view_of_first(
+    given: tuple[tuple[Any, ...], dict[str, Any]], brought: tuple[tuple[Any, ...], dict[str, Any]], result: Any
+) -> bool:
+    """Return whether a view is one of the first positional argument."""
+    if type(result) is not Located or not brought[0]:
+        return False
+    return type(brought[0][0]) is Located and type(given[0][0]) is Located
 
 
 def _join_here(here: Located, made: Located, tensors: Sequence[torch.Tensor] | None, number: int, segment: int) -> None:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Final, TypeVar
 
 from smpkit.plan.schedule import Action, Costs, Kind, Schedule, SegmentGraph, check, interleaved, simple
@@ -33,10 +32,9 @@ from smpkit.torch.pipeline.watch import watching
 __all__ = ["ActionRecorder", "Executor", "Policy"]
 
 _LOOKAHEAD: Final = 2  # actions whose receives are posted before their turn
+_AHEAD_BYTES: Final = 1 << 20  # of receives that are posted before the first one is waited for
 _STRAYS: Final = 3  # steps in which microbatches left the record, until there is none any more
 _REPLAN_AFTER: Final = 2  # steps; the first one is slow for other reasons, the last of them is measured
-
-_NOTHING: Final[tuple[Any, tuple[Move, ...]]] = (None, ())
 
 _T = TypeVar("_T")
 
@@ -195,6 +193,8 @@ class _Step:
         """How many backwards and weight halves have begun."""
         self._num_expected = -1
         """How many there will be; known when all forwards have run."""
+        self._num_posted = 0
+        """For how many of this rank's actions all receives have been posted ahead."""
         self._num_split = 0
         """How many segments of a microbatch have both."""
         self._is_ending_due = False
@@ -227,9 +227,11 @@ class _Step:
             self._post(*first)
         microbatches, split, revisited = self.microbatches, plan.split, plan.revisited
         postponed = False
-        for (action, moves), later in zip_longest(coming, coming[_LOOKAHEAD:], fillvalue=_NOTHING):
-            if later[1]:
-                self._post(*later)
+        for place, (action, moves) in enumerate(coming, _LOOKAHEAD):
+            if self._num_posted <= place < len(coming) and coming[place][1]:
+                self._post(*coming[place])
+            if moves and not self._num_posted:
+                self._post_ahead(coming)
             # What is on the way to others goes first if it can run at once: a backward that follows the last forward.
             if self._is_ending_due and (moves or postponed):
                 self._begin_ending()
@@ -256,6 +258,20 @@ class _Step:
         for microbatch in self.microbatches:
             if not microbatch.released:
                 self._finish(microbatch)
+
+    def _post_ahead(self, coming: Sequence[tuple[Action, tuple[Move, ...]]]) -> None:
+        """Start small receives of what comes later too: there is time now, and on some ranks never again.
+
+        Between actions, or buffers would be made in whatever mode the step's code has set.
+        """
+        num_bytes, self._num_posted = 0, 1
+        for place, (action, moves) in enumerate(coming):
+            num_bytes += sum(move.spec.num_bytes for move in moves)
+            if num_bytes > _AHEAD_BYTES:
+                break
+            self._num_posted = place + 1
+            if moves:
+                self._post(action, moves)
 
     def _post(self, action: Action, moves: Sequence[Move]) -> None:
         """Start to receive what an action that comes soon will wait for."""

@@ -149,7 +149,7 @@ def locate(
     made: Located = torch.Tensor._make_wrapper_subclass(
         Located, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
     )
-    made.spec, made.home, made.value, made.segment = spec, home, value, segment
+    made.__dict__.update(spec=spec, home=home, value=value, segment=segment)  # at once: all ranks make many
     return made
 
 

@@ -37,7 +37,7 @@ _OurOwn: Final = torch._C.DisableTorchFunction
 """Around what the engine itself asks of tensors: that is none of the step's operations."""
 
 _LEAF_CHANGED: Final = "a leaf Variable that requires grad is being used in an in-place operation"
-"""What torch says of a change of a value that has arrived."""
+"""What torch says of a change of a value that has arrived, or of a view of one."""
 
 _T: Final = torch.Tensor
 _DYNAMIC: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
@@ -59,6 +59,8 @@ class Microbatch:
     dynamic = False
     """Whether Python asked for a value that a branch may hang on."""
     has_backward = False
+    changes = False
+    """Whether a call has changed in place what it was given, on whichever rank."""
     released = False
     """Whether nothing is kept for backward any more."""
     before_wait: Callable[[], None] | None = None
@@ -164,7 +166,7 @@ class Microbatch:
                 self.backward_work.units[self._segments[home]].append(name)
             brought = args, kwargs
             # Only now that all are here: an arrival may have begun a segment, in which older values are cut.
-            if call.effects is not None or call.template is UNKNOWN:
+            if call.template is UNKNOWN or (call.effects is not None and call.effects.changed):
                 self._make_changeable((args, kwargs))
             args, kwargs, tensors = self._data_of(call, args, kwargs)
             arguments = Arguments(tensors, changes_first=changes_first)
@@ -246,7 +248,7 @@ class Microbatch:
         """Raise if a call that was not known to change what has arrived has tried to."""
         segment = self._segments[self._rank]
         for number, tensor in enumerate(tensors):
-            if self.backward_work.has_arrived(tensor, segment):
+            if self.backward_work.has_arrived(tensor if tensor._base is None else tensor._base, segment):
                 raise changed_anew(name, number, spec_of_plain(tensor)) from error
 
     def _made(self, call: Call, name: str, output: Any, arguments: Arguments) -> Any:
@@ -350,7 +352,10 @@ class Microbatch:
             self.unsplittable.add(segment)
         if not move.spec.requires_grad:
             return transport.receive(self.index, move)
-        return transport.receive(self.index, move, lambda value: work.arrives(value, move, segment))
+        may_change = self.record is None or self.strayed or self.record.changes
+        return transport.receive(
+            self.index, move, lambda value: work.arrives(value, move, segment, may_change=may_change)
+        )
 
     def _next_move(self, source: int, target: int, spec: TensorSpec) -> Move:
         """Return the move as the record has it; where that has another, or none, this microbatch has strayed."""
@@ -393,7 +398,7 @@ class Microbatch:
         """Return the way that this microbatch has gone, for others to follow."""
         changed = [number for number, sent, version in self._handed_over if version_of(sent) != version]
         self._handed_over.clear()
-        return Record(tuple(self.moves), frozenset(changed))
+        return Record(tuple(self.moves), frozenset(changed), self.changes)
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a value whose home this is, cut off its graph if that belongs to an earlier segment."""

@@ -38,3 +38,5 @@ class Record:
     moves: tuple[Move, ...]
     changed: frozenset[int]
     """Moves from this rank whose value was changed in place after it had been handed over: they travel as copies."""
+    changes: bool
+    """Whether any call has changed in place what it was given: then what arrives must allow that."""
