@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
+import smpkit.torch.pipeline.executor as executor_module
 from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, from_json, interleaved
 from smpkit.torch.pipeline.ending import Ending
 from smpkit.torch.pipeline.executor import Executor, Policy
@@ -122,6 +123,34 @@ def test_actions_run_in_the_planned_order_with_the_planned_live_microbatches(
         assert ran == [str(action) for action in schedule.actions[rank]]
         assert max(peaks) == schedule.peak_live_microbatches[rank]
         assert max(peaks) <= more.get("active_microbatches", degree + 2)
+
+
+def posted_before_waiting(microbatches: int, ahead_bytes: int | None) -> int:
+    """Return how many receives of the fourth step are on their way when its first one is waited for."""
+    if ahead_bytes is not None:
+        executor_module._AHEAD_BYTES = ahead_bytes  # type: ignore[misc]
+    model = start(2, microbatches)
+    inputs = torch.randn(4 * microbatches, WIDTH)
+    for _ in range(3):
+        train_step(model, inputs)
+    transport, found = executor().stage.transport, []
+    receive = transport._receive_move
+
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append(len(transport._posted))
+        return receive(*args, **kwargs)
+
+    transport._receive_move = noting  # type: ignore[method-assign]
+    train_step(model, inputs)
+    assert not transport._posted
+    smp.shutdown()
+    return found[0]
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(None, 6), (3 * 4 * WIDTH * 4, 3), (0, 2)])
+def test_small_receives_are_posted_before_the_first_wait(num_bytes: int | None, most: int) -> None:
+    for found in run_ranks(posted_before_waiting, 2, 6, num_bytes):
+        assert found == most if num_bytes is None else 1 <= found <= most
 
 
 def count(degree: int, microbatches: int) -> list[dict[str, Any]]:

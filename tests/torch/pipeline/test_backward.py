@@ -1,4 +1,4 @@
-"""A backward starts without torch's own checks only where they would find nothing."""
+"""A backward starts without torch's own checks only where they would find nothing, and from what nobody has changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from smpkit.torch.backward_start import Starts
 from smpkit.torch.pipeline.backward import BackwardWork
+from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.specs import spec_of
 
 
 def started(root: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -71,3 +74,45 @@ def test_each_segment_runs_what_it_has_left_and_no_more() -> None:
     assert first.grad.tolist() == [3, 3]
     assert second.grad is not None
     assert second.grad.tolist() == [3, 3]
+
+
+def test_what_arrives_can_be_changed_in_place_after_all_and_who_has_kept_it_finds_out() -> None:
+    work, move = BackwardWork(None, 0), Move(0, 0, 1, 0, 0, spec_of(torch.ones(3)))  # type: ignore[arg-type]
+    leaf = work.arrives(torch.ones(3), move, 0, may_change=False)
+    assert leaf.is_leaf
+    kept = leaf.square()
+    changed = work.changeable(leaf, 0)
+    changed.mul_(3)
+    changed.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [3, 3, 3]
+    assert changed.data_ptr() == leaf.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+    other = torch.ones(3, requires_grad=True)
+    assert work.changeable(other, 0) is other, "a leaf of the user's stays one"
+
+
+class DoublesGradient(torch.autograd.Function):
+    """Changes the gradient that it is given, which torch forbids and does not notice."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.mul_(2)
+
+
+def test_microbatches_start_with_one_gradient_unless_it_has_been_changed() -> None:
+    starts, leaf = Starts(), torch.ones((), requires_grad=True)
+    first = starts.scaled(leaf * 2, None, 0.25)
+    assert starts.scaled(leaf * 3, None, 0.25) is first
+    assert starts.scaled(leaf * 3, None, 0.5) == 0.5
+    assert starts.scaled((leaf * 3).double(), None, 0.5).dtype is torch.float64  # type: ignore[union-attr]
+    assert starts.scaled(leaf.reshape(1), None, 0.5).shape == (1,)  # type: ignore[union-attr]
+    for _ in range(3):
+        root = DoublesGradient.apply(leaf)
+        started(root, starts.scaled(root, None, 0.25))
+    assert leaf.grad == 3 * 0.5
