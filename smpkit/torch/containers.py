@@ -1,19 +1,22 @@
 """Walk nested containers the way users nest their tensors: lists, tuples, mappings, sets and dataclasses.
 
 `children` takes a container apart, `rebuild` makes one of the same type again, so a `ModelOutput`, a `BatchEncoding`, a
-named tuple or an `OrderedDict` that goes in also comes out.
+named tuple or an `OrderedDict` that goes in also comes out. `pickled` packs containers that hold something else than
+they were made for.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import io
+import pickle
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
 
-__all__ = ["children", "map_leaves", "rebuild"]
+__all__ = ["children", "map_leaves", "pickled", "rebuild"]
 
 _LEAVES: Final = (torch.Tensor, torch.Size, str, bytes, torch.nn.Module)
 _SEQUENCES: Final = (list, tuple, set, frozenset)
@@ -38,7 +41,8 @@ def rebuild(container: Any, values: dict[Any, Any]) -> Any:
     if isinstance(container, Mapping):
         return _rebuild_mapping(container, values)
     if isinstance(container, tuple) and hasattr(container, "_fields"):
-        return type(container)(*values.values())
+        kind: Any = type(container)
+        return kind._make(values.values())  # not the class itself: a PackedSequence looks at what it is called with
     if isinstance(container, _SEQUENCES):
         return type(container)(values.values())
     made = copy.copy(container)
@@ -67,3 +71,18 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if all(mapped[key] is part for key, part in parts.items()):
         return value
     return rebuild(value, mapped)
+
+
+def pickled(value: Any) -> bytes:
+    """Pickle a value; named tuples in it are made again of any items, as `rebuild` makes them."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            kind: Any = type(value)
+            return kind._make, (tuple(value),)
+        return NotImplemented

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,12 +11,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from smpkit.torch.containers import children, map_leaves, rebuild
+from smpkit.torch.containers import children, map_leaves, pickled, rebuild
 
 
 class Pair(NamedTuple):
     left: Any
     right: Any
+
+
+class Picky(Pair):
+    """Like a PackedSequence: looks at what it is called with."""
+
+    def __init__(self, left: Any, right: Any) -> None:
+        assert isinstance(left, int)
 
 
 @dataclass(frozen=True)
@@ -89,3 +97,11 @@ def test_rebuilding_leaves_the_original_alone() -> None:
     original = Output(loss=1)
     rebuild(original, {"loss": 5})
     assert vars(original)["loss"] == 1
+
+
+def test_a_named_tuple_is_made_again_of_whatever_stands_in_for_its_items() -> None:
+    made = rebuild(Picky(1, 2), {"left": "one", "right": "two"})
+    assert type(made) is Picky
+    again = pickle.loads(pickled([made]))[0]
+    assert type(again) is Picky
+    assert again == ("one", "two")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch.pipeline.shapes import DECIDING_VALUES, INDEXING, with_whole_bounds
 from smpkit.torch.pipeline.specs import TensorSpec
 
 if TYPE_CHECKING:
@@ -289,6 +290,15 @@ def _like_other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return current().operate(func, func.__name__, args, kwargs)
 
 
+def _shaped_by_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in INDEXING:
+        args = (args[0], with_whole_bounds(args[1]), *args[2:])
+    deciding = DECIDING_VALUES.get(func)
+    with torch._C.DisableTorchFunction():
+        values = () if deciding is None else deciding(*args, **kwargs)
+    return current().operate(func, func.__name__, args, kwargs, values or None)
+
+
 def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     raise UsageError(
         f"`{func.__name__}` was called on a value that another pipeline rank may hold", hint=_REFUSED[func]
@@ -301,5 +311,6 @@ _ANSWERS: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
     **dict.fromkeys(_LIKE_OTHER, _like_other),
     **dict.fromkeys(_REFUSED, _refuse),
+    **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
 }
 """What is no operation on data."""

@@ -106,12 +106,14 @@ class Microbatch:
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
-    def operate(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one torch operation where its data is."""
+    def operate(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
+    ) -> Any:
+        """Run one torch operation where its data is; `mode` is what else decides the shape of its result."""
         changes = bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
         if not targets:
-            return self.run_at(home_of_operation(args, kwargs, self.stage), func, name, func, args, kwargs)
+            return self.run_at(home_of_operation(args, kwargs, self.stage), func, name, func, args, kwargs, mode)
         if not all(isinstance(each, Located) for each in targets):
             for each in targets:
                 if id(each) in self.stage.weights_elsewhere:

@@ -148,4 +148,14 @@ def is_same(left: Any, right: Any) -> bool:
 
 def difference(left: Any, right: Any) -> str:
     """Say, for an error, how templates differ."""
-    return f"{left} the first time and {right} now" if isinstance(left, TensorSpec) else "another structure than before"
+    for first, now in zip(_specs_in(left), _specs_in(right), strict=False):
+        if first != now:
+            return f"{first} the first time and {now} now"
+    return "another structure than before"
+
+
+def _specs_in(template: Any) -> list[TensorSpec]:
+    """Return the specs in a template, in order."""
+    if isinstance(template, TensorSpec):
+        return [template]
+    return [spec for part in (children(template) or {}).values() for spec in _specs_in(part)]

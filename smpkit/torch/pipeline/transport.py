@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from smpkit.errors import UsageError
+from smpkit.torch.containers import pickled
 from smpkit.torch.deadline import reason_of
 from smpkit.torch.pipeline.buffers import Buffers
 from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH
@@ -339,7 +340,7 @@ class Transport:
         what: str = "what a call returns",
     ) -> None:
         """Send a Python object to every other rank of the pipeline, or some; each of them calls `receive_object`."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         for target in self._others if targets is None else targets:
             self._send(size, target, tag, what)
