@@ -7,10 +7,13 @@ each of them holds only a part (sharded optimizer state, sharded data parallelis
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+import torch.nn.utils.clip_grad as torchs_clipping
 from torch import nn
 
 from smpkit.errors import UsageError
@@ -19,7 +22,12 @@ from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
-__all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm"]
+__all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm", "tell_of_torchs_clipping"]
+
+_SCALES: Final = "_clip_grads_with_norm_"
+"""What `torch.nn.utils.clip_grad_norm_` scales gradients by; of torch 2.6 to 2.13 at least."""
+
+_scales: Final[Callable[..., None] | None] = getattr(torchs_clipping, _SCALES, None)
 
 
 def clip_grad_norm_(
@@ -93,6 +101,30 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
         dist.all_reduce(sent, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     total = sent[0] if largest else sent[0] ** (1.0 / norm_type)
     return total.where(sent[1] == 0, float("nan"))
+
+
+def tell_of_torchs_clipping() -> None:
+    """Have torch's own `clip_grad_norm_` say what it does to a model on several pipeline ranks, from now on.
+
+    Scripts hold on to that function itself, so one that it looks up when it is called is replaced.
+    """
+    if _scales is not None:
+        setattr(torchs_clipping, _SCALES, _scale_and_tell)
+
+
+def _scale_and_tell(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    model = state.model
+    if model is not None and model.pipeline is not None:
+        held = set(map(id, model.local_parameters()))
+        if any(id(each) in held for each in parameters):
+            warnings.warn(
+                "torch.nn.utils.clip_grad_norm_ sees the gradients of this pipeline rank's part only, so each clips by"
+                " another norm; call smp.clip_grad_norm_ with the same arguments for the whole model's",
+                UserWarning,
+                stacklevel=4,  # the script, past torch's function and what wraps it to go without gradients
+            )
+    assert _scales is not None
+    _scales(parameters, *args, **kwargs)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.attributes import refuse_assignment
 from smpkit.torch.backward_start import scaled_start
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
+from smpkit.torch.gradient_norm import tell_of_torchs_clipping
 from smpkit.torch.join import JoinContext
 from smpkit.torch.model_arguments import check_arguments
 from smpkit.torch.model_state import PARTIAL_KEY, ModelState
@@ -106,6 +107,8 @@ class DistributedModel(ModelState):
         self.module = module if state.pp_size > 1 or sharded else module.to(state.device)
         measured = Measured(trace_execution_times, trace_memory_usage)
         self.pipeline = Pipeline(module, measured) if state.pp_size > 1 else None
+        if self.pipeline is not None:
+            tell_of_torchs_clipping()
         self.partitioned = self.pipeline is None
         self.random: RandomStreams | None = None
         self._resumed_random: Mapping[str, int] = {}

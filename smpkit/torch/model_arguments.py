@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.model_state import ModelState
@@ -19,7 +20,7 @@ def check_arguments(
     """Refuse a model or an option of `smp.DistributedModel` that cannot work.
 
     Raises:
-        UsageError: it is no module, wrapped already, or an option is out of its range.
+        UsageError: it is no module, wrapped already, a lazy one without shapes, or an option is out of its range.
         UnsupportedError: an OffloadModel in it does not go with the configuration.
     """
     if not isinstance(module, nn.Module):
@@ -35,6 +36,12 @@ def check_arguments(
             "there is a DistributedModel already, and a script has one",
             hint="put all models that are trained together into one torch.nn.Module",
         )
+    for name, each in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(each):
+            raise UsageError(
+                f"`{name}` has no shape yet: its module is a lazy one",
+                hint="call the model once with a batch, on all ranks with the same seed, before it is wrapped",
+            )
     for part in module.modules():
         if isinstance(part, OffloadModel):
             _check_offload_model(part)

@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,6 +276,12 @@ def all_compiled() -> nn.Module:
     return module
 
 
+def hooked() -> nn.Module:
+    module = nn.Sequential(nn.Sequential(chain(), chain()), chain())
+    module[0].register_full_backward_hook(lambda _module, _inputs, _outputs: None)
+    return module
+
+
 def scaled_by(weight: Any, x: Tensor) -> None:
     weight *= x.mean()
 
@@ -287,6 +294,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     "set item": (lambda: Meddling(lambda weight, _: weight.__setitem__(0, 1.0)), mse_step, "`__setitem__` changed in"),
     "freezing": (chain, toggling_step, "a step froze or unfroze a parameter of shape [6, 6]"),
     "assigning": (chain, assigning_step, "a step froze or unfroze a parameter of shape [6, 6]"),
+    "hooked": (hooked, mse_step, "a full backward hook was registered on a module whose parts lie on several"),
     "compiled": (compiled, mse_step, "torch.compile was asked to compile `1`, which lies on several"),
     "all compiled": (all_compiled, mse_step, "torch.compile was asked to compile the whole model"),
 }
@@ -328,6 +336,38 @@ def test_a_copy_of_the_whole_and_an_optimizer_that_needs_it_are_refused() -> Non
     for copied, optimized in run_ranks(refused_around, 2):
         assert copied.startswith("a DistributedModel was copied or pickled")
         assert optimized.startswith("LBFGS looks at all parameters at once")
+
+
+def lazy() -> str:
+    Run(2)
+    with pytest.raises(UsageError) as caught:
+        smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)))
+    return caught.value.message
+
+
+def test_a_model_without_shapes_is_refused() -> None:
+    assert run_ranks(lazy, 2) == ["`1.weight` has no shape yet: its module is a lazy one"] * 2
+
+
+def clipped_by_torch() -> list[str]:
+    run = Run(2)
+    module = chain()
+    model = run.model(module)
+    run.step(mse_step)(model, *batch(0))
+    plain = torch.ones(2, requires_grad=True)
+    plain.sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.nn.utils.clip_grad_norm_([plain], 1.0)
+        smp.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return [f"{Path(each.filename).name}: {each.message}" for each in caught]
+
+
+def test_torchs_clipping_says_that_it_sees_a_part_only() -> None:
+    start = "test_pipeline_scripts.py: torch.nn.utils.clip_grad_norm_ sees the gradients of this pipeline rank's part"
+    for told in run_ranks(clipped_by_torch, 2):
+        assert [text.startswith(start) for text in told] == [True]
 
 
 # --- what goes wrong on one rank ----------------------------------------------------------------------------------

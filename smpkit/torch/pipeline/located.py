@@ -156,9 +156,14 @@ def locate(
 
 def refuse_foreign_graph(grad_fn: Any) -> None:
     """Raise: torch has put a graph of its own on a ghost; its backward would end there, and nobody would notice."""
+    name = grad_fn.name().removesuffix("Backward")
+    if name == "BackwardHookFunction":
+        raise UsageError(
+            "a full backward hook was registered on a module whose parts lie on several pipeline ranks",
+            hint="register it on the modules in it that lie on one rank each, or place this one with smp.set_partition",
+        )
     raise UsageError(
-        f"`{grad_fn.name().removesuffix('Backward')}`, a custom autograd.Function, was applied to a value that"
-        " another pipeline rank may hold",
+        f"`{name}`, a custom autograd.Function, was applied to a value that another pipeline rank may hold",
         hint="put the code that calls it into a torch.nn.Module, which is placed as a whole",
     )
 
