@@ -102,7 +102,9 @@ class Arguments:
         """
         # Most calls do nothing, and are asked each time: this must be quick.
         if _versions(self.tensors) == self._versions and (
-            self._is_anew(made) if known is None else known.is_view and len(self.tensors) == len(made) == 1
+            self._is_anew(made) or not (self.written or self._shared(made))
+            if known is None
+            else known.is_view and len(self.tensors) == len(made) == 1
         ):
             return _NONE
         found = self.effects(made)

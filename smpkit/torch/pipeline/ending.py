@@ -96,8 +96,9 @@ class Ending:
         self._hand_on(home, packed, values)
         # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
         copies = unpack_copies(packed, [value.spec for value in values])
-        device, orders = self._stage.device, [value.spec.as_sent.order for value in values]
-        return [laid(tensor, order).to(device) for tensor, order in zip(copies, orders, strict=True)]
+        lying = [laid(tensor, value.spec.as_sent.order) for tensor, value in zip(copies, values, strict=True)]
+        device = self._stage.device
+        return lying if packed.device == device else [tensor.to(device) for tensor in lying]
 
     def _explain(self, rank: int) -> None:
         """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""
