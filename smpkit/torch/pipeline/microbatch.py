@@ -1,11 +1,8 @@
 """One microbatch on its way through the step: what it computes here, what it sends, receives and leaves for backward.
 
 All ranks run the same code on the same microbatch, so all see the same calls and moves in the same order and give them
-the same numbers. What differs is who holds data: the home of a call runs it, everyone else makes ghosts.
-
-[Note: segments] A rank's work for one microbatch is cut where it receives after it has sent: what it then receives may
-depend on what it sent, so it may have to wait, and its backward runs in as many parts. A value made in one segment and
-used in a later one is cut off its graph there; see `backward.py`.
+the same numbers (see `moves.py`). What differs is who holds data: the home of a call runs it, everyone else makes
+ghosts.
 """
 
 from __future__ import annotations
@@ -16,20 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.effects import Arguments, apply, changed_anew, changes_in_place, noting_writes
 from smpkit.torch.pipeline.homes import home_of_operation
-from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
-from smpkit.torch.pipeline.record import STRAYED, Move, Record
+from smpkit.torch.pipeline.located import Located, locate
+from smpkit.torch.pipeline.moves import Moves
 from smpkit.torch.pipeline.results import UNKNOWN, Call, difference, ghosts, is_same, plain_spec_of
-from smpkit.torch.pipeline.sharing import left_behind
-from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, laid, map_tensors, spec_of_plain, tensors_in
-from smpkit.torch.pipeline.transport import version_of
-from smpkit.torch.pipeline.weights import LocatedWeights, refused_change
+from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, describe, map_tensors, spec_of_plain, tensors_in
+from smpkit.torch.pipeline.weights import refused_change
 
 if TYPE_CHECKING:
     from smpkit.torch.calls import Around
-    from smpkit.torch.pipeline.stage import Stage
 
 __all__ = ["Microbatch"]
 
@@ -44,59 +37,16 @@ _DYNAMIC: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contain
 """Questions whose answer is most often a branch, so that another microbatch may take another path."""
 
 
-class Microbatch:
-    """The run of a step function for one microbatch on this rank.
+class Microbatch(Moves):
+    """The run of a step function for one microbatch on this rank."""
 
-    Args:
-        stage: what this rank is and holds.
-        index: which microbatch of the step.
-    """
-
-    record: Record | None = None
-    """Which way it should go; None if it is the first of its kind, or each may go another way."""
-    strayed = False
-    """Whether it has gone another way than the record. All ranks notice alike, or they run different programs."""
     dynamic = False
     """Whether Python asked for a value that a branch may hang on."""
     has_backward = False
-    changes = False
-    """Whether a call has changed in place what it was given, on whichever rank."""
     released = False
     """Whether nothing is kept for backward any more."""
-    before_wait: Callable[[], None] | None = None
-    """Called where a new segment begins: lets other work of this rank go first."""
     around_units: Around | None = None
     """What code between units asks to be done around each unit that it calls: recomputation by torch's checkpoint."""
-    _in_hooks = 0
-
-    def __init__(self, stage: Stage, index: int) -> None:
-        self.stage = stage
-        self.index = index
-        self.moves: list[Move] = []
-        self.path: list[str] = []
-        """The names of all calls in order: the same on every rank, or the ranks run different programs."""
-        self._handed_over: list[tuple[int, torch.Tensor, int]] = []
-        self._rank, self._device_type = stage.rank, stage.device.type
-        self._segments = [0] * stage.size
-        self._sent = [False] * stage.size
-        self.weights = LocatedWeights(stage, self._segments)
-        self.backward_work = BackwardWork(stage.transport, index)
-        self.unsplittable: set[int] = set()
-        """Segments of this rank in which hooks were used that run in every walk through the graph."""
-
-    @property
-    def num_segments(self) -> tuple[int, ...]:
-        """How many segments each rank has had so far."""
-        return tuple(segment + 1 for segment in self._segments)
-
-    def segment_of(self, rank: int) -> int:
-        """Return the segment that a rank is in."""
-        return self._segments[rank]
-
-    @property
-    def num_own_segments(self) -> int:
-        """How many of them this rank has had."""
-        return self._segments[self._rank] + 1
 
     @property
     def is_done(self) -> bool:
@@ -300,119 +250,6 @@ class Microbatch:
                     given = None if start is None else self._real(start)
                     start = self.stage.starts.scaled(value, given, scale)
                     self.backward_work.starts(value, start, self._segments[self._rank])
-
-    # --- moves ---------------------------------------------------------------------------------------------------
-
-    def _bring(self, tensor: torch.Tensor, home: int) -> torch.Tensor:
-        """Return the value as rank `home` has it, moving it there the first time."""
-        if type(tensor) is not Located:
-            return tensor
-        if (grad_fn := tensor.grad_fn) is not None:
-            refuse_foreign_graph(grad_fn)
-        if tensor.home == home:
-            return tensor
-        copy = tensor.copies.get(home)
-        if copy is None:
-            copy = self._move(tensor, home, tensor.spec)
-            tensor.copies = {**tensor.copies, home: copy}
-        return copy
-
-    def everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data of a value on every rank, without its graph."""
-        if type(tensor) is not Located:
-            return tensor
-        spec = tensor.spec.without_gradient
-        copies = [self._move(tensor, rank, spec) for rank in range(self.stage.size) if rank != tensor.home]
-        mine = tensor if tensor.home == self.stage.rank else next(c for c in copies if c.home == self.stage.rank)
-        return laid(self._real(mine).detach(), tensor.spec.as_sent.order)  # with the same strides on all ranks
-
-    def _move(self, tensor: Located, target: int, spec: TensorSpec) -> Located:
-        stage, source, spec = self.stage, tensor.home, spec.as_sent
-        begins = self._sent[target]
-        if begins:
-            self._segments[target] += 1
-            self._sent[target] = False
-        self._sent[source] = True
-        move = self._next_move(source, target, spec)
-        self.moves.append(move)
-        if source == self._rank:
-            sent = self._real(tensor)
-            self._hand_over(sent.detach(), move)  # first: somebody waits for it
-            if spec.requires_grad:
-                self.backward_work.departs(sent, move, self._segments[source])
-        elif target == self._rank and begins and self.before_wait is not None:
-            self.before_wait()
-        moved = locate(spec, stage.device, target, None, self._segments[target])
-        if target == self._rank:
-            moved.value = self._received(move)
-        return moved
-
-    def _received(self, move: Move) -> torch.Tensor:
-        """Return a value that this rank gets, a leaf of its segment."""
-        work, segment, transport = self.backward_work, self._segments[self._rank], self.stage.transport
-        if self._in_hooks:
-            self.unsplittable.add(segment)
-        if not move.spec.requires_grad:
-            return transport.receive(self.index, move)
-        may_change = self.record is None or self.strayed or self.record.changes
-        return transport.receive(
-            self.index, move, lambda value: work.arrives(value, move, segment, may_change=may_change)
-        )
-
-    def _next_move(self, source: int, target: int, spec: TensorSpec) -> Move:
-        """Return the move as the record has it; where that has another, or none, this microbatch has strayed."""
-        number, record = len(self.moves), self.record
-        if record is not None and not self.strayed:
-            known = record.moves[number] if number < len(record.moves) else None
-            if (
-                known is not None
-                and (known.source, known.target) == (source, target)
-                and (known.spec is spec or known.spec == spec)
-            ):
-                return known
-            self._stray()
-        # Other numbers, hence other tags: receives that were posted for the record's moves must not get these.
-        number += STRAYED * self.strayed
-        unit = self.path[-1] if self.path else ""
-        return Move(number, source, target, self._segments[source], self._segments[target], spec, unit)
-
-    def _stray(self) -> None:
-        """Leave the record, and let everything go first that follows it."""
-        if self.record is not None and not self.strayed:
-            self.strayed = True
-            if self.before_wait is not None:
-                self.before_wait()
-
-    def _hand_over(self, sent: torch.Tensor, move: Move) -> None:
-        """Send a value; a copy of it where the record does not say that it stays as it is while it travels."""
-        stays = self.record is not None and not self.strayed and move.number not in self.record.changed
-        if not stays:
-            self._handed_over.append((move.number, sent, version_of(sent)))
-        self.stage.transport.send(sent, self.index, move, copy=not stays)
-
-    def end_forward(self) -> None:
-        """Note that the code of this microbatch has run to its end."""
-        self.path.append("the end of the step function")
-        if self.record is not None and len(self.moves) < len(self.record.moves):
-            self.strayed = True
-
-    def recorded(self) -> Record:
-        """Return the way that this microbatch has gone, for others to follow."""
-        changed = [number for number, sent, version in self._handed_over if version_of(sent) != version]
-        self._handed_over.clear()
-        return Record(tuple(self.moves), frozenset(changed), self.changes)
-
-    def _real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data of a value whose home this is, cut off its graph if that belongs to an earlier segment."""
-        segment = self._segments[self._rank]
-        if type(tensor) is not Located:
-            outside = segment > 0 and tensor.requires_grad and not tensor.is_leaf
-            return self.backward_work.cut(tensor, 0, segment) if outside else tensor
-        value = tensor.value
-        if value is None:
-            raise left_behind(tensor)
-        made_earlier = tensor.segment != segment and value.requires_grad
-        return self.backward_work.cut(value, tensor.segment, segment) if made_earlier else value
 
     # --- backward ------------------------------------------------------------------------------------------------
 
