@@ -69,4 +69,4 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     smpkit = Path(sys.executable).with_name("smpkit")
     variables = {**os.environ, **environment}
     command = [str(smpkit), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=variables, check=False)

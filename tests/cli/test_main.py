@@ -95,7 +95,7 @@ HEAVY = "{'torch', 'boto3', 'botocore', 'pydantic', 'yaml', 'rich', 'numpy'}"
 )
 def test_starting_imports_nothing_heavy(statement: str) -> None:
     script = f"import sys; {statement}; print(sorted({HEAVY} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -104,5 +104,5 @@ def test_validating_imports_neither_torch_nor_boto3() -> None:
         "import sys; from smpkit.cli.main import cli; cli.main(['schema'], standalone_mode=False);"
         "print(sorted({'torch', 'boto3'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

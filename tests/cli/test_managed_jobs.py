@@ -414,7 +414,7 @@ def test_a_real_interrupt_ends_following_and_nothing_else(use: Use, tmp_path: Pa
         assert follower.stderr is not None
         assert follower.stderr.readline().startswith(("Starting", "Downloading", "Training"))
         follower.send_signal(signal.SIGINT)
-        _, said = follower.communicate(timeout=60)
+        _, said = follower.communicate(timeout=150)
     assert follower.returncode == 130
     assert "`demo` goes on" in said
     assert "Traceback" not in said

@@ -145,9 +145,9 @@ def test_the_sdks_own_start_script_survives_our_hyperparameters(tmp_path: Path) 
             f"e.set_env(r, {{}}, {values!r}, {str(tmp_path / 'env')!r})\n"
         )
         environ = {**os.environ, "TRAINING_JOB_NAME": "job"}
-        subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, timeout=150)
         done = subprocess.run(
-            ["bash", "-ec", f"source {tmp_path / 'env'}"], capture_output=True, timeout=30, check=False
+            ["bash", "-ec", f"source {tmp_path / 'env'}"], capture_output=True, timeout=150, check=False
         )
         assert (done.returncode == 0) == good, done.stderr
 

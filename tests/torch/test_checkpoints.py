@@ -421,7 +421,7 @@ def test_a_job_killed_while_saving_resumes_from_a_whole_checkpoint(moment: str, 
     script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
     script.write_text(KILLED)
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script), str(folder), moment], env=environment, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(script), str(folder), moment], env=environment, timeout=150, check=False)
     assert done.returncode == -signal.SIGKILL
     smp.init()
     smp.DistributedModel(nn.Linear(2, 2))

@@ -124,7 +124,7 @@ def test_a_factory_that_makes_no_model_is_refused(factory: Any, message: str) ->
 
 def run(folder: Path, target: str) -> tuple[int, Any]:
     command = [sys.executable, "-m", "smpkit.torch.partitioning.describe", target, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     return done.returncode, done.stdout
 
 

@@ -60,7 +60,7 @@ def started(script: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def stop_a_script(script: str, tmp_path: Path) -> tuple[int, str, str]:
     """Return exit code and both outputs of a script that is stopped."""
     with started(script, tmp_path) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=150)
     return process.returncode, out, err
 
 
@@ -76,7 +76,7 @@ def test_a_repeated_signal_does_not_start_the_callback_again(tmp_path: Path) -> 
         assert process.stdout.readline() == "saving\n"
         for _ in range(2):
             process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate("go on\n", timeout=60)
+        out, _ = process.communicate("go on\n", timeout=150)
     assert (process.returncode, out) == (0, "saved\n")
 
 
