@@ -51,7 +51,7 @@ def run(tmp_path: Path, source: str, ranks: int = 1, patience: Patience = SHORT)
 
 def test_ranks_that_never_start_are_given_up_on(tmp_path: Path) -> None:
     began = time.monotonic()
-    outcome, _ = run(tmp_path, "import time; time.sleep(600)", ranks=2, patience=replace(SHORT, start=1.0))
+    outcome, _ = run(tmp_path, "import time; time.sleep(600)", ranks=2, patience=replace(SHORT, start=1.0, end=60.0))
     assert outcome.missing == (0, 1)
     assert outcome.late
     assert outcome.launcher_status == -signal.SIGTERM
