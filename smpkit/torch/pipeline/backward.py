@@ -89,7 +89,8 @@ class BackwardWork:
             return leaf
         # This is no view to autograd; nobody else has these data, so nobody need be told of changes.
         result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
-        return result
+        # Where dimensions of one element have other steps in it, a layer that returns it would return another spec.
+        return result if result.stride() == leaf.stride() else _usable(leaf)
 
     def changeable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
         """Return a value that is in use already so that it may be changed in place after all."""

@@ -76,6 +76,14 @@ def test_each_segment_runs_what_it_has_left_and_no_more() -> None:
     assert second.grad.tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("may_change", [False, True])
+def test_what_arrives_keeps_its_steps_in_memory(may_change: bool) -> None:
+    # T5's biases, of one element in the first dimension, came back from a layer with another step there: refused.
+    value = torch.randn(50).as_strided((1, 2, 5, 5), (2, 1, 10, 2)).detach()
+    work, move = BackwardWork(None, 0), Move(0, 0, 1, 0, 0, spec_of(value))  # type: ignore[arg-type]
+    assert work.arrives(value, move, 0, may_change=may_change).stride() == (2, 1, 10, 2)
+
+
 def test_what_arrives_can_be_changed_in_place_after_all_and_who_has_kept_it_finds_out() -> None:
     work, move = BackwardWork(None, 0), Move(0, 0, 1, 0, 0, spec_of(torch.ones(3)))  # type: ignore[arg-type]
     leaf = work.arrives(torch.ones(3), move, 0, may_change=False)
