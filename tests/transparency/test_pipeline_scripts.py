@@ -349,6 +349,31 @@ def test_a_model_without_shapes_is_refused() -> None:
     assert run_ranks(lazy, 2) == ["`1.weight` has no shape yet: its module is a lazy one"] * 2
 
 
+def call_layers() -> list[str]:
+    """Call each layer between steps, and return what came of it."""
+    run = Run(2)
+    module = chain()
+    model = run.model(module)
+    run.step(mse_step)(model, *batch(0))
+    told = []
+    for layer in module.children():
+        x = torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype)
+        try:
+            told.append(f"{layer(x).isfinite().all()}")
+        except UsageError as error:
+            told.append(error.message)
+    return told
+
+
+def test_a_layer_of_another_rank_cannot_be_called_between_steps() -> None:
+    for rank, told in enumerate(run_ranks(call_layers, 2)):
+        others = [number for number, text in enumerate(told) if text != "True"]
+        assert 0 < len(others) < len(told)
+        for number in others:
+            start = f"`{number}`, whose weights pipeline rank {1 - rank} holds, was called outside a step"
+            assert told[number] == f"{start}, on rank {rank}"
+
+
 def clipped_by_torch() -> list[str]:
     run = Run(2)
     module = chain()
