@@ -234,8 +234,7 @@ class DistributedModel(ModelState):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a step as every rank of a pipeline must have them (called by `@smp.step`)."""
-        if state.tp_size > 1:
-            self._same_call.check(f"the step `{name}`", self._mode, (args, kwargs))
+        self._same_call.check(f"the step `{name}`", self._mode, (args, kwargs))
         if self.pipeline is None:
             return args, kwargs
         same: tuple[tuple[Any, ...], dict[str, Any]] = self.pipeline.same_inputs((args, kwargs))

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.specs import TensorSpec, laid, spec_of
+from smpkit.torch.pipeline.specs import TensorSpec, laid, relaid, spec_of
 from smpkit.torch.pipeline.transport import Tag, Transport, packed_bytes, unpack
 
 __all__ = ["FIRST_BYTES", "Inputs"]
@@ -93,7 +93,8 @@ class Inputs:
         packed = torch.cat([head[_CHECKSUM_BYTES:num_bytes], rest])
         orders = _orders(specs, packed[: len(layout)].numpy().tobytes())
         arrived = unpack(packed[len(layout) :], specs)
-        return [_as_laid(tensor, order).to(self._device) for tensor, order in zip(arrived, orders, strict=True)]
+        parts = zip(arrived, specs, orders, strict=True)
+        return [relaid(tensor, spec.shape, order).to(self._device) for tensor, spec, order in parts]
 
     def end_step(self) -> None:
         """Note that a step has ended well: its messages have arrived, and all ranks know how long the next is."""
@@ -133,15 +134,8 @@ def _new_frame(specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int) -> 
         begin = _CHECKSUM_BYTES + len(layout)
         block[_CHECKSUM_BYTES:begin].copy_(torch.tensor(list(layout), dtype=torch.uint8))
         parts = unpack(block[begin : begin + packed_bytes(specs)], specs)
-        return _Frame(specs, block, list(map(_as_laid, parts, _orders(specs, layout))))
-
-
-def _as_laid(dense: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """Return the tensor of that shape whose dimensions follow each other in memory as `order` says."""
-    if order is None:
-        return dense
-    inverse = [order.index(dim) for dim in range(len(order))]
-    return dense.view([dense.shape[dim] for dim in order]).permute(inverse)
+        laid_out = zip(parts, specs, _orders(specs, layout), strict=True)
+        return _Frame(specs, block, [relaid(part, spec.shape, order) for part, spec, order in laid_out])
 
 
 @functools.lru_cache(maxsize=256)

@@ -24,6 +24,8 @@ __all__ = [
     "describe",
     "laid",
     "map_tensors",
+    "permuted",
+    "relaid",
     "signature",
     "spec_of",
     "spec_of_plain",
@@ -117,10 +119,24 @@ def laid(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     strides = _dense_strides(tensor.shape, order)
-    if tensor.stride() == strides:
-        return tensor
-    dense = (tensor if order is None else tensor.permute(order)).contiguous()
-    return dense.as_strided(tensor.shape, strides)  # dimensions of one element have kept what steps they had
+    # Dimensions of one element may have kept what steps they had.
+    return tensor if tensor.stride() == strides else relaid(permuted(tensor, order).contiguous(), tensor.shape, order)
+
+
+def permuted(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a tensor with its dimensions in the order in which memory has them (None: as counted)."""
+    return tensor if order is None else tensor.permute(order)
+
+
+def relaid(
+    dense: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...] | None, strides: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Return memory without gaps as a tensor of that shape whose dimensions follow each other in it as `order` says.
+
+    Args:
+        strides: that come to the same, but for dimensions of one element; None: those that they would have.
+    """
+    return dense.as_strided(shape, _dense_strides(shape, order) if strides is None else strides)
 
 
 @functools.lru_cache(maxsize=256)

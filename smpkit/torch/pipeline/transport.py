@@ -25,7 +25,7 @@ from smpkit.torch.containers import pickled
 from smpkit.torch.deadline import reason_of
 from smpkit.torch.pipeline.buffers import Buffers
 from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH
-from smpkit.torch.pipeline.specs import TensorSpec, spec_of
+from smpkit.torch.pipeline.specs import TensorSpec, permuted, relaid, spec_of
 from smpkit.torch.state import state
 
 if TYPE_CHECKING:
@@ -104,15 +104,10 @@ def _text(what: _What) -> str:
     return f"{'backward' if backward else 'forward'} of microbatch {microbatch} ({value}{user})"
 
 
-def _as_travels(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a value or gradient with its dimensions in the order in which `spec` has them in memory."""
-    return tensor if spec.order is None else tensor.permute(spec.order)
-
-
 def _as_made(arrived: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return what has travelled with its dimensions as they were."""
     # Detached, it is no view of the buffer: torch treats changes of views in ways of their own.
-    return arrived if spec.order is None else arrived.as_strided(spec.shape, spec.stride).detach()
+    return arrived if spec.order is None else relaid(arrived, spec.shape, spec.order, spec.stride).detach()
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +158,7 @@ class Transport:
         Args:
             copy: it may be changed in place before it has arrived.
         """
-        tensor = _as_travels(tensor, move.spec)
+        tensor = permuted(tensor, move.spec.order)
         if copy and self._on_cpu:  # from a device, a copy is what travels
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._send_move(tensor, microbatch, move, backward=False)
@@ -171,7 +166,7 @@ class Transport:
     def send_gradient(self, gradient: torch.Tensor, microbatch: int, move: Move) -> None:
         """Send the gradient of a value back to where it came from."""
         gradient = gradient.detach() if gradient.requires_grad else gradient
-        self._send_move(_as_travels(gradient, move.spec), microbatch, move, backward=True)
+        self._send_move(permuted(gradient, move.spec.order), microbatch, move, backward=True)
 
     def post(self, microbatch: int, move: Move, *, backward: bool) -> None:
         """Start a receive before its data is needed."""
