@@ -24,6 +24,7 @@ from smpkit.torch.partitioning.manual import pinned_modules
 from smpkit.torch.partitioning.measure import Measured, measure
 from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
 from smpkit.torch.pipeline.divergence import watch
+from smpkit.torch.pipeline.elsewhere import mark_weights_elsewhere
 from smpkit.torch.pipeline.executor import Executor, Policy
 from smpkit.torch.pipeline.inputs import Inputs
 from smpkit.torch.pipeline.located import current
@@ -117,6 +118,7 @@ class Pipeline:
         self.holders = holders_of(self._root, placement, state.pp_size)
         self._tied = find_tied(self._root, placement, state.pp_rank)
         keep_own_parts(self._root, placement, self.holders, state.pp_rank, state.device)
+        mark_weights_elsewhere(self._root, self.holders, state.pp_rank)
         stage = Stage(
             state.pp_rank,
             state.pp_size,

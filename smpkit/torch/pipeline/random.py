@@ -27,11 +27,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from smpkit.torch.pipeline.located import Located
 
-__all__ = ["RandomStreams", "operations_again", "will_be_recomputed"]
+__all__ = ["DRAWING", "RandomStreams", "operations_again", "will_be_recomputed"]
 
 _WORD: Final = (1 << 64) - 1
 
-_OPERATIONS: Final = frozenset(
+DRAWING: Final = frozenset(
     {
         *("dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_"),
         *("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_dropout", "feature_dropout_"),
@@ -52,7 +52,7 @@ Given = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[An
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
 _QUESTIONS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
-_WATCHED: Final = _OPERATIONS | _CHANCES | _QUESTIONS
+_WATCHED: Final = DRAWING | _CHANCES | _QUESTIONS
 
 _NOTHING: Final = contextlib.nullcontext()
 _WithoutModes: Final = torch._C.DisableTorchFunction
@@ -203,7 +203,7 @@ class _Operations(TorchFunctionMode):
             return func(*args, **kwargs)
         random.drawn = random.drawn or name in _CHANCES
         random.asked = random.asked or (random.drawn and name in _QUESTIONS)
-        if name not in _OPERATIONS or torch.default_generator.initial_seed() & 1 or _draws_from_its_caller():
+        if name not in DRAWING or torch.default_generator.initial_seed() & 1 or _draws_from_its_caller():
             return func(*args, **kwargs)
         return random.run(name, True, func, args, kwargs)
 
