@@ -136,7 +136,7 @@ def posted_before_waiting(microbatches: int, ahead_bytes: int | None) -> int:
     transport, found = executor().stage.transport, []
     receive = transport._receive_move
 
-    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         found.append(len(transport._posted))
         return receive(*args, **kwargs)
 

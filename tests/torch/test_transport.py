@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -90,7 +91,8 @@ def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
     if smp.pp_rank() == 0:
         for microbatch in (0, 1):
             transport.send(VALUE.t().contiguous().t() + microbatch, microbatch, move_of(5))
-        got = [transport.receive_gradient(microbatch, move_of(5)).tolist() for microbatch in (0, 1)]
+        back = [transport.receive_gradient(microbatch, move_of(5)) for microbatch in (0, 1)]
+        got = [gradient.tolist() for gradient in back if gradient is not None]
     else:
         transport.post(0, move_of(5), backward=False)
         transport.post(1, move_of(5), backward=False)
@@ -110,6 +112,31 @@ def test_values_go_forward_and_gradients_back_under_tags_of_their_own() -> None:
     assert sender == [("send", 1, 24)] * 2 + [("receive", 1, 24)] * 2
     assert receiver == [("receive", 0, 24)] * 2 + [("send", 0, 24)] * 2
     assert tags == 4
+
+
+def gradients_that_are_none() -> list[Any]:
+    """Send word that values have no gradient, whose elements lie in one order and in another, and one that has."""
+    transport = open_transport()
+    found: list[Any] = []
+    for index, value in enumerate([VALUE, VALUE.t().contiguous().t()]):
+        move = Move(index, 0, 1, 0, 0, spec_of(value))
+        for microbatch, gradient in enumerate([None, value * 2, value * math.nan]):
+            if smp.pp_rank() == 0:
+                got = transport.receive_gradient(microbatch, move)
+                found.append(None if got is None else (got[0, 1].item(), got.stride()))
+            else:
+                transport.send_gradient(gradient, microbatch, move)
+    transport.flush()
+    found.append(transport.num_bytes)
+    smp.shutdown()
+    return found
+
+
+def test_a_value_may_have_no_gradient() -> None:
+    received, sent = run_ranks(gradients_that_are_none, 2)
+    double = VALUE[0, 1].item() * 2
+    assert str(received[:-1]) == str([each for s in ((3, 1), (1, 2)) for each in (None, (double, s), (math.nan, s))])
+    assert sent == [6 * VALUE.nbytes]
 
 
 def use_before_it_arrives() -> list[Any]:

@@ -131,7 +131,7 @@ class BackwardWork:
             fit = fit and _fits(start, root)
         for edge, move in left.departures:
             gradient = transport.receive_gradient(index, move)
-            if edge is not None:
+            if edge is not None and gradient is not None:
                 roots.append(edge)
                 gradients.append(gradient)
         for source, leaf in left.cuts:
@@ -153,8 +153,8 @@ class BackwardWork:
         elif roots:
             torch.autograd.backward(roots, gradients)
         for leaf, move in arrivals:
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            if gradient.untyped_storage().nbytes() > move.spec.num_bytes:
+            gradient = leaf.grad
+            if gradient is not None and gradient.untyped_storage().nbytes() > move.spec.num_bytes:
                 # A part of the gradient of a `cat`, say, whose other parts may be gradients of weights: adding to those
                 # would look like a change of this one on its way.
                 gradient = gradient.clone()
@@ -206,10 +206,11 @@ class _Handed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _leaf: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(data)
+        ctx.set_materialize_grads(False)  # where a user of the value makes no gradient, the value has none
         return data
 
     @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(_ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return gradient, None
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from smpkit.errors import UsageError
 from smpkit.torch.containers import pickled
 from smpkit.torch.deadline import reason_of
+from smpkit.torch.pipeline.absent import absent_gradient, is_absent
 from smpkit.torch.pipeline.buffers import Buffers
 from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH
 from smpkit.torch.pipeline.specs import TensorSpec, permuted, relaid, spec_of
@@ -163,10 +164,13 @@ class Transport:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._send_move(tensor, microbatch, move, backward=False)
 
-    def send_gradient(self, gradient: torch.Tensor, microbatch: int, move: Move) -> None:
-        """Send the gradient of a value back to where it came from."""
-        gradient = gradient.detach() if gradient.requires_grad else gradient
-        self._send_move(permuted(gradient, move.spec.order), microbatch, move, backward=True)
+    def send_gradient(self, gradient: torch.Tensor | None, microbatch: int, move: Move) -> None:
+        """Send the gradient of a value back to where it came from, or word that it has none."""
+        if gradient is None:
+            outgoing = absent_gradient(move.spec)
+        else:
+            outgoing = permuted(gradient.detach() if gradient.requires_grad else gradient, move.spec.order)
+        self._send_move(outgoing, microbatch, move, backward=True)
 
     def post(self, microbatch: int, move: Move, *, backward: bool) -> None:
         """Start a receive before its data is needed."""
@@ -182,10 +186,12 @@ class Transport:
         Args:
             use: makes of it what is returned. On a CPU before the data are there, so that it delays nobody.
         """
-        return self._receive_move(microbatch, move, use, backward=False)
+        value = self._receive_move(microbatch, move, use, backward=False)
+        assert value is not None, "only gradients may be absent"
+        return value
 
-    def receive_gradient(self, microbatch: int, move: Move) -> torch.Tensor:
-        """Return the gradient of a value that was sent."""
+    def receive_gradient(self, microbatch: int, move: Move) -> torch.Tensor | None:
+        """Return the gradient of a value that was sent; None if it has none."""
         return self._receive_move(microbatch, move, _as_is, backward=True)
 
     def _receiving(self, tag: int, move: Move, backward: bool) -> tuple[dist.Work, torch.Tensor]:
@@ -208,7 +214,7 @@ class Transport:
 
     def _receive_move(
         self, microbatch: int, move: Move, use: Callable[[torch.Tensor], torch.Tensor], *, backward: bool
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         source, segment = (move.target, move.target_segment) if backward else (move.source, move.source_segment)
         tag = self._tag(microbatch, move, backward)
         work, buffer = self._posted.pop(tag) if tag in self._posted else self._receiving(tag, move, backward)
@@ -216,7 +222,9 @@ class Transport:
         start_ns = time.perf_counter_ns()
         self._wait(work, source, (microbatch, move, backward))
         self.waited_ns += time.perf_counter_ns() - start_ns
-        if result is None:
+        if backward and is_absent(buffer, move.spec):
+            result = None
+        elif result is None:
             result = use(_as_made(buffer.to(self._device), move.spec))
         if self._sending[source]:
             self._let_go(source, self.places.get((source, backward, segment, microbatch)))

@@ -101,6 +101,25 @@ def test_what_arrives_can_be_changed_in_place_after_all_and_who_has_kept_it_find
     assert work.changeable(other, 0) is other, "a leaf of the user's stays one"
 
 
+class GivesNoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: torch.Tensor) -> None:
+        return None
+
+
+def test_a_cut_makes_no_gradient_where_there_is_none() -> None:
+    work, weight, other = BackwardWork(None, 0), torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)  # type: ignore[arg-type]
+    work.starts(GivesNoGradient.apply(work.cut(weight * 3, 0, 1)) * other, torch.ones(2), 1)
+    work.run(1, split=False)
+    work.run(0, split=False)
+    assert other.grad is not None
+    assert weight.grad is None
+
+
 class DoublesGradient(torch.autograd.Function):
     """Changes the gradient that it is given, which torch forbids and does not notice."""
 
