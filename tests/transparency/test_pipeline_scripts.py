@@ -441,6 +441,47 @@ def test_a_rank_that_catches_its_own_exception_does_not_let_the_others_wait(wher
         assert messages[1].startswith("a step was called after one in which not all ranks had failed alike")
 
 
+class ChangesFirst(nn.Module):
+    """Changes one of two tensors that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, row: Tensor) -> Tensor:
+        x.mul_(0.5)
+        result: Tensor = self.linear(x) + row
+        return result
+
+
+def overlapping_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model.module[0](x)
+    loss = nn.functional.mse_loss(model.module[1](hidden, hidden[0]), y)
+    model.backward(loss)
+    return loss
+
+
+def overlap() -> list[str]:
+    """Catch what the step raises, and call the next one."""
+    run = Run(2)
+    model, step = run.model(nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesFirst())), run.step(overlapping_step)
+    messages = []
+    for _ in range(2):
+        with pytest.raises((RemoteError, UsageError)) as caught:
+            step(model, *batch(0))
+        messages.append(caught.value.message)
+    return messages
+
+
+def test_a_change_of_one_of_two_overlapping_arguments_is_told_to_all_ranks() -> None:
+    # Only their home saw that they overlap, and kept it to itself: with its next step the ranks waited for each other.
+    first, second = run_ranks(overlap, 2, timeout=60)
+    assert "was changed in place through another value that shares its memory" in first[0]
+    assert second[0].startswith(f"rank 0 failed: UsageError: {first[0]}")
+    for messages in (first, second):
+        assert messages[1].startswith("a step was called after one in which not all ranks had failed alike")
+
+
 def freeze_alone() -> str:
     run = Run(2)
     model, step = run.model(chain()), run.step(mse_step)

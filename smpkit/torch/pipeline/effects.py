@@ -240,7 +240,7 @@ def apply(
                 hint="let the module that changes a parameter own it, or put both on one rank with smp.set_partition",
             )
         if isinstance(value, Located):
-            change(value, here[number], data, spec, segment, stage.rank, values)
+            change(value, here[number], data, spec, segment, stage, values)
             for plain in plain_in_memory_of(value):
                 _spread(plain, microbatch, home, spec, name)
         elif id(value) not in stage.weights_elsewhere:

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.pipeline.located import Located
 from smpkit.torch.pipeline.specs import TensorSpec, storage_of
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.stage import Stage
 
 __all__ = ["Family", "change", "join", "left_behind", "plain_in_memory_of", "share_plain"]
 
@@ -87,7 +91,7 @@ def change(
     changed: torch.Tensor | None,
     spec: TensorSpec,
     segment: int,
-    rank: int,
+    stage: Stage,
     given: Sequence[torch.Tensor],
 ) -> None:
     """Bring a value that a call has changed in place up to date, and all that belong to it.
@@ -96,7 +100,7 @@ def change(
         here: the value as the rank that ran the call had it: itself, or what it was sent as.
         changed: the data, on that rank.
         segment: of that rank.
-        rank: this one.
+        stage: of this rank.
         given: what else the call was given.
     """
     if spec.shape != value.spec.shape:
@@ -123,9 +127,10 @@ def change(
                 other.value, other.segment = there.value, there.segment
             if changed is not None and _is_cut_off(other, changed):
                 other.value = None
-        elif other.home == rank and other.value is not None and (before is None or _overlap(before, other.value)):
+        elif other.home == stage.rank and other.value is not None and (before is None or _overlap(before, other.value)):
             other.value = None
             if any(other is argument for argument in given):
+                stage.failed_alone = True  # only here are the data that show whether they overlap
                 raise left_behind(other)
 
 
