@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from smpkit.errors import UsageError
 from smpkit.torch.pipeline.halves import WeightHalf, backward_inputs
 from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.transport import Transport
@@ -32,6 +33,8 @@ class _Left:
     departures: list[tuple[GradientEdge | None, Move]] = field(default_factory=list)
     arrivals: list[tuple[torch.Tensor, Move]] = field(default_factory=list)
     cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    changeable: list[tuple[torch.Tensor, Move]] = field(default_factory=list)
+    """What arrivals were handed on as, where they may be changed in place."""
 
 
 class BackwardWork:
@@ -90,7 +93,9 @@ class BackwardWork:
         # This is no view to autograd; nobody else has these data, so nobody need be told of changes.
         result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
         # Where dimensions of one element have other steps in it, a layer that returns it would return another spec.
-        return result if result.stride() == leaf.stride() else _usable(leaf)
+        result = result if result.stride() == leaf.stride() else _usable(leaf)
+        self._left[segment].changeable.append((result, move))
+        return result
 
     def changeable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
         """Return a value that is in use already so that it may be changed in place after all."""
@@ -121,6 +126,7 @@ class BackwardWork:
         left = self._left.pop(segment, None)
         if left is None:
             return
+        _refuse_detached([*left.arrivals, *left.changeable])
         transport, index = self._transport, self._index
         roots: list[Any] = []
         gradients: list[torch.Tensor | None] = []
@@ -176,6 +182,17 @@ class BackwardWork:
     def _cut_leaves_of(self, segment: int) -> list[torch.Tensor]:
         """Return the leaves by which a segment uses what earlier ones made."""
         return [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
+
+
+def _refuse_detached(arrived: list[tuple[torch.Tensor, Move]]) -> None:
+    """Raise if what came in was cut off here: a leaf loses its gradient, and where it came from nobody knows."""
+    for value, move in arrived:
+        if not value.requires_grad:
+            raise UsageError(
+                f"{move.spec}, which pipeline rank {move.source} made for `{move.unit}`, was detached in place or"
+                f" frozen there: rank {move.source} does not know that it gets no gradient",
+                hint="write `x = x.detach()` instead of `x.detach_()` or `x.requires_grad_(False)`",
+            )
 
 
 def _edge_of(value: torch.Tensor) -> GradientEdge:

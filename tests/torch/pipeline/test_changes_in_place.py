@@ -6,6 +6,7 @@ that runs it may hold the value, an older copy of it, or a view.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -338,6 +339,22 @@ class ChangesCopy(ChangesFirst):
         return super().forward(x.clone())
 
 
+class Detaches(Shifts):
+    """Lets `function` cut its input off, after using it, in one of the microbatches."""
+
+    def __init__(self, function: Callable[[Tensor], Any], number: int) -> None:
+        super().__init__()
+        self.function = function
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.number -= 1
+        if self.number == 0:
+            self.function(x)
+        return result
+
+
 class Averages(nn.Module):
     """Keeps a mean of its inputs in a parameter that it is given."""
 
@@ -371,6 +388,18 @@ REFUSED = {
         between(added_after, lambda: NowAndThen(lambda x: x.add_(1))),
         r"`far` changed in place what it was given as tensor 0, float64\[2, 6\], which it did not do the first time",
     ),
+    # Without a word, the first rank got no gradient from a later microbatch: what arrives is a leaf there.
+    **{
+        f"{name}, in microbatch {number}": (
+            between(added_after, functools.partial(Detaches, function, number)),
+            r"float64\[2, 6\], which pipeline rank 0 made for `far`, was detached in place or frozen there",
+        )
+        for name, function, number in [
+            ("detached", lambda x: x.detach_(), 1),
+            ("detached", lambda x: x.detach_(), 2),
+            ("frozen", lambda x: x.requires_grad_(not x.is_leaf), 2),  # torch itself refuses it for no leaf
+        ]
+    },
     "by what needs gradients": (
         Case(lambda: ChangesCopy(Multiplies()), vectors, mse_step),
         r"`first` changed in place a tensor that every pipeline rank holds.*`x.clone\(\)`",
