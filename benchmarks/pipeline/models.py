@@ -12,6 +12,15 @@ from torch.nn import functional
 
 FORWARD_SECONDS = 0.020
 BACKWARD_SECONDS = 0.040
+_AWAKE_SECONDS = 0.0005
+
+
+def rest(seconds: float) -> None:
+    """Take as long as said: a sleep ends when the kernel gets to it, so the last of it is waited for awake."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - _AWAKE_SECONDS))
+    while time.perf_counter() < end:
+        pass
 
 
 class _Sleep(torch.autograd.Function):
@@ -20,13 +29,13 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        time.sleep(FORWARD_SECONDS)
+        rest(FORWARD_SECONDS)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         (weight,) = ctx.saved_tensors
-        time.sleep(BACKWARD_SECONDS)
+        rest(BACKWARD_SECONDS)
         return gradient, torch.ones_like(weight)
 
 
@@ -51,12 +60,12 @@ class _SleepOnWay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
         ctx.seconds = backward_seconds
-        time.sleep(forward_seconds)
+        rest(forward_seconds)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
+        rest(ctx.seconds)
         return gradient, None, None
 
 
@@ -70,7 +79,7 @@ class _SleepForWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
+        rest(ctx.seconds)
         return gradient, None
 
 
