@@ -152,6 +152,47 @@ class Twice(nn.Module):
         return result
 
 
+class Common(nn.Module):
+    """Belongs to every layer: weights, and a table that is none of the parameters."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x) * self.table
+        return result
+
+
+class CommonBlock(nn.Module):
+    def __init__(self, common: Common, act: nn.Module) -> None:
+        super().__init__()
+        self.common = common
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.act(self.own(self.common(x)))
+        return result
+
+
+class SharesInside(nn.Module):
+    """Layers that have one module in common, and one activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        common, act = Common(), nn.GELU()
+        self.layers = nn.ModuleList([CommonBlock(common, act) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 # --- returning and taking all kinds of things ---------------------------------------------------------------------
 
 
@@ -543,6 +584,7 @@ CASES: dict[str, Case] = {
     "skip connections": Case(UShape, vectors, mse_step),
     "parallel branches": Case(Inception, vectors, mse_step),
     "a module used twice": Case(Twice, vectors, mse_step),
+    "a module in several layers": Case(SharesInside, vectors, mse_step),
     "returns a dict": Case(ReturnsDict, vectors, dict_step),
     "returns a dataclass": Case(ReturnsDataclass, vectors, dataclass_step),
     "returns nested tuples": Case(ReturnsTuple, vectors, tuple_step),

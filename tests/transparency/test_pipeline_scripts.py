@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,12 @@ def hooked() -> nn.Module:
     return module
 
 
+def counting() -> nn.Module:
+    """Layers on both ranks that have a norm with statistics in common."""
+    norm = nn.BatchNorm1d(WIDTH)
+    return nn.Sequential(*[nn.Sequential(OrderedDict(linear=nn.Linear(WIDTH, WIDTH), norm=norm)) for _ in range(2)])
+
+
 def scaled_by(weight: Any, x: Tensor) -> None:
     weight *= x.mean()
 
@@ -289,6 +296,7 @@ def scaled_by(weight: Any, x: Tensor) -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     "parameter": (lambda: pair(nn.Parameter(torch.zeros(WIDTH), requires_grad=False)), mse_step, "`0.book`, which"),
     "buffer": (lambda: pair(torch.zeros(WIDTH)), mse_step, "`1.book`, which modules on pipeline ranks 0 and 1 share"),
+    "statistics": (counting, mse_step, "norm.num_batches_tracked`, which modules on pipeline ranks 0 and 1 share"),
     "weight": (lambda: Meddling(lambda weight, _: weight.mul_(0.9)), mse_step, "`mul_` changed in place, between"),
     "by a value": (lambda: Meddling(scaled_by), mse_step, "`mul_` changed in place, between modules, a parameter"),
     "set item": (lambda: Meddling(lambda weight, _: weight.__setitem__(0, 1.0)), mse_step, "`__setitem__` changed in"),

@@ -10,7 +10,7 @@ from torch import nn
 from smpkit.torch.partitioning.delayed import initialize
 from smpkit.torch.tensor_parallel.shards import marked_like
 
-__all__ = ["holders_of", "home_of", "keep_own_parts", "user_of"]
+__all__ = ["holders_of", "home_of", "keep_own_parts", "names_of", "user_of"]
 
 
 def holders_of(root: nn.Module, placement: Mapping[str, int], size: int) -> dict[int, frozenset[int]]:
@@ -48,12 +48,20 @@ def keep_own_parts(
         else:
             nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
             parameter.data = torch.full((), nothing, dtype=parameter.dtype).expand(parameter.shape)
-    for name, module in root.named_modules():
-        home = home_of(name, placement)
-        target = device if home is None or home == rank else torch.device("meta")
+    for module, names in names_of(root).items():
+        is_here = any(home_of(name, placement) in (None, rank) for name in names)
+        target = device if is_here else torch.device("meta")
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != target:
                 module._buffers[key] = marked_like(buffer.to(target), buffer)
+
+
+def names_of(root: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return every module with all of its names: layers on several ranks may share one."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 def home_of(name: str, placement: Mapping[str, int]) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.apply import home_of
+from smpkit.torch.partitioning.apply import home_of, names_of
 from smpkit.torch.pipeline.specs import storage_of
 from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.rendezvous import name_ranks
@@ -49,19 +49,19 @@ class Tied:
 def find_tied(root: nn.Module, placement: Mapping[str, int], rank: int) -> list[Tied]:
     """Return what this rank's modules share with those of others; called while every rank has the whole model."""
     places: dict[object, set[int]] = {}
-    found: list[tuple[str, nn.Module, str, object, int]] = []
-    for name, module in root.named_modules():
-        home = home_of(name, placement)
-        if home is None:
+    found: list[tuple[str, nn.Module, str, object, set[int]]] = []
+    for module, names in names_of(root).items():
+        homes = {home for name in names if (home := home_of(name, placement)) is not None}
+        if not homes:
             continue
         own: list[tuple[str, torch.Tensor]] = list(module.named_parameters(recurse=False))
         for key, tensor in [*own, *module.named_buffers(recurse=False)]:
             # Without memory (delayed initialisation, no elements) only the object can be the same.
             memory = id(tensor) if tensor.is_meta or not tensor.numel() else storage_of(tensor)
-            places.setdefault(memory, set()).add(home)
-            found.append((f"{name}.{key}", module, key, memory, home))
+            places.setdefault(memory, set()).update(homes)
+            found.append((f"{names[0]}.{key}", module, key, memory, homes))
     return [
         Tied(name, module, key, sorted(places[memory]))
-        for name, module, key, memory, home in found
-        if home == rank and len(places[memory]) > 1
+        for name, module, key, memory, homes in found
+        if rank in homes and len(places[memory]) > 1
     ]

@@ -15,6 +15,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.calls import ModuleCall, OwnCall, Placed
 from smpkit.torch.deadline import note_place
+from smpkit.torch.partitioning.apply import names_of
 from smpkit.torch.pipeline.captured import lists_that_fill, mode_of, parts_added, with_added
 from smpkit.torch.pipeline.located import Located, Running, between_units, current
 from smpkit.torch.pipeline.random import RandomStreams
@@ -31,12 +32,14 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None
 
     Modules above them that lie on several ranks run everywhere; all have a stream of random numbers of their own.
     """
-    for name, module in root.named_modules():
+    for module, names in names_of(root).items():
+        name = names[0]
         homes = homes_of(name, placement)
         above = _unit_above(name, placement)
         if len(homes) == 1 and not isinstance(module, _CONTAINERS):
             kind = _Kind.AROUND if above is None else _Kind.UNIT if above == name else _Kind.INNER
-            _route(module, name or "model", next(iter(homes)), stage, kind)
+            is_here = any(stage.rank in homes_of(other, placement) for other in names)
+            _route(module, name or "model", next(iter(homes)), stage, kind, is_here=is_here)
         elif not homes and _is_torch_leaf(module):
             _follow(module, name, stage)
         elif len(homes) > 1 and not isinstance(module, _CONTAINERS):
@@ -110,8 +113,12 @@ def _is_torch_leaf(module: nn.Module) -> bool:
     return known and not any(True for _ in module.children())
 
 
-def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -> None:
-    """Run the module on its home only."""
+def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind, *, is_here: bool) -> None:
+    """Run the module on its home only.
+
+    Args:
+        is_here: whether it is a part of this rank's units, as one that several units share is of each.
+    """
     closed = kind is not _Kind.AROUND
     lists_now = lists_that_fill()
 
@@ -127,7 +134,7 @@ def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind) -
             mode = module.training, mode_of(lists)
             run = with_added(lists, run)
             return parts_added(lists, microbatch.run_at(home, name, name, run, args, kwargs, mode, stream=closed))
-        if home != stage.rank:
+        if not is_here:
             raise UsageError(
                 f"`{name}`, whose weights pipeline rank {home} holds, was called outside a step, on rank {stage.rank}",
                 hint="call it in a function with @smp.step, which all pipeline ranks run",
