@@ -168,7 +168,7 @@ class Common(nn.Module):
 
 
 class CommonBlock(nn.Module):
-    def __init__(self, common: Common, act: nn.Module) -> None:
+    def __init__(self, common: nn.Module, act: nn.Module) -> None:
         super().__init__()
         self.common = common
         self.own = nn.Linear(WIDTH, WIDTH)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from smpkit.torch import deadline
 from smpkit.torch.step_output import StepOutput, collate
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Plain, part, place
-from tests.transparency.pipeline_models import WIDTH
+from tests.transparency.pipeline_models import WIDTH, CommonBlock
 
 MICROBATCHES = 2
 
@@ -286,7 +285,7 @@ def hooked() -> nn.Module:
 def counting() -> nn.Module:
     """Layers on both ranks that have a norm with statistics in common."""
     norm = nn.BatchNorm1d(WIDTH)
-    return nn.Sequential(*[nn.Sequential(OrderedDict(linear=nn.Linear(WIDTH, WIDTH), norm=norm)) for _ in range(2)])
+    return nn.Sequential(*[CommonBlock(norm, nn.GELU()) for _ in range(2)])
 
 
 def scaled_by(weight: Any, x: Tensor) -> None:
@@ -296,7 +295,7 @@ def scaled_by(weight: Any, x: Tensor) -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     "parameter": (lambda: pair(nn.Parameter(torch.zeros(WIDTH), requires_grad=False)), mse_step, "`0.book`, which"),
     "buffer": (lambda: pair(torch.zeros(WIDTH)), mse_step, "`1.book`, which modules on pipeline ranks 0 and 1 share"),
-    "statistics": (counting, mse_step, "norm.num_batches_tracked`, which modules on pipeline ranks 0 and 1 share"),
+    "statistics": (counting, mse_step, "common.num_batches_tracked`, which modules on pipeline ranks 0 and 1 share"),
     "weight": (lambda: Meddling(lambda weight, _: weight.mul_(0.9)), mse_step, "`mul_` changed in place, between"),
     "by a value": (lambda: Meddling(scaled_by), mse_step, "`mul_` changed in place, between modules, a parameter"),
     "set item": (lambda: Meddling(lambda weight, _: weight.__setitem__(0, 1.0)), mse_step, "`__setitem__` changed in"),
