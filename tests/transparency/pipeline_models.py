@@ -182,9 +182,9 @@ class CommonBlock(nn.Module):
 class SharesInside(nn.Module):
     """Layers that have one module in common, and one activation."""
 
-    def __init__(self) -> None:
+    def __init__(self, common: nn.Module | None = None) -> None:
         super().__init__()
-        common, act = Common(), nn.GELU()
+        common, act = common or Common(), nn.GELU()
         self.layers = nn.ModuleList([CommonBlock(common, act) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:

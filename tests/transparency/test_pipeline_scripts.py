@@ -21,7 +21,7 @@ from smpkit.torch import deadline
 from smpkit.torch.step_output import StepOutput, collate
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Plain, part, place
-from tests.transparency.pipeline_models import WIDTH, CommonBlock
+from tests.transparency.pipeline_models import WIDTH, SharesInside
 
 MICROBATCHES = 2
 
@@ -282,10 +282,36 @@ def hooked() -> nn.Module:
     return module
 
 
-def counting() -> nn.Module:
-    """Layers on both ranks that have a norm with statistics in common."""
-    norm = nn.BatchNorm1d(WIDTH)
-    return nn.Sequential(*[CommonBlock(norm, nn.GELU()) for _ in range(2)])
+class Memory:
+    """No container that anybody could look into."""
+
+    __slots__ = ("first",)
+
+    first: Tensor
+
+
+class Recalling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        return torch.add(memory.first, self.linear(x))
+
+
+class Remembering(nn.Module):
+    """Hands its layers an object with a value in it, as caches of keys and values are handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Recalling() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = Memory()
+        memory.first = x
+        for layer in self.layers:
+            x = memory.first = layer(x, memory)
+        return x
 
 
 def scaled_by(weight: Any, x: Tensor) -> None:
@@ -295,7 +321,12 @@ def scaled_by(weight: Any, x: Tensor) -> None:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     "parameter": (lambda: pair(nn.Parameter(torch.zeros(WIDTH), requires_grad=False)), mse_step, "`0.book`, which"),
     "buffer": (lambda: pair(torch.zeros(WIDTH)), mse_step, "`1.book`, which modules on pipeline ranks 0 and 1 share"),
-    "statistics": (counting, mse_step, "common.num_batches_tracked`, which modules on pipeline ranks 0 and 1 share"),
+    "statistics": (
+        lambda: SharesInside(nn.BatchNorm1d(WIDTH)),
+        mse_step,
+        "common.num_batches_tracked`, which modules on pipeline ranks 0 and 1 share",
+    ),
+    "in an object": (Remembering, mse_step, "`add` was called inside a layer on a value that another pipeline"),
     "weight": (lambda: Meddling(lambda weight, _: weight.mul_(0.9)), mse_step, "`mul_` changed in place, between"),
     "by a value": (lambda: Meddling(scaled_by), mse_step, "`mul_` changed in place, between modules, a parameter"),
     "set item": (lambda: Meddling(lambda weight, _: weight.__setitem__(0, 1.0)), mse_step, "`__setitem__` changed in"),

@@ -60,6 +60,12 @@ class Microbatch(Moves):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
     ) -> Any:
         """Run one torch operation where its data is; `mode` is what else decides the shape of its result."""
+        if self.stage.inside:
+            raise UsageError(
+                f"`{name}` was called inside a layer on a value that another pipeline rank may hold: it came in an"
+                " object (a cache of keys and values, say), in which smpkit does not look",
+                hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors",
+            )
         changes = bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
         if not targets:
