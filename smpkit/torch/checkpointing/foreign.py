@@ -30,17 +30,18 @@ from smpkit.torch.pipeline.random import will_be_recomputed
 
 __all__ = ["adopt"]
 
-_GENERATOR: Final = "_checkpoint_without_reentrant_generator"
-"""What `checkpoint(..., use_reentrant=False)` runs around the function that it calls; of torch 2.1 to 2.14 at least."""
+_Generator = Generator[None, None, None]
+_Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], _Generator]
+"""What `checkpoint(..., use_reentrant=False)` runs around the function that it calls, with its settings."""
+
+_APART: Final = "_checkpoint_without_reentrant_generator_impl"
+"""Its name in torch 2.14.1; takes a call's arguments as a tuple and a dict, and settings by name."""
+
+_SPREAD: Final = "_checkpoint_without_reentrant_generator"
+"""Its name in torch 2.1 to 2.13; takes settings and a call's positional arguments in one row. Where both are, this one
+only calls the other."""
 
 _reentrant: Final = torch_checkpoint.CheckpointFunction
-_around: Final[Callable[..., Generator[None, None, None]] | None] = getattr(torch_checkpoint, _GENERATOR, None)
-_NUM_SETTINGS: Final = (
-    0
-    if _around is None
-    else sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in inspect.signature(_around).parameters.values()) - 1
-)
-"""How many arguments it takes between the function and the function's own."""
 
 
 class _Reentrant:
@@ -55,15 +56,16 @@ class _Reentrant:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
-    assert _around is not None
+def _non_reentrant(
+    around: _Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Generator:
     microbatch = between_units()
     if microbatch is None:
         with _boundary_of(function):
-            yield from _around(function, *args, **kwargs)
+            yield from around(function, args, kwargs)
         return
     # See [Note: around several ranks].
-    outer, microbatch.around_units = microbatch.around_units, functools.partial(_recomputed, args[:_NUM_SETTINGS])
+    outer, microbatch.around_units = microbatch.around_units, functools.partial(_recomputed, around)
     try:
         yield
     finally:
@@ -73,21 +75,61 @@ def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> G
 _again: Final = contextlib.contextmanager(_non_reentrant)
 
 
-def _recomputed(settings: tuple[Any, ...], own: OwnCall) -> OwnCall:
+def _recomputed(around: _Around, own: OwnCall) -> OwnCall:
     """Return a call that is recomputed in backward, with the settings of a torch.utils.checkpoint around it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _again(own, *settings, *args, **kwargs):
+        with _again(around, own, args, kwargs):
             return own(*args, **kwargs)
 
     return run
 
 
+def _apart(theirs: Callable[..., _Generator]) -> Callable[..., _Generator]:
+    """Return what stands for torch's function of the name `_APART`."""
+
+    def generator(
+        function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any
+    ) -> _Generator:
+        return _non_reentrant(functools.partial(theirs, **settings), function, args, kwargs)
+
+    return generator
+
+
+def _spread(theirs: Callable[..., _Generator]) -> Callable[..., _Generator]:
+    """Return what stands for torch's function of the name `_SPREAD`."""
+    kinds = [each.kind for each in inspect.signature(theirs).parameters.values()]
+    num_settings = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1  # the function comes first
+
+    def generator(function: Callable[..., Any], *row: Any, **kwargs: Any) -> _Generator:
+        settings, args = row[:num_settings], row[num_settings:]
+
+        def around(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Generator:
+            return theirs(function, *settings, *args, **kwargs)
+
+        return _non_reentrant(around, function, args, kwargs)
+
+    return generator
+
+
+def _standing() -> dict[str, Callable[..., _Generator]]:
+    """Return what stands for which of torch's functions: for the one that `checkpoint` calls."""
+    for name, stand_for in ((_APART, _apart), (_SPREAD, _spread)):
+        theirs = getattr(torch_checkpoint, name, None)
+        if theirs is not None:
+            return {name: stand_for(theirs)}
+    return {}
+
+
+_STANDING: Final = _standing()
+"""Made once, from torch's own: `adopt` is called for each model."""
+
+
 def adopt() -> None:
     """Make torch's checkpoint one of ours, for the life of this process."""
     torch_checkpoint.CheckpointFunction = _Reentrant  # type: ignore[assignment, misc]
-    if _around is not None:
-        setattr(torch_checkpoint, _GENERATOR, _non_reentrant)
+    for name, standing in _STANDING.items():
+        setattr(torch_checkpoint, name, standing)
 
 
 def _boundary_of(function: Callable[..., Any]) -> AbstractContextManager[object]:
