@@ -4,7 +4,8 @@ The first microbatch of a new kind of step runs straight through all ranks and i
 derives the same segment graph and schedule, and runs its own list of actions of it. After the second step the schedule
 is made again from measured times, and tried (see `replan`). A step in which Python asked for a value that a branch may
 hang on keeps going straight through, microbatch after microbatch: there the next microbatch may take another path, and
-following the program's own order cannot deadlock whatever path that is.
+following the program's own order cannot deadlock whatever path that is. So does one whose microbatches would mix what
+modules keep between calls (see `carried`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, TypeVar
 from smpkit.plan.schedule import Action, Costs, Kind, Schedule, SegmentGraph, check, interleaved, simple
 from smpkit.torch.deadline import note_place
 from smpkit.torch.offload import active
+from smpkit.torch.pipeline.carried import carried_anywhere, refuse_kept_graph, warn_of_carried
 from smpkit.torch.pipeline.ending import Ending
 from smpkit.torch.pipeline.located import Running
 from smpkit.torch.pipeline.microbatch import Microbatch
@@ -84,6 +86,7 @@ class Executor:
         self._trials: dict[Hashable, Trial[Plan]] = {}
         self._steps: Counter[Hashable] = Counter()
         self._strays: Counter[Hashable] = Counter()
+        self._carried: Counter[Hashable] = Counter()
         self._parked: dict[int, Parked] = {}
 
     def run(
@@ -104,9 +107,10 @@ class Executor:
         self.stage.begin_step(step.microbatches)
         if kind not in self._plans:
             microbatch = step.microbatches[0]
+            microbatch.carried = self.stage.watched_modules()
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.forward_straight(0)
-            self._plans[kind] = self._planned(microbatch, count)
+            self._plans[kind] = self._planned(kind, microbatch, count)
         trial = self._trials.get(kind)
         plan = self._plans[kind] if trial is None else trial.next
         self.last_schedule = None if plan is None else plan.schedule
@@ -121,6 +125,8 @@ class Executor:
         self._steps[kind] += 1
         if any(microbatch.strayed for microbatch in step.microbatches):
             self._follow_no_more(kind)
+        elif self._carried[kind] == 1 and plan is None:
+            del self._plans[kind]  # looked at again: what is made once, a table of positions, say, stays as it is
         elif plan is not None:
             self._choose(kind, plan, meter, time.perf_counter() - started)
         return outputs
@@ -159,9 +165,17 @@ class Executor:
         self.stage.inside = False
         self.stage.transport.abandon(len(self.stage.microbatches))
 
-    def _planned(self, microbatch: Microbatch, count: int) -> Plan | None:
-        """Make the schedule of a kind of step from its first microbatch; None if the path may change."""
+    def _planned(self, kind: Hashable, microbatch: Microbatch, count: int) -> Plan | None:
+        """Make the schedule of a kind of step from its first microbatch.
+
+        None: the path may change, or modules carry what microbatches would mix.
+        """
         if microbatch.dynamic:
+            return None
+        if read := carried_anywhere(microbatch, self.stage):
+            self._carried[kind] += 1
+            if self._carried[kind] > 1:
+                warn_of_carried(read)
             return None
         schedule = self._policy.schedule(graph_of(microbatch), count)
         check(schedule)
@@ -355,6 +369,7 @@ class _Step:
             inside = {} if kind is Kind.FORWARD else microbatch.backward_work.place_of(segment)
             note_place(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
             self.stage.failed_alone = self.stage.failed_alone or kind is not Kind.FORWARD
+            refuse_kept_graph(error, microbatch)
             raise
         finally:
             Running.microbatch = None

@@ -120,6 +120,8 @@ class Microbatch(Moves):
                 if call.effects is not None:
                     apply(call.effects, self, home, name, given, (args, kwargs), result)
                 return result
+            if self.carried is not None:
+                self.carried.called(target)
             if stream:
                 self.backward_work.units[self._segments[home]].append(name)
             brought = args, kwargs

@@ -23,6 +23,7 @@ from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.pipeline.weights import LocatedWeights
 
 if TYPE_CHECKING:
+    from smpkit.torch.pipeline.carried import Carried
     from smpkit.torch.pipeline.stage import Stage
 
 __all__ = ["Moves"]
@@ -44,6 +45,8 @@ class Moves:
     """Whether a call has changed in place what it was given, on whichever rank."""
     before_wait: Callable[[], None] | None = None
     """Called where a new segment begins: lets other work of this rank go first."""
+    carried: Carried | None = None
+    """Looks at what modules keep where a new segment begins; None if that is known."""
     _in_hooks = 0
 
     def __init__(self, stage: Stage, index: int) -> None:
@@ -112,8 +115,11 @@ class Moves:
             self._hand_over(sent.detach(), move)  # first: somebody waits for it
             if spec.requires_grad:
                 self.backward_work.departs(sent, move, self._segments[source])
-        elif target == self._rank and begins and self.before_wait is not None:
-            self.before_wait()
+        elif target == self._rank and begins:
+            if self.carried is not None:
+                self.carried.cut()
+            if self.before_wait is not None:
+                self.before_wait()
         moved = locate(spec, stage.device, target, None, self._segments[target])
         if target == self._rank:
             moved.value = self._received(move)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smpkit.torch.backward_start import Starts
+from smpkit.torch.pipeline.carried import Carried
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.results import Results
 from smpkit.torch.pipeline.transport import Transport
@@ -63,6 +64,10 @@ class Stage:
         self.agreed: Callable[[str], str] = agreed or (lambda text: text)
         self.failed_alone = False
         """Whether what this rank alone runs has raised: other ranks do not know, and wait."""
+        self.modules: dict[str, nn.Module] = {}
+        """Those that code of this rank may call or look into, by name."""
+        self.spanning: set[str] = set()
+        """The names of those that lie on several ranks, or hold nothing: code between units runs them on all ranks."""
         self._owners = owners
         self._results: dict[bytes, Results] = {}
         self._way = ""
@@ -88,6 +93,10 @@ class Stage:
         if self._way:
             for microbatch in microbatches:
                 microbatch.path.append(self._way)
+
+    def watched_modules(self) -> Carried:
+        """Return who looks at what modules keep while a microbatch runs."""
+        return Carried(self.modules, self.spanning)
 
     def owner_of(self, parameter: nn.Parameter) -> int | None:
         """Return the rank where operations with this parameter run; None if every rank holds it."""

@@ -36,6 +36,9 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None
         name = names[0]
         homes = homes_of(name, placement)
         above = _unit_above(name, placement)
+        if len(homes) != 1 or stage.rank in homes:
+            stage.modules[name] = module
+            stage.spanning.update([name] * (len(homes) != 1))
         if len(homes) == 1 and not isinstance(module, _CONTAINERS):
             kind = _Kind.AROUND if above is None else _Kind.UNIT if above == name else _Kind.INNER
             is_here = any(stage.rank in homes_of(other, placement) for other in names)

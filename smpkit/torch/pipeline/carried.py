@@ -1,0 +1,133 @@
+"""What modules keep from one call to the next, which microbatches that are on their way together would mix.
+
+Where a microbatch comes back to a rank, others run there in between. What a module has kept from the first visit (a
+hidden state that each forward resets, a counter, running statistics) is another microbatch's by the second. So while
+the first microbatch of a kind of step runs, each rank looks at its modules wherever its work is cut; where they read
+what has changed before a cut, microbatches run one after the other, as in one process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.specs import PLAIN
+from smpkit.torch.state import state
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.microbatch import Microbatch
+    from smpkit.torch.pipeline.stage import Stage
+
+__all__ = ["Carried", "carried_anywhere", "refuse_kept_graph", "warn_of_carried"]
+
+_TORCHS_OWN: Final = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+_CONTAINERS: Final = (list, tuple, set, deque)
+_NUM_NAMED: Final = 3
+_WALKED_TWICE: Final = "backward through the graph a second time"
+"""What torch says where a part of backward finds the graph of another, which has run."""
+_WHAT: Final = "what modules keep between calls"
+
+_Kept = Mapping[str, tuple[object, object]]
+"""By attribute, its value, which stays alive so that no other gets its id, and what changes when it does."""
+
+
+class Carried:
+    """What the modules of this rank keep while a microbatch runs.
+
+    Args:
+        modules: those that code of this rank may call or look into, by name.
+        spanning: the names of those that lie on several ranks, or hold nothing: code between units reads them.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], spanning: Collection[str]) -> None:
+        self._modules = modules
+        self._spanning = spanning
+        self._at_first = {name: _kept_by(module) for name, module in modules.items()}
+        self._changed: dict[str, str] = {}
+        self.read: set[str] = set()
+        """Attributes that had changed before a cut and may have been read after it."""
+
+    def cut(self) -> None:
+        """Note that this rank's work for the microbatch is cut here."""
+        for name, module in self._modules.items():
+            known, now = self._at_first[name], _kept_by(module)
+            changed = next((key for key in now if key not in known or known[key][1] != now[key][1]), None)
+            if changed is not None:
+                self._changed[name] = f"{name}.{changed}" if name else changed
+        self.read.update(self._changed[name] for name in self._changed if name in self._spanning)
+
+    def called(self, target: object) -> None:
+        """Note that a module that lies here is called; `target` is its name, or the names of several."""
+        for name in (target,) if isinstance(target, str) else target if isinstance(target, tuple) else ():
+            inside = [each for each in self._changed if each == name or each.startswith(f"{name}.")]
+            self.read.update(self._changed[each] for each in inside)
+
+
+def _kept_by(module: nn.Module) -> _Kept:
+    own = {key: value for key, value in vars(module).items() if key not in _TORCHS_OWN}
+    return {key: (value, _mark(value)) for key, value in {**own, **module._buffers}.items()}
+
+
+def _mark(value: Any) -> object:
+    """Return what is another once a value has changed, or another is in its place."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, torch.Tensor) and type(value) is not Located and not value.is_inference():
+        return id(value), value._version
+    if isinstance(value, _CONTAINERS):
+        return id(value), tuple(map(id, value))
+    if isinstance(value, dict):
+        return id(value), tuple(map(id, value.values()))
+    return id(value)
+
+
+def carried_anywhere(microbatch: Microbatch, stage: Stage) -> list[str]:
+    """Return which attributes, on any rank, microbatches would mix; all ranks call this at the same time."""
+    carried, microbatch.carried = microbatch.carried, None
+    if carried is None or max(microbatch.num_segments) == 1:
+        return []
+    read: set[str] = set()
+    for rank in range(stage.size):
+        if rank == stage.rank:
+            stage.transport.broadcast_object(sorted(carried.read), what=_WHAT)
+            read |= carried.read
+        else:
+            read.update(stage.transport.receive_object(rank, _WHAT))
+    return sorted(read)
+
+
+def warn_of_carried(read: list[str]) -> None:
+    """Say on the first rank of the job why its microbatches run one after the other."""
+    if state.rank:
+        return
+    names = ", ".join(f"`{name}`" for name in read[:_NUM_NAMED]) + ", ..." * (len(read) > _NUM_NAMED)
+    warnings.warn(
+        f"{names} changed while a microbatch was on its way that comes back to the rank later: microbatches run one"
+        " after the other, so that none sees what another has left there, and ranks wait for each other. To train"
+        " faster, put the calls between which it must stay into one module on one rank (smp.set_partition), or hand"
+        " it on as an argument and a result",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def refuse_kept_graph(error: Exception, microbatch: Microbatch) -> None:
+    """Raise in place of torch's error where a module has kept a tensor with its graph over a cut.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    if isinstance(error, RuntimeError) and _WALKED_TWICE in str(error) and microbatch.num_own_segments > 1:
+        raise UsageError(
+            "backward came twice through the same graph, and the microbatch visits this pipeline rank more than once:"
+            " a module keeps a tensor that needs gradients from one visit to the next (a hidden state, a cache)",
+            hint="return it from the module's forward and hand it back as an argument, as nn.LSTM does, or put the"
+            " calls into one module on one rank (smp.set_partition)",
+        ) from error
