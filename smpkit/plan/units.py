@@ -73,7 +73,9 @@ def unit_tree(model: Node, split: Collection[str] = ()) -> UnitTree:
     - a child of a stack, unless it holds a stack of blocks itself: a stack with two children of one class that have
       children of their own;
     - a module with parameters of its own and no stack below, such as `MultiheadAttention`, which reads its children's
-      weights instead of calling them; but not the model itself.
+      weights instead of calling them; but not the model itself;
+    - a module with a stack of experts, for which values decide what each gets: only one rank can follow that. Such a
+      stack is known by its name (`experts`), and is none of blocks.
 
     Args:
         split: names of modules that are cut in any case, because parts of them were placed apart by hand.
@@ -102,6 +104,8 @@ def _is_unit(node: Node, in_stack: bool) -> bool:
         return not node.is_stack
     if node.is_stack:
         return False
+    if node.name and any(_is_stack_of_experts(child) for child in node.children):
+        return True
     if in_stack:
         return not any(_is_stack_of_blocks(below) for below in node.walk())
     # The model itself is never one (its name is empty): there would be nothing left to place.
@@ -110,7 +114,11 @@ def _is_unit(node: Node, in_stack: bool) -> bool:
 
 def _is_stack_of_blocks(node: Node) -> bool:
     blocks = Counter(child.kind for child in node.children if child.children)
-    return node.is_stack and any(count > 1 for count in blocks.values())
+    return node.is_stack and any(count > 1 for count in blocks.values()) and not _is_stack_of_experts(node)
+
+
+def _is_stack_of_experts(node: Node) -> bool:
+    return node.is_stack and "expert" in node.name.rpartition(".")[2].lower()
 
 
 def _parameters(node: Node) -> dict[str, int]:

@@ -74,6 +74,21 @@ def test_sequentials_in_a_sequential_are_cut_further() -> None:
     assert names(model) == ["0.0", "0.1", "1"]
 
 
+def test_a_module_with_a_stack_of_experts_stays_whole() -> None:
+    # Values decide what each expert gets: cut apart, every such model was refused.
+    def mixture(name: str) -> Node:
+        experts = stack(f"{name}.experts", *[block(f"{name}.experts.{number}") for number in range(4)])
+        return module(name, "Mixture", leaf(f"{name}.gate", gate=8), experts)
+
+    def layer(name: str) -> Node:
+        return module(name, "Layer", leaf(f"{name}.norm", norm=8), mixture(f"{name}.mlp"))
+
+    model = module("", "Model", mixture("first"), stack("layers", layer("layers.0"), layer("layers.1")))
+    assert names(model) == ["first", "layers.0", "layers.1"]
+    apart = unit_tree(model, split={"first", "first.experts"})
+    assert [unit.name for unit in apart.units][:2] == ["first.gate", "first.experts.0"]
+
+
 def test_a_module_that_reads_its_childrens_weights_stays_whole() -> None:
     attention = module("attention", "MultiheadAttention", leaf("attention.out_proj"), in_proj_weight=12)
     assert names(module("", "Model", attention, leaf("head"))) == ["attention", "head"]

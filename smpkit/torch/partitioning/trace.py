@@ -31,6 +31,8 @@ __all__ = ["Step", "leaving_no_trace", "measure_units", "node_of", "run_fake", "
 
 _log = logging.getLogger("smpkit")
 
+_WHOLE: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
+"""Modules of torch's own whose parts get what values decide: they are not cut."""
 _GROWING: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
 
 
@@ -42,10 +44,11 @@ def node_of(module: nn.Module) -> Node:
 def _node(module: nn.Module, name: str, seen: set[int]) -> Node:
     seen.add(id(module))
     children = []
-    for child_name, child in module.named_children():
+    is_whole = isinstance(module, _WHOLE)
+    for child_name, child in () if is_whole else module.named_children():
         if id(child) not in seen:
             children.append(_node(child, f"{name}.{child_name}" if name else child_name, seen))
-    owned = [*module.parameters(recurse=False), *_statistics(module)]
+    owned = [*module.parameters(recurse=is_whole), *_statistics(module)]
     return Node(
         name,
         type(module).__qualname__,

@@ -2,8 +2,8 @@
 
 Where a microbatch comes back to a rank, others run there in between. What a module has kept from the first visit (a
 hidden state that each forward resets, a counter, running statistics) is another microbatch's by the second. So while
-the first microbatch of a kind of step runs, each rank looks at its modules wherever its work is cut; where they read
-what has changed before a cut, microbatches run one after the other, as in one process.
+the first microbatch of a kind of step runs, each rank looks at its modules wherever its work is cut; where one side of
+a cut may read what has changed on the other, microbatches run one after the other, as in one process.
 """
 
 from __future__ import annotations
@@ -51,23 +51,40 @@ class Carried:
         self._spanning = spanning
         self._at_first = {name: _kept_by(module) for name, module in modules.items()}
         self._changed: dict[str, str] = {}
-        self.read: set[str] = set()
-        """Attributes that had changed before a cut and may have been read after it."""
+        self._num_cuts = 0
+        self._calls: dict[str, set[int]] = {}
+        """After how many cuts modules that lie here were called."""
+        self.mixed: set[str] = set()
+        """Attributes that change on one side of a cut and may be read on the other."""
 
     def cut(self) -> None:
         """Note that this rank's work for the microbatch is cut here."""
+        self._num_cuts += 1
+        self._look()
+
+    def called(self, target: object) -> None:
+        """Note that a module that lies here is called; `target` is its name, or the names of several."""
+        for name in (target,) if isinstance(target, str) else target if isinstance(target, tuple) else ():
+            self._calls.setdefault(name, set()).add(self._num_cuts)
+            self.mixed.update(self._changed_in(name))
+
+    def end(self) -> None:
+        """Note that the microbatch's forward has ended: what has changed now, the next one reads before a cut."""
+        self._look()
+        if self._num_cuts:
+            self.mixed.update(self._changed[name] for name in self._changed if name in self._spanning)
+            for name, places in self._calls.items():
+                self.mixed.update(self._changed_in(name) if len(places) > 1 else ())
+
+    def _look(self) -> None:
         for name, module in self._modules.items():
             known, now = self._at_first[name], _kept_by(module)
             changed = next((key for key in now if key not in known or known[key][1] != now[key][1]), None)
             if changed is not None:
                 self._changed[name] = f"{name}.{changed}" if name else changed
-        self.read.update(self._changed[name] for name in self._changed if name in self._spanning)
 
-    def called(self, target: object) -> None:
-        """Note that a module that lies here is called; `target` is its name, or the names of several."""
-        for name in (target,) if isinstance(target, str) else target if isinstance(target, tuple) else ():
-            inside = [each for each in self._changed if each == name or each.startswith(f"{name}.")]
-            self.read.update(self._changed[each] for each in inside)
+    def _changed_in(self, name: str) -> list[str]:
+        return [what for each, what in self._changed.items() if each == name or each.startswith(f"{name}.")]
 
 
 def _kept_by(module: nn.Module) -> _Kept:
@@ -93,21 +110,22 @@ def carried_anywhere(microbatch: Microbatch, stage: Stage) -> list[str]:
     carried, microbatch.carried = microbatch.carried, None
     if carried is None or max(microbatch.num_segments) == 1:
         return []
-    read: set[str] = set()
+    carried.end()
+    mixed: set[str] = set()
     for rank in range(stage.size):
         if rank == stage.rank:
-            stage.transport.broadcast_object(sorted(carried.read), what=_WHAT)
-            read |= carried.read
+            stage.transport.broadcast_object(sorted(carried.mixed), what=_WHAT)
+            mixed |= carried.mixed
         else:
-            read.update(stage.transport.receive_object(rank, _WHAT))
-    return sorted(read)
+            mixed.update(stage.transport.receive_object(rank, _WHAT))
+    return sorted(mixed)
 
 
-def warn_of_carried(read: list[str]) -> None:
+def warn_of_carried(mixed: list[str]) -> None:
     """Say on the first rank of the job why its microbatches run one after the other."""
     if state.rank:
         return
-    names = ", ".join(f"`{name}`" for name in read[:_NUM_NAMED]) + ", ..." * (len(read) > _NUM_NAMED)
+    names = ", ".join(f"`{name}`" for name in mixed[:_NUM_NAMED]) + ", ..." * (len(mixed) > _NUM_NAMED)
     warnings.warn(
         f"{names} changed while a microbatch was on its way that comes back to the rank later: microbatches run one"
         " after the other, so that none sees what another has left there, and ranks wait for each other. To train"

@@ -172,10 +172,10 @@ class Executor:
         """
         if microbatch.dynamic:
             return None
-        if read := carried_anywhere(microbatch, self.stage):
+        if mixed := carried_anywhere(microbatch, self.stage):
             self._carried[kind] += 1
             if self._carried[kind] > 1:
-                warn_of_carried(read)
+                warn_of_carried(mixed)
             return None
         schedule = self._policy.schedule(graph_of(microbatch), count)
         check(schedule)

@@ -52,7 +52,8 @@ def current() -> Microbatch:
     if microbatch is None:
         raise UsageError(
             "a value of another rank was used outside the step that made it",
-            hint="return it from the step function; the step hands every rank a copy",
+            hint="return it from the step function; the step hands every rank a copy. A buffer is changed in place:"
+            " `with torch.no_grad(): self.mean.copy_(value)`",
         )
     return microbatch
 

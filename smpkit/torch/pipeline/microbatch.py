@@ -71,15 +71,36 @@ class Microbatch(Moves):
         if not targets:
             return self.run_at(home_of_operation(args, kwargs, self.stage), func, name, func, args, kwargs, mode)
         if not all(isinstance(each, Located) for each in targets):
-            for each in targets:
-                if id(each) in self.stage.weights_elsewhere:
-                    raise refused_change(name, each)
-            raise UsageError(
-                f"`{name}` changes a tensor that every rank holds by a value that only one pipeline rank holds",
-                hint="write `x = x + y` instead of `x += y`",
-            )
+            return self._change_everywhere(func, name, args, kwargs, targets)
         result = self.run_at(targets[0].home, func, name, func, args, kwargs, changes_first=changes)
         return targets[0] if isinstance(result, Located) else result
+
+    def _change_everywhere(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: Sequence[torch.Tensor],
+    ) -> Any:
+        """Change tensors that every rank holds (running averages) by values of one, which gives them to the others.
+
+        Raises:
+            UsageError: not every rank holds them, or the values need gradients.
+        """
+        for each in targets:
+            if id(each) in self.stage.weights_elsewhere:
+                raise refused_change(name, each)
+        needs_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((args, kwargs)))
+        if needs_gradients or any(isinstance(each, Located) for each in targets):
+            raise UsageError(
+                f"`{name}` changes a tensor that every rank holds by a value that only one pipeline rank holds",
+                hint="write `x = x + y` instead of `x += y`, or let the module that does it be placed as a whole"
+                " (smp.set_partition); running averages are changed under torch.no_grad()",
+            )
+        home = home_of_operation(args, kwargs, self.stage)
+        result = self.run_at(home, func, name, func, args, kwargs, changes_first="out" not in kwargs)
+        return None if result is None else kwargs.get("out", targets[0])
 
     def run_at(
         self,

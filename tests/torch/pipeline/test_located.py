@@ -277,7 +277,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "attribute": (set_requires_grad, "an attribute of a value", "detach"),
     "deep copy": (copy.deepcopy, "cannot be copied deeply", "clone"),
     "pickle": (pickle.dumps, "cannot be saved inside the step", "return it"),
-    "plain tensor in place": (lambda x: X.clone().add_(x), "`add_` changes a tensor that every", "x = x + y"),
+    "plain tensor in place": (
+        lambda x: X.clone().requires_grad_().exp().add_(x),
+        "`add_` changes a tensor that every",
+        "x = x + y",
+    ),
     "another shape in place": (lambda x: x.unsqueeze_(0), "another shape in place, [1, 2, 3]", "x.unsqueeze(0)"),
     "below": (below, "below where smpkit can follow", "torch.nn.Module"),
 }
