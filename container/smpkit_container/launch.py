@@ -12,13 +12,13 @@ from pathlib import Path
 
 from smpkit.drop_in import asks_for_it, installed_one, with_drop_in
 from smpkit.errors import ConfigError, LaunchError, Problem, UnsupportedError
+from smpkit.modules import module_command
 from smpkit_container.arguments import script_arguments
 from smpkit_container.channel import ADDRESS_VARIABLE
 from smpkit_container.command import (
     RANK_MODULE,
     find_mpirun,
     mpirun_command,
-    python_command,
     runs_as_root,
     torchrun_command,
 )
@@ -159,7 +159,7 @@ def _planned(
         variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
     # torchrun kills its ranks 30 s after SIGTERM unless told otherwise; the time they get is ours to decide.
     full = export(environ, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, variables)
-    program = [*python_command(), "-m", RANK_MODULE, script, *arguments]
+    program = [*module_command(RANK_MODULE), script, *arguments]
     return _Plan(topology, tuple(_command(environment, topology, program, full, variables)), code, full, variables)
 
 

@@ -26,7 +26,7 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
     path = Path(script).absolute()  # as Python itself does for the `__file__` of the main script
     sys.argv = [script, *arguments]
     if not os.environ.get("PYTHONSAFEPATH"):
-        _replace_path_entry(str(path.resolve().parent))
+        sys.path.insert(0, str(path.resolve().parent))
     module = types.ModuleType("__main__")
     loader = SourceFileLoader("__main__", str(path))
     module.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader)
@@ -46,13 +46,6 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
         _report(report, error)
         _call_own_hook(error)
         raise SystemExit(_exit_code(error)) from None
-
-
-def _replace_path_entry(folder: str) -> None:
-    """Put the script's folder where `-m` put the current one; with `-P` there is none to replace."""
-    if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]
-    sys.path.insert(0, folder)
 
 
 def _silent(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

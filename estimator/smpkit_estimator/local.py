@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, Problem
+from smpkit.modules import module_command
 from smpkit_estimator.platform_files import config_files
 
 __all__ = ["EVENTS", "LocalPlan", "LocalRun", "plan_local_run", "run_local"]
@@ -133,7 +133,7 @@ def run_local(
     except BaseException:
         _remove(tree)
         raise
-    command = [*_python(), "-m", "smpkit_container", "train", *(["--", *arguments] if arguments else [])]
+    command = [*module_command("smpkit_container"), "train", *(["--", *arguments] if arguments else [])]
     began = time.monotonic()
     variables = _environment(plan, tree, os.environ if environ is None else environ)
     if events:
@@ -261,11 +261,6 @@ def _config_files(tree: Path, plan: LocalPlan) -> dict[str, Any]:
 
 
 # ---- the process ---------------------------------------------------------------------------------------------------
-
-
-def _python() -> list[str]:
-    """Run our module from where it is installed, not from the user's current folder."""
-    return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
 
 
 def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from smpkit.cli import _console, _plan_offload
 from smpkit.errors import ConfigError, DeadlineError, Problem, SmpkitError, UsageError
+from smpkit.modules import module_command
 
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
@@ -269,9 +269,8 @@ def describe(target: str, source: Path, cfg: ModelParallelConfig | None = None, 
 
     num_places = 1 if cfg is None else cfg.pipeline_parallel_degree * cfg.virtual_pipeline_degree
     places = f"--places={num_places}" if cfg is None or cfg.auto_partition else f"--by-hand={num_places}"
-    safe = ["-P"] if sys.version_info >= (3, 11) else []
     job = [] if cfg is None else [f"--job={ranks}:{cfg.model_dump_json(by_alias=True)}"]
-    command = [sys.executable, *safe, "-m", _DESCRIBE, places, *job, target, str(source.absolute())]
+    command = [*module_command(_DESCRIBE), places, *job, target, str(source.absolute())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -1,22 +1,22 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from smpkit.errors import LaunchError
-from smpkit_container.command import find_mpirun, mpirun_command, python_command, torchrun_command
+from smpkit_container.command import find_mpirun, mpirun_command, torchrun_command
 from smpkit_container.topology import Topology
 
 ONE_HOST = Topology(("algo-1",), 0, 4, "torchrun", port=9999, interface="eth0")
 TWO_HOSTS = Topology(("algo-1", "algo-2"), 1, 8, "mpirun", interface="eth0")
+TORCHRUN = ["python", "-m", "torch.distributed.run"]
 PROGRAM = ["python", "-m", "smpkit_container.rank", "train.py", "--lr", "0.1"]
 
 
 def test_torchrun_on_one_host_needs_no_port_and_no_name() -> None:
-    assert torchrun_command(ONE_HOST, PROGRAM, ["python"]) == [
-        "python", "-m", "torch.distributed.run",
+    assert torchrun_command(ONE_HOST, PROGRAM, TORCHRUN) == [
+        *TORCHRUN,
         "--standalone", "--local-addr", "127.0.0.1",
         "--nproc-per-node", "4", "--max-restarts", "0",
         "--no-python", *PROGRAM,
@@ -24,8 +24,8 @@ def test_torchrun_on_one_host_needs_no_port_and_no_name() -> None:
 
 
 def test_torchrun_on_several_hosts_meets_at_the_first() -> None:
-    assert torchrun_command(TWO_HOSTS, PROGRAM, ["python"]) == [
-        "python", "-m", "torch.distributed.run",
+    assert torchrun_command(TWO_HOSTS, PROGRAM, TORCHRUN) == [
+        *TORCHRUN,
         "--nnodes", "2", "--node-rank", "1", "--master-addr", "algo-1", "--master-port", "7777",
         "--nproc-per-node", "8", "--max-restarts", "0",
         "--no-python", *PROGRAM,
@@ -66,11 +66,6 @@ def test_the_seed_configuration_is_given_once() -> None:
     options = "--mca btl_vader_single_copy_mechanism none "
     command = mpirun_command("mpirun", ONE_HOST, PROGRAM, custom_options=options)
     assert command.count("btl_vader_single_copy_mechanism") == 1
-
-
-def test_modules_of_ours_are_not_looked_for_in_the_current_folder() -> None:
-    assert python_command((3, 11)) == [sys.executable, "-P"]
-    assert python_command((3, 10)) == [sys.executable]
 
 
 def test_missing_mpirun_says_what_to_install(tmp_path: Path) -> None:
