@@ -214,7 +214,7 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 def whole_step(model: Any, x: Tensor, y: Tensor) -> Any:
     dtype = next(model.parameters()).dtype
-    return head_step(model, x.to(dtype), y.to(dtype))
+    return head_step(model, x.to(dtype), y.float())  # as the head: torch 2.11 knows no way back from mixed dtypes
 
 
 def decayed(options: dict[str, Any], plain: dict[str, Tensor], degree: int) -> dict[str, float]:
