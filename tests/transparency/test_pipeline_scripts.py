@@ -314,6 +314,56 @@ class Remembering(nn.Module):
         return x
 
 
+class Recording(nn.Module):
+    """Takes what hooks on its layers have put into a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.made: dict[int, Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            layer.register_forward_hook(lambda _layer, _given, made, number=number: self.made.update({number: made}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers(x)
+        return self.made[0] + self.made[1]
+
+
+class Nesting(nn.Module):
+    """Returns a tensor of rows of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+
+
+class Reweighted(nn.Module):
+    """Calls a layer with a weight that another has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layers[0](torch.eye(WIDTH, dtype=x.dtype))
+        result: Tensor = torch.func.functional_call(self.layers[1], {"weight": weight}, (x,))
+        return result
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.vmap(self.layers)(x)
+        return result
+
+
 def scaled_by(weight: Any, x: Tensor) -> None:
     weight *= x.mean()
 
@@ -327,6 +377,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
         "common.num_batches_tracked`, which modules on pipeline ranks 0 and 1 share",
     ),
     "in an object": (Remembering, mse_step, "`add` was called inside a layer on a value that another pipeline"),
+    "nested": (
+        lambda: nn.Sequential(Nesting(), nn.Linear(WIDTH, WIDTH)),
+        mse_step,
+        "`0` returned a nested tensor, which has no shape",
+    ),
+    "in a weight's place": (Reweighted, mse_step, "in a weight's place (torch.func.functional_call)"),
+    "mapped": (Mapped, mse_step, "torch.vmap was called around `layers"),
     "weight": (lambda: Meddling(lambda weight, _: weight.mul_(0.9)), mse_step, "`mul_` changed in place, between"),
     "by a value": (lambda: Meddling(scaled_by), mse_step, "`mul_` changed in place, between modules, a parameter"),
     "set item": (lambda: Meddling(lambda weight, _: weight.__setitem__(0, 1.0)), mse_step, "`__setitem__` changed in"),
@@ -374,6 +431,19 @@ def test_a_copy_of_the_whole_and_an_optimizer_that_needs_it_are_refused() -> Non
     for copied, optimized in run_ranks(refused_around, 2):
         assert copied.startswith("a DistributedModel was copied or pickled")
         assert optimized.startswith("LBFGS looks at all parameters at once")
+
+
+def record_by_hooks() -> str:
+    model = Run(2).model(Recording())
+    with pytest.raises((KeyError, RemoteError)) as caught:
+        smp.step(mse_step)(model, *batch(0))
+    deadline.report_failure(caught.value)
+    return f"{caught.value} {vars(caught.value).get('__notes__')}"
+
+
+def test_an_error_after_hooks_that_ran_elsewhere_says_so() -> None:
+    for told in run_ranks(record_by_hooks, 2):  # its own, or the other rank's, which was told first
+        assert "after forward hooks that ran on other ranks only, on `layers." in told
 
 
 def lazy() -> str:

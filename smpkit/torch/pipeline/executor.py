@@ -368,6 +368,9 @@ class _Step:
         except Exception as error:
             inside = {} if kind is Kind.FORWARD else microbatch.backward_work.place_of(segment)
             note_place(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
+            if kind is Kind.FORWARD and not self.stage.failed_alone and (hooked := self.stage.hooked_elsewhere()):
+                # A list or dict that they fill is empty here; it does not look like anything to do with ranks.
+                note_place(error, **{"after forward hooks that ran on other ranks only, on": f"`{hooked[0]}`"})
             self.stage.failed_alone = self.stage.failed_alone or kind is not Kind.FORWARD
             refuse_kept_graph(error, microbatch)
             raise

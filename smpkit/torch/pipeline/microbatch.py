@@ -63,8 +63,10 @@ class Microbatch(Moves):
         if self.stage.inside:
             raise UsageError(
                 f"`{name}` was called inside a layer on a value that another pipeline rank may hold: it came in an"
-                " object (a cache of keys and values, say), in which smpkit does not look",
-                hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors",
+                " object (a cache of keys and values, say), in which smpkit does not look, or in a weight's place"
+                " (torch.func.functional_call)",
+                hint="give it to the layer as an argument: a tensor, or a tuple, list, dict or dataclass with tensors;"
+                " make a weight in the module that uses it",
             )
         changes = bool(args) and changes_in_place(func, name, kwargs)
         targets: Sequence[Any] = args[:1] if changes else tensors_in(kwargs["out"]) if "out" in kwargs else ()
@@ -237,6 +239,11 @@ class Microbatch(Moves):
         device, home, segment = self.stage.device, self._rank, self._segments[self._rank]
         is_one, is_new = type(output) is torch.Tensor, call.template is UNKNOWN
         tensors = [output] if is_one else tensors_in(output)
+        if is_new and any(tensor.is_nested for tensor in tensors):
+            raise UsageError(
+                f"`{name}` returned a nested tensor, which has no shape that other pipeline ranks could know",
+                hint="make it and use it in one torch.nn.Module, or return its values and offsets",
+            )
         if not is_new and (untold := arguments.untold(call.effects, name, tensors)):
             # Taken for memory of its own by the other ranks, which it must be then.
             output = map_tensors(lambda tensor: tensor.clone() if id(tensor) in untold else tensor, output)

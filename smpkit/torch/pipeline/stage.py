@@ -66,6 +66,8 @@ class Stage:
         """Whether what this rank alone runs has raised: other ranks do not know, and wait."""
         self.modules: dict[str, nn.Module] = {}
         """Those that code of this rank may call or look into, by name."""
+        self.modules_elsewhere: dict[str, nn.Module] = {}
+        """All others."""
         self.spanning: set[str] = set()
         """The names of those that lie on several ranks, or hold nothing: code between units runs them on all ranks."""
         self._owners = owners
@@ -97,6 +99,10 @@ class Stage:
     def watched_modules(self) -> Carried:
         """Return who looks at what modules keep while a microbatch runs."""
         return Carried(self.modules, self.spanning)
+
+    def hooked_elsewhere(self) -> list[str]:
+        """Return the names of modules of other ranks that have forward hooks, which run over there."""
+        return [name for name, module in self.modules_elsewhere.items() if module._forward_hooks]
 
     def owner_of(self, parameter: nn.Parameter) -> int | None:
         """Return the rank where operations with this parameter run; None if every rank holds it."""

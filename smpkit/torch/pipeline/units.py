@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
 
 from smpkit.errors import UsageError
@@ -25,6 +26,8 @@ from smpkit.torch.pipeline.stage import Stage
 __all__ = ["home_of", "homes_of", "install", "install_streams", "refuse_compiled", "run_together"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_DRAWN_IN_VMAP: Final = "vmap: called random operation"
+"""What torch says where the stream of a module is drawn from."""
 
 
 def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None:
@@ -36,9 +39,8 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None
         name = names[0]
         homes = homes_of(name, placement)
         above = _unit_above(name, placement)
-        if len(homes) != 1 or stage.rank in homes:
-            stage.modules[name] = module
-            stage.spanning.update([name] * (len(homes) != 1))
+        (stage.modules if len(homes) != 1 or stage.rank in homes else stage.modules_elsewhere)[name] = module
+        stage.spanning.update([name] * (len(homes) != 1))
         if len(homes) == 1 and not isinstance(module, _CONTAINERS):
             kind = _Kind.AROUND if above is None else _Kind.UNIT if above == name else _Kind.INNER
             is_here = any(stage.rank in homes_of(other, placement) for other in names)
@@ -216,6 +218,11 @@ def _place(module: nn.Module, name: str, placed: Placed, homes: Collection[int])
             return placed(own, args, kwargs)
         except Exception as error:
             note_place(error, module=f"`{name}`")
+            if _DRAWN_IN_VMAP in str(error) and torch._C._functorch.peek_interpreter_stack() is not None:
+                raise UsageError(
+                    f"torch.vmap was called around `{name}`, which is one of several parts over a pipeline",
+                    hint="call it in a torch.nn.Module, which is placed as a whole; layers take batches anyway",
+                ) from error
             raise
 
     call = ModuleCall.on(module)
