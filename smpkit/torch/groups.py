@@ -34,6 +34,8 @@ class Groups:
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._others: set[tuple[int, ...]] = set()
         self._objects: dist.ProcessGroup | None = None
+        self._alone: list[dist.ProcessGroup] = []
+        """Groups of this rank alone, made while others made theirs."""
 
     def of_mesh(self, mesh: Mesh, rank: int) -> dict[CommGroup, dist.ProcessGroup]:
         """Return the group of each kind that `rank` (this one) belongs to, making those that are missing."""
@@ -63,10 +65,19 @@ class Groups:
                     self._objects = _made(dist.new_group(backend="gloo", timeout=self._timeout, group_desc="objects"))
         return self._objects
 
-    def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of some ranks, all of which call this, in the same order among other such calls."""
-        self._make(ranks, "shared parameters", mine=True, together=False)
-        return self._by_ranks[ranks]
+    def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the group of some ranks; None if this is none of them.
+
+        Whoever may come to be in a group with one of them calls this too, in the same order: torch names a group by its
+        ranks and by how many groups the process has, and ranks that have made unlike many would wait for one another.
+        """
+        if dist.get_rank() in ranks:
+            self._make(ranks, "shared parameters", mine=True, together=False)
+        elif ranks not in self._others:
+            self._others.add(ranks)
+            with self._network():
+                self._alone.append(_made(dist.new_group([dist.get_rank()], use_local_synchronization=True)))
+        return self._by_ranks.get(ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Use another timeout in all groups but a default group that the script made."""
@@ -77,7 +88,7 @@ class Groups:
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
         objects = [] if self._objects is None or self._objects in self._by_ranks.values() else [self._objects]
-        return [*self._by_ranks.values(), *objects]
+        return [*self._by_ranks.values(), *self._alone, *objects]
 
     def _make(self, ranks: tuple[int, ...], description: str, *, mine: bool, together: bool) -> None:
         if ranks in self._by_ranks or ranks in self._others:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.deadline import waiting
 from smpkit.torch.initialize import extra_group
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
@@ -64,7 +65,7 @@ def find_held(module: nn.Module, holders: Mapping[int, frozenset[int]]) -> list[
     named = [(name, each, holders.get(id(each), alone)) for name, each in module.named_parameters()]
     mine = [(name, each, pp_ranks) for name, each, pp_ranks in named if state.pp_rank in pp_ranks]
     wanted = {(pp_ranks, kind) for _, each, pp_ranks in mine for kind in (_held_by(each), _averaged_by(each))}
-    groups = _make_groups(wanted)
+    groups = _make_groups(_of_pipeline(wanted))
     held = []
     for name, each, pp_ranks in mine:
         shard = shard_of(each)
@@ -85,6 +86,17 @@ def _averaged_by(parameter: nn.Parameter) -> CommGroup:
 
 
 _Key = tuple[frozenset[int], CommGroup]
+
+
+def _of_pipeline(wanted: set[_Key]) -> set[_Key]:
+    """Return what the ranks of this pipeline want together."""
+    if state.pp_size == 1:
+        return wanted
+    group = state.process_group(CommGroup.PP_GROUP)
+    gathered = [wanted] * state.pp_size
+    with waiting("the groups of shared parameters", group):
+        dist.all_gather_object(gathered, wanted, group=group)
+    return set().union(*gathered)
 
 
 def _make_groups(wanted: set[_Key]) -> dict[_Key, dist.ProcessGroup | None]:

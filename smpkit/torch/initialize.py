@@ -81,8 +81,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     _announce(cfg, notices, mesh)
 
 
-def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return a process group of some ranks, this one among them; all of them call this."""
+def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Return a process group of some ranks, None on others: those that call this beside them, see `Groups.of_ranks`."""
     assert _world is not None, "smp.init() has been called"
     return _world.groups.of_ranks(ranks)
 

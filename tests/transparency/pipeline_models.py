@@ -376,6 +376,21 @@ class TiedFunctional(nn.Module):
         return functional.linear(x, self.embedding.weight)
 
 
+class TiedNeighbours(nn.Module):
+    """Several pairs of layers share a weight, so that ranks in a row have weights in common with one or two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+        for first, second in ((1, 2), (3, 4), (5, 6)):
+            self.layers[second].weight = self.layers[first].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 class RootParameter(nn.Module):
     """Parameters and a buffer of the root itself, as a ViT's class token and positions."""
 
@@ -591,6 +606,7 @@ CASES: dict[str, Case] = {
     "keyword, None and other arguments": Case(TakesAnything, vectors, mask_step),
     "tied modules": Case(Tied, tokens, token_step),
     "tied by a function": Case(TiedFunctional, tokens, token_step),
+    "tied neighbours": Case(TiedNeighbours, vectors, mse_step),
     "parameters of the root": Case(RootParameter, vectors, mse_step),
     "frozen and unused parameters": Case(Frozen, vectors, mse_step),
     "BatchNorm": Case(Normed, doubled, mse_step),
