@@ -34,6 +34,7 @@ class Groups:
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._others: set[tuple[int, ...]] = set()
         self._objects: dist.ProcessGroup | None = None
+        self._lanes: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         self._alone: list[dist.ProcessGroup] = []
         """Groups of this rank alone, made while others made theirs."""
 
@@ -79,6 +80,24 @@ class Groups:
                 self._alone.append(_made(dist.new_group([dist.get_rank()], use_local_synchronization=True)))
         return self._by_ranks.get(ranks)
 
+    def lanes(self, ranks: tuple[int, ...], backend: str) -> list[dist.ProcessGroup]:
+        """Return two groups of some ranks beside all others, one for each direction; all of the ranks call this."""
+        if ranks not in self._lanes:
+            with self._network():
+                self._lanes[ranks] = [
+                    _made(
+                        dist.new_group(
+                            list(ranks),
+                            timeout=self._timeout,
+                            backend=backend,
+                            use_local_synchronization=True,
+                            group_desc=f"lanes to {where} ranks",
+                        )
+                    )
+                    for where in ("higher", "lower")
+                ]
+        return self._lanes[ranks]
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Use another timeout in all groups but a default group that the script made."""
         self._timeout = timeout
@@ -88,7 +107,8 @@ class Groups:
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
         objects = [] if self._objects is None or self._objects in self._by_ranks.values() else [self._objects]
-        return [*self._by_ranks.values(), *self._alone, *objects]
+        lanes = [group for both in self._lanes.values() for group in both]
+        return [*self._by_ranks.values(), *lanes, *self._alone, *objects]
 
     def _make(self, ranks: tuple[int, ...], description: str, *, mine: bool, together: bool) -> None:
         if ranks in self._by_ranks or ranks in self._others:

@@ -87,6 +87,12 @@ def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     return _world.groups.of_ranks(ranks)
 
 
+def lane_groups(ranks: tuple[int, ...]) -> list[dist.ProcessGroup]:
+    """Return the groups in which ranks send to higher and to lower ones, between GPUs if they have any."""
+    assert _world is not None, "smp.init() has been called"
+    return _world.groups.lanes(ranks, "nccl" if state.device.type == "cuda" else "gloo")
+
+
 def shutdown() -> None:
     """Forget everything `smp.init()` made and end the process groups, unless the script made the default group.
 

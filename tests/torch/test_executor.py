@@ -17,8 +17,9 @@ import smpkit.torch.pipeline.executor as executor_module
 from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, from_json, interleaved
 from smpkit.torch.pipeline.ending import Ending
 from smpkit.torch.pipeline.executor import Executor, Policy
+from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.replan import Meter, _better, _costs, _is_kept
-from smpkit.torch.pipeline.transport import Tag, Transport
+from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.state import state
 from tests.ranks import RankFailed, run_ranks
 

@@ -10,9 +10,11 @@ import torch
 
 import smpkit.torch as smp
 from smpkit.torch.comm import CommGroup
+from smpkit.torch.pipeline.messages import Tag
+from smpkit.torch.pipeline.packing import pack, packed_bytes, unpack, unpack_copies
 from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
-from smpkit.torch.pipeline.transport import Tag, Transport, pack, packed_bytes, unpack, unpack_copies
+from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.state import state
 from tests.ranks import run_ranks
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smpkit.errors import UsageError
 from smpkit.torch.pipeline.located import Located, locate
+from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.sharing import change, join, plain_in_memory_of, share_plain
 from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, spec_of, storage_of, tensors_in
-from smpkit.torch.pipeline.transport import version_of
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch

@@ -17,10 +17,11 @@ import torch
 from smpkit.errors import UsageError
 from smpkit.torch.pipeline.divergence import disagreement, ways_of
 from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.microbatch import Microbatch
+from smpkit.torch.pipeline.packing import pack, packed_bytes, unpack_copies
 from smpkit.torch.pipeline.specs import TensorSpec, laid, map_tensors
 from smpkit.torch.pipeline.stage import Stage
-from smpkit.torch.pipeline.transport import Tag, pack, packed_bytes, unpack_copies
 
 __all__ = ["Ending"]
 

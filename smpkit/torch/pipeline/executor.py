@@ -110,6 +110,7 @@ class Executor:
             microbatch.carried = self.stage.watched_modules()
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.forward_straight(0)
+            self.stage.transport.connect(microbatch.moves)
             self._plans[kind] = self._planned(kind, microbatch, count)
         trial = self._trials.get(kind)
         plan = self._plans[kind] if trial is None else trial.next
@@ -123,6 +124,8 @@ class Executor:
         outputs = step.ending.finish()
         self.stage.transport.end_step()
         self._steps[kind] += 1
+        if kind in self._trials:
+            self.stage.settle()
         if any(microbatch.strayed for microbatch in step.microbatches):
             self._follow_no_more(kind)
         elif self._carried[kind] == 1 and plan is None:
@@ -202,6 +205,7 @@ class _Step:
         self.ending: Ending | None = None
         self._recorder = recorder
         self._meter = meter
+        stage.transport.awaits_data = recorder is not None or meter is not None
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
         """How many backwards and weight halves have begun."""
@@ -377,6 +381,7 @@ class _Step:
         finally:
             Running.microbatch = None
         if self._recorder is not None or self._meter is not None:
+            self.stage.settle()
             end_ns = time.perf_counter_ns()
             if self._meter is not None:
                 self._meter.note(kind, segment, end_ns - start_ns - (transport.waited_ns - waited_ns))

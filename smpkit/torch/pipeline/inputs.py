@@ -20,8 +20,10 @@ from typing import Final, NamedTuple
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch.pipeline.messages import Tag
+from smpkit.torch.pipeline.packing import packed_bytes, unpack
 from smpkit.torch.pipeline.specs import TensorSpec, laid, relaid, spec_of
-from smpkit.torch.pipeline.transport import Tag, Transport, packed_bytes, unpack
+from smpkit.torch.pipeline.transport import Transport
 
 __all__ = ["FIRST_BYTES", "Inputs"]
 

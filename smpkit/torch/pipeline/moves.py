@@ -16,10 +16,10 @@ import torch
 
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.located import Located, locate, refuse_foreign_graph
+from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.record import STRAYED, Move, Record
 from smpkit.torch.pipeline.sharing import left_behind
 from smpkit.torch.pipeline.specs import TensorSpec, laid
-from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.pipeline.weights import LocatedWeights
 
 if TYPE_CHECKING:

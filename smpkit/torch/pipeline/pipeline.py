@@ -18,6 +18,7 @@ from smpkit.torch.checkpointing.foreign import adopt
 from smpkit.torch.checkpointing.whole import check_places
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.deadline import report_failure, waiting
+from smpkit.torch.initialize import lane_groups
 from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.partitioning.manual import pinned_modules
@@ -27,6 +28,7 @@ from smpkit.torch.pipeline.divergence import watch
 from smpkit.torch.pipeline.elsewhere import mark_weights_elsewhere
 from smpkit.torch.pipeline.executor import Executor, Policy
 from smpkit.torch.pipeline.inputs import Inputs
+from smpkit.torch.pipeline.lanes import Lanes, has_lanes
 from smpkit.torch.pipeline.located import current
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, signature
@@ -53,9 +55,9 @@ class Pipeline:
     def __init__(self, root: nn.Module, measured: Measured) -> None:
         self._root = root
         self._measured = measured
-        self._transport = Transport(
-            state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
-        )
+        group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
+        lanes = Lanes(lane_groups(tuple(ranks)), ranks, state.pp_rank, device) if has_lanes(group, device) else None
+        self._transport = Transport(group, ranks, device, lanes)
         self._executor: Executor | None = None
         self._parameters: list[nn.Parameter] = []
         self._tied: list[Tied] = []

@@ -24,8 +24,8 @@ import torch
 
 from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, check, from_json, to_json
 from smpkit.plan.simulate import simulate
+from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.stage import Stage
-from smpkit.torch.pipeline.transport import Tag
 
 __all__ = ["Meter", "Trial", "replan"]
 

@@ -113,6 +113,11 @@ class Stage:
         owners = self._owners.get(id(parameter))
         return owners is None or rank in owners
 
+    def settle(self) -> None:
+        """Wait until the GPU has done what it was told: what is timed is its work, not that of telling it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def count_python_value(self, func: Callable[..., Any]) -> None:
         """Note that Python needed a value: each time, ranks wait for each other."""
         name = getattr(func, "__name__", str(func))

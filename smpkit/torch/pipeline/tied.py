@@ -14,8 +14,8 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.partitioning.apply import home_of, names_of
+from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.specs import storage_of
-from smpkit.torch.pipeline.transport import version_of
 from smpkit.torch.rendezvous import name_ranks
 
 __all__ = ["Tied", "find_tied"]

@@ -122,7 +122,7 @@ def test_joined_pipelines_take_the_winner_of_the_first_of_them(first: str, winne
 def test_what_an_action_waits_for_is_not_its_cost() -> None:
     transport = SimpleNamespace(waited_ns=0)
     meter = Meter()
-    stage = cast("Stage", SimpleNamespace(transport=transport))
+    stage = cast("Stage", SimpleNamespace(transport=transport, settle=lambda: None))
     step = _Step.__new__(_Step)
     step.stage, step._meter, step._recorder = stage, meter, None
     microbatch: Any = SimpleNamespace(index=0)
