@@ -89,14 +89,15 @@ _Key = tuple[frozenset[int], CommGroup]
 
 
 def _of_pipeline(wanted: set[_Key]) -> set[_Key]:
-    """Return what the ranks of this pipeline want together."""
+    """Return what this rank wants, and what others of its pipeline want that takes a group beside those of the mesh."""
     if state.pp_size == 1:
         return wanted
     group = state.process_group(CommGroup.PP_GROUP)
     gathered = [wanted] * state.pp_size
     with waiting("the groups of shared parameters", group):
         dist.all_gather_object(gathered, wanted, group=group)
-    return set().union(*gathered)
+    # The group of what a single pipeline rank holds is one of the mesh, and there already.
+    return wanted | {key for each in gathered for key in each if len(key[0]) > 1}
 
 
 def _make_groups(wanted: set[_Key]) -> dict[_Key, dist.ProcessGroup | None]:
@@ -104,7 +105,7 @@ def _make_groups(wanted: set[_Key]) -> dict[_Key, dist.ProcessGroup | None]:
     groups: dict[_Key, dist.ProcessGroup | None] = {}
     for key in sorted(wanted, key=lambda key: (sorted(key[0]), key[1].value)):
         ranks = _members(*key)
-        groups[key] = extra_group(ranks) if len(ranks) > 1 else None
+        groups[key] = extra_group(ranks) if len(ranks) > 1 else None  # also None where this is none of them
     return groups
 
 
