@@ -252,10 +252,10 @@ def objects_and_bytes() -> tuple[Any, list[int]]:
     transport = open_transport()
     if smp.pp_rank() == 0:
         transport.broadcast_object({"shape": (2, 3)})
-        transport.send_bytes(torch.arange(5, dtype=torch.uint8), 1, Tag.PING)
+        transport.send_bytes(torch.arange(5, dtype=torch.uint8), 1, Tag.COSTS)
         found: tuple[Any, list[int]] = {}, []
     else:
-        coming = transport.expect_bytes(5, 0, Tag.PING, "a test")
+        coming = transport.expect_bytes(5, 0, Tag.COSTS, "a test")
         found = transport.receive_object(0, "a test"), coming().tolist()
     transport.flush()
     smp.shutdown()

@@ -23,8 +23,7 @@ class Tag:
     """As OBJECT."""
     PATHS: Final = OBJECT + 4
     COSTS: Final = OBJECT + 5
-    PING: Final = OBJECT + 6
-    HEADERS: Final = OBJECT + 7
+    HEADERS: Final = OBJECT + 6
     """Of what travels in lanes."""
     INPUTS_REST: Final = (1 << 30) + (1 << 24)
     """Plus the low 24 bits of a checksum of shapes: ranks that expect different bytes never meet in one message."""

@@ -25,6 +25,8 @@ import torch
 from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, check, from_json, to_json
 from smpkit.plan.simulate import simulate
 from smpkit.torch.pipeline.messages import Tag
+from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH, Move
+from smpkit.torch.pipeline.specs import spec_of
 from smpkit.torch.pipeline.stage import Stage
 
 __all__ = ["Meter", "Trial", "replan"]
@@ -44,6 +46,8 @@ _NUM_TRIED: Final = 2
 _SLOWER: Final = 0.03
 """By so much slower than the schedule before, measured, the new one is not kept."""
 _NUM_PINGS: Final = 5
+_PING: Final = MOVES_PER_MICROBATCH - 1
+"""The number of a move that no microbatch makes."""
 _NS_PER_SECOND: Final = 1e9
 _WHAT: Final = "the measured times of a step"
 
@@ -174,6 +178,7 @@ def _measure_link(stage: Stage, num_bytes: int) -> tuple[float, float]:
     Even ranks ping first, then odd ones, so that all links of a host are as busy as in a step.
     """
     found = (0.0, 0.0)
+    recorder, stage.transport.recorder = stage.transport.recorder, None  # pings are none of the step's messages
     for parity in (0, 1):
         pings = stage.rank % 2 == parity
         peer = stage.rank + 1 if pings else stage.rank - 1
@@ -183,21 +188,25 @@ def _measure_link(stage: Stage, num_bytes: int) -> tuple[float, float]:
         full_seconds = _ping(stage, peer, max(num_bytes, 1), first=pings)
         if pings:
             found = empty_seconds, max(0.0, full_seconds - empty_seconds) / max(num_bytes, 1)
+    stage.transport.recorder = recorder
     return found
 
 
 def _ping(stage: Stage, peer: int, num_bytes: int, *, first: bool) -> float:
-    """Send a message to and fro some times; return the median seconds of one way."""
+    """Send a message to and fro some times, the way that values go; return the median seconds of one way."""
     transport = stage.transport
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=stage.device)
+    to, back = (Move(_PING, *pair, 0, 0, spec_of(message)) for pair in ((stage.rank, peer), (peer, stage.rank)))
     seconds = []
     for _ in range(_NUM_PINGS):
-        message = torch.zeros(num_bytes, dtype=torch.uint8)
+        stage.settle()
         start = time.perf_counter()
         if first:
-            transport.send_bytes(message, peer, Tag.PING)
-        message = transport.receive_bytes(num_bytes, peer, Tag.PING, _WHAT)
+            transport.send(message, 0, to)
+        transport.receive(0, back)
         if not first:
-            transport.send_bytes(message, peer, Tag.PING)
+            transport.send(message, 0, to)
+        stage.settle()
         transport.flush()
         seconds.append((time.perf_counter() - start) / 2)
     return statistics.median(seconds)
