@@ -104,10 +104,5 @@ class Lanes:
             # Its memory belongs to the stream of the receives, which may have it back when this one is done with it.
             block.record_stream(torch.cuda.current_stream(self._device))
 
-    def synchronize(self) -> None:
-        """Wait until all that was to be done on the GPU by now is done."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).synchronize()
-
     def _receiving(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

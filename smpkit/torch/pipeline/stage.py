@@ -114,9 +114,10 @@ class Stage:
         return owners is None or rank in owners
 
     def settle(self) -> None:
-        """Wait until the GPU has done what it was told: what is timed is its work, not that of telling it."""
+        """Wait until the GPU has computed what it was told to: what is timed is its work, not that of telling it."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            # Not for the whole GPU: two ranks that send to each other would both wait for the other to receive.
+            torch.cuda.current_stream(self.device).synchronize()
 
     def count_python_value(self, func: Callable[..., Any]) -> None:
         """Note that Python needed a value: each time, ranks wait for each other."""

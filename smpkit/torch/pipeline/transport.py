@@ -253,8 +253,8 @@ class Transport:
         begun, spec = self._begun.pop(tag), what[1].spec
         if begun is not None:
             lanes.arrived(*begun)
-            if self.awaits_data:
-                lanes.synchronize()
+            if self.awaits_data and not self._on_cpu:
+                torch.cuda.current_stream(self._device).synchronize()
         self.waited_ns += time.perf_counter_ns() - start_ns
         if begun is not None:
             value = begun[1].view(spec.dtype).view(spec.shape).detach()
