@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import sys
@@ -11,8 +12,11 @@ from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed's, which its types hide
+from torch.distributed.distributed_c10d import _world as _torchs
 
 from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.rendezvous import gather, name_ranks
 
 __all__ = ["Groups", "loopback"]
 
@@ -24,11 +28,15 @@ class Groups:
     """The process groups of this rank, by their ranks; lives as long as the default group.
 
     Args:
+        store: where all ranks find what each says; nobody else uses its keys.
+        rank: this one.
         timeout: for the groups made from now on.
         single_host: let gloo use the loopback interface.
     """
 
-    def __init__(self, timeout: timedelta, *, single_host: bool) -> None:
+    def __init__(self, store: Store, rank: int, timeout: timedelta, *, single_host: bool) -> None:
+        self._store = store
+        self._rank = rank
         self._timeout = timeout
         self._single_host = single_host
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -36,7 +44,7 @@ class Groups:
         self._objects: dist.ProcessGroup | None = None
         self._lanes: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         self._alone: list[dist.ProcessGroup] = []
-        """Groups of this rank alone, made while others made theirs."""
+        """Groups of this rank alone, see `_align`."""
 
     def of_mesh(self, mesh: Mesh, rank: int) -> dict[CommGroup, dist.ProcessGroup]:
         """Return the group of each kind that `rank` (this one) belongs to, making those that are missing."""
@@ -66,36 +74,16 @@ class Groups:
                     self._objects = _made(dist.new_group(backend="gloo", timeout=self._timeout, group_desc="objects"))
         return self._objects
 
-    def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return the group of some ranks; None if this is none of them.
-
-        Whoever may come to be in a group with one of them calls this too, in the same order: torch names a group by its
-        ranks and by how many groups the process has, and ranks that have made unlike many would wait for one another.
-        """
-        if dist.get_rank() in ranks:
-            self._make(ranks, "shared parameters", mine=True, together=False)
-        elif ranks not in self._others:
-            self._others.add(ranks)
-            with self._network():
-                self._alone.append(_made(dist.new_group([dist.get_rank()], use_local_synchronization=True)))
-        return self._by_ranks.get(ranks)
+    def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of some ranks, all of which call this, in the same order among other such calls."""
+        self._make(ranks, "shared parameters", mine=True, together=False)
+        return self._by_ranks[ranks]
 
     def lanes(self, ranks: tuple[int, ...], backend: str) -> list[dist.ProcessGroup]:
         """Return two groups of some ranks beside all others, one for each direction; all of the ranks call this."""
         if ranks not in self._lanes:
-            with self._network():
-                self._lanes[ranks] = [
-                    _made(
-                        dist.new_group(
-                            list(ranks),
-                            timeout=self._timeout,
-                            backend=backend,
-                            use_local_synchronization=True,
-                            group_desc=f"lanes to {where} ranks",
-                        )
-                    )
-                    for where in ("higher", "lower")
-                ]
+            kinds = ("lanes to higher ranks", "lanes to lower ranks")
+            self._lanes[ranks] = [_made(self._new(ranks, kind, backend)) for kind in kinds]
         return self._lanes[ranks]
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -113,14 +101,45 @@ class Groups:
     def _make(self, ranks: tuple[int, ...], description: str, *, mine: bool, together: bool) -> None:
         if ranks in self._by_ranks or ranks in self._others:
             return
-        with self._network():
-            group = dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=not together, group_desc=description
-            )
+        group = self._new(ranks, description, together=together)
         if mine:
             self._by_ranks[ranks] = _made(group)
         else:
             self._others.add(ranks)
+
+    def _new(
+        self, ranks: tuple[int, ...], description: str, backend: str | None = None, *, together: bool = False
+    ) -> object:
+        """Make a group.
+
+        Raises:
+            DeadlineError: another of the ranks did not come.
+        """
+        with self._network():
+            if not together:
+                self._align(ranks, description)
+            return dist.new_group(
+                list(ranks),
+                timeout=self._timeout,
+                backend=backend,
+                use_local_synchronization=not together,
+                group_desc=description,
+            )
+
+    def _align(self, ranks: tuple[int, ...], description: str) -> None:
+        """Have as many groups on all of the ranks: torch makes the name of the next one of that, among other things.
+
+        Without this they would not meet in it where a script has made a group of some of them, or where some share
+        parameters with third ones.
+        """
+        what = f"the group of {name_ranks(list(ranks))} ({description})"
+        key = hashlib.sha1(what.encode() + str(ranks).encode(), usedforsecurity=False).hexdigest()
+        count = len(_torchs.pg_names)
+        hint = "its ranks make it at the same time: do all of them run the same script, with the same model?"
+        key = f"groups/{key}"
+        counts = gather(self._store, key, self._rank, ranks, str(count), self._timeout, what=what, hint=hint)
+        for _ in range(max(map(int, counts)) - count):
+            self._alone.append(_made(dist.new_group([self._rank], use_local_synchronization=True)))
 
     def _network(self) -> contextlib.AbstractContextManager[None]:
         return loopback() if self._single_host else contextlib.nullcontext()

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.deadline import waiting
 from smpkit.torch.initialize import extra_group
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
@@ -65,7 +64,7 @@ def find_held(module: nn.Module, holders: Mapping[int, frozenset[int]]) -> list[
     named = [(name, each, holders.get(id(each), alone)) for name, each in module.named_parameters()]
     mine = [(name, each, pp_ranks) for name, each, pp_ranks in named if state.pp_rank in pp_ranks]
     wanted = {(pp_ranks, kind) for _, each, pp_ranks in mine for kind in (_held_by(each), _averaged_by(each))}
-    groups = _make_groups(_of_pipeline(wanted))
+    groups = _make_groups(wanted)
     held = []
     for name, each, pp_ranks in mine:
         shard = shard_of(each)
@@ -88,24 +87,12 @@ def _averaged_by(parameter: nn.Parameter) -> CommGroup:
 _Key = tuple[frozenset[int], CommGroup]
 
 
-def _of_pipeline(wanted: set[_Key]) -> set[_Key]:
-    """Return what this rank wants, and what others of its pipeline want that takes a group beside those of the mesh."""
-    if state.pp_size == 1:
-        return wanted
-    group = state.process_group(CommGroup.PP_GROUP)
-    gathered = [wanted] * state.pp_size
-    with waiting("the groups of shared parameters", group):
-        dist.all_gather_object(gathered, wanted, group=group)
-    # The group of what a single pipeline rank holds is one of the mesh, and there already.
-    return wanted | {key for each in gathered for key in each if len(key[0]) > 1}
-
-
 def _make_groups(wanted: set[_Key]) -> dict[_Key, dist.ProcessGroup | None]:
     """Make the process groups, in an order that no two ranks see differently, or they would wait for each other."""
     groups: dict[_Key, dist.ProcessGroup | None] = {}
     for key in sorted(wanted, key=lambda key: (sorted(key[0]), key[1].value)):
         ranks = _members(*key)
-        groups[key] = extra_group(ranks) if len(ranks) > 1 else None  # also None where this is none of them
+        groups[key] = extra_group(ranks) if len(ranks) > 1 else None
     return groups
 
 

@@ -81,8 +81,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     _announce(cfg, notices, mesh)
 
 
-def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Return a process group of some ranks, None on others: those that call this beside them, see `Groups.of_ranks`."""
+def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return a process group of some ranks, this one among them; all of them call this."""
     assert _world is not None, "smp.init() has been called"
     return _world.groups.of_ranks(ranks)
 
@@ -176,7 +176,7 @@ def _local_place(rank: int, size: int) -> tuple[int, int]:
     """Return (local_rank, local_size) from the host names of all ranks, when no launcher says."""
     store = _store_of_default_group()
     launch = Launch(rank, size)
-    hosts = gather(store, "hosts", launch, socket.gethostname(), timedelta(seconds=600))
+    hosts = gather(store, "hosts", launch.rank, range(launch.world_size), socket.gethostname(), timedelta(seconds=600))
     here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     return here.index(rank), len(here)
 
@@ -231,8 +231,9 @@ def _meet_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta) ->
     owned = not dist.is_initialized()
     store = meet(launch, cfg.ddp_port, timeout) if owned else _store_of_default_group()
     _generation += 1
-    groups = Groups(timeout, single_host=launch.single_host)
-    return _World(launch, PrefixStore(f"smpkit/{_generation}", store), groups, owned=owned)
+    store = PrefixStore(f"smpkit/{_generation}", store)
+    groups = Groups(store, launch.rank, timeout, single_host=launch.single_host)
+    return _World(launch, store, groups, owned=owned)
 
 
 def _store_of_default_group() -> Store:
@@ -245,7 +246,9 @@ def _agree(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[
     """Wait for all ranks, check that they mean the same configuration, and return what each said about itself."""
     world.agreements += 1
     said = json.dumps({"cfg": cfg.values(), "gpu": _gpu(world.launch)})
-    facts = [json.loads(text) for text in gather(world.store, f"facts/{world.agreements}", world.launch, said, timeout)]
+    launch, key = world.launch, f"facts/{world.agreements}"
+    everyone = range(launch.world_size)
+    facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, said, timeout)]
     ours = json.loads(said)["cfg"]
     for rank, fact in enumerate(facts):
         differing = [key for key in ours if fact["cfg"].get(key) != ours[key]]

@@ -15,7 +15,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -55,20 +55,34 @@ def meet(launch: Launch, port: int | None, timeout: timedelta) -> Store:
     return _tcp_store(launch, launch.master_address, chosen, serve=launch.rank == 0 and not served, timeout=timeout)
 
 
-def gather(store: Store, key: str, launch: Launch, value: str, timeout: timedelta) -> list[str]:
-    """Return what each rank gave as `value` under `key`, in rank order.
+def gather(
+    store: Store,
+    key: str,
+    rank: int,
+    ranks: Sequence[int],
+    value: str,
+    timeout: timedelta,
+    *,
+    what: str = "smp.init()",
+    hint: str = "were all ranks started, and does each of them call smp.init()?",
+) -> list[str]:
+    """Return what each of some ranks, this one among them, gave as `value` under `key`, in their order.
 
-    Raises DeadlineError that names the ranks that did not come.
+    Args:
+        what, hint: in what they meet and why one may not come, for errors.
+
+    Raises:
+        DeadlineError: names the ranks that did not come.
     """
-    keys = [f"{key}/{rank}" for rank in range(launch.world_size)]
-    store.set(keys[launch.rank], value)
+    keys = [f"{key}/{each}" for each in ranks]
+    store.set(f"{key}/{rank}", value)
     try:
         store.wait(keys, timeout)
     except (dist.DistError, RuntimeError):
-        absent = [rank for rank, name in enumerate(keys) if not _has(store, name)]
+        absent = [each for each, name in zip(ranks, keys, strict=True) if not _has(store, name)]
         raise DeadlineError(
-            f"rank {launch.rank} waited {timeout.total_seconds():g} s in smp.init() for {name_ranks(absent)}",
-            hint="were all ranks started, and does each of them call smp.init()?",
+            f"rank {rank} waited {timeout.total_seconds():g} s in {what} for {name_ranks(absent)}",
+            hint=hint,
         ) from None  # the store's own words are the names of keys
     return [data.decode() for data in store.multi_get(keys)]
 
@@ -149,7 +163,7 @@ def _invite(launch: Launch, port: int | None, path: Path, timeout: timedelta) ->
     invitation = _Invitation(store.port, os.getpid(), secrets.token_hex(16))
     store.set("smpkit/token", invitation.token)
     with _published(path, invitation):
-        gather(store, "smpkit/met", launch, "", timeout)
+        gather(store, "smpkit/met", launch.rank, range(launch.world_size), "", timeout)
     return store
 
 
@@ -177,7 +191,7 @@ def _follow_invitation(launch: Launch, path: Path, timeout: timedelta) -> Store:
         invitation = _read_invitation(path)
         store = None if invitation is None else _accept(launch, invitation)
         if store is not None:
-            gather(store, "smpkit/met", launch, "", timeout)
+            gather(store, "smpkit/met", launch.rank, range(launch.world_size), "", timeout)
             return store
         time.sleep(_POLL_SECONDS)
     raise DeadlineError(

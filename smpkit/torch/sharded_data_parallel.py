@@ -184,11 +184,9 @@ def _mesh() -> DeviceMesh:
     rows = torch.tensor(state.group(CommGroup.RDP_GROUP)).view(-1, degree)
     row, column = divmod(state.rdp_rank, degree)
     shard = extra_group(tuple(rows[row].tolist()))
-    assert shard is not None, "this rank's row"
     if len(rows) == 1:
         return DeviceMesh.from_group(shard, state.device.type, mesh_dim_names=("shard",))
     replicate = extra_group(tuple(rows[:, column].tolist()))
-    assert replicate is not None, "this rank's column"
     names = ("replicate", "shard")
     return DeviceMesh.from_group([replicate, shard], state.device.type, mesh=rows, mesh_dim_names=names)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import smpkit.torch as smp
-from smpkit.errors import ConfigError, UsageError
-from smpkit.torch.initialize import shutdown
+from smpkit.errors import ConfigError, DeadlineError, UsageError
+from smpkit.torch.initialize import extra_group, shutdown
 from smpkit.torch.state import state
 from tests.ranks import run_ranks
 
@@ -274,6 +275,39 @@ def with_a_group_of_the_scripts_own() -> tuple[bool, int, bool]:
 
 def test_a_default_group_of_the_script_is_used_and_left_alone() -> None:
     assert run_ranks(with_a_group_of_the_scripts_own, 2) == [(True, 2, True)] * 2
+
+
+def with_groups_of_some_ranks() -> list[list[int]]:
+    dist.init_process_group("gloo")
+    found = []
+    for alone in (0, 1):
+        dist.new_group([alone])
+        smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 2, "timeout_seconds": 20})
+        found += [smp.allgather(smp.rank(), group) for group in (smp.CommGroup.PP_GROUP, smp.CommGroup.DP_GROUP)]
+        smp.shutdown()
+    return found
+
+
+def test_ranks_meet_though_the_script_has_made_groups_of_some_of_them() -> None:
+    # Torch names a group by how many a process has, too: ranks with unlike many waited for each other in the next.
+    for rank, found in enumerate(run_ranks(with_groups_of_some_ranks, 4)):
+        replica, stage = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found in ([replica, stage] * 2, [stage, replica] * 2)
+
+
+def group_that_one_rank_does_not_make() -> str:
+    smp.init({"ddp": True, "timeout_seconds": 2})
+    if smp.rank() % 2:
+        time.sleep(4)  # alive, and elsewhere
+        return ""
+    with pytest.raises(DeadlineError) as caught:
+        extra_group((0, 1, 2))
+    return str(caught.value)
+
+
+def test_who_does_not_come_to_a_group_is_named() -> None:
+    text = run_ranks(group_that_one_rank_does_not_make, 4)[0]
+    assert "rank 0 waited 2 s in the group of ranks 0, 1 and 2 (shared parameters) for rank 1" in text
 
 
 def with_a_contradicting_group() -> str:

@@ -114,7 +114,7 @@ def test_outputs_of_two_homes_with_the_same_shapes_are_not_swapped() -> None:
 
 @pytest.mark.parametrize(("degree", "replicas"), [(4, 1), (3, 2)], ids=["pp4 dp1", "pp3 dp2"])
 def test_ranks_share_weights_with_one_neighbour_or_with_two(degree: int, replicas: int) -> None:
-    # Ranks had made unlike many process groups by then, of which torch makes the name of the next: they never met.
+    # Ranks have made unlike many process groups by then, of which torch makes the name of the next: they never met.
     check([Cell("tied neighbours", degree, 4, "interleaved", replicas, -1, STEADY[:3])], timeout=90)
 
 
