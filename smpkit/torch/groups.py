@@ -20,6 +20,7 @@ from smpkit.torch.rendezvous import gather, name_ranks
 
 __all__ = ["Groups", "loopback"]
 
+_GLOO: Final = "cpu:gloo"
 # MP before PP and so on: any order serves, as long as every rank follows the same one.
 _ORDER: Final = (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP)
 
@@ -41,6 +42,8 @@ class Groups:
         self._single_host = single_host
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._others: set[tuple[int, ...]] = set()
+        self._backend: str | None = None
+        """Of the groups made from now on; None: that of the default group."""
         self._objects: dist.ProcessGroup | None = None
         self._lanes: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         self._alone: list[dist.ProcessGroup] = []
@@ -51,7 +54,11 @@ class Groups:
         world = dist.group.WORLD
         assert world is not None
         groups = {CommGroup.WORLD: world}
-        self._by_ranks[tuple(range(mesh.size))] = world
+        backends = str(dist.get_backend_config(world))
+        if _GLOO in backends:
+            self._by_ranks[tuple(range(mesh.size))] = world
+        else:  # a script made it for GPUs only, while much of what ranks tell each other lies in the hosts
+            self._backend = f"{_GLOO},{backends}"
         # A default group that a script bound to its GPU splits communicators, in which every rank takes part. Otherwise
         # only the members do, so a job of a thousand ranks makes five groups per rank and not thousands.
         together = world.bound_device_id is not None
@@ -67,7 +74,7 @@ class Groups:
         if self._objects is None:
             world = dist.group.WORLD
             assert world is not None
-            if "cpu:gloo" in str(dist.get_backend_config(world)):
+            if _GLOO in str(dist.get_backend_config(world)):
                 self._objects = world
             else:
                 with self._network():
@@ -96,7 +103,9 @@ class Groups:
         """Return every group, without repetition."""
         objects = [] if self._objects is None or self._objects in self._by_ranks.values() else [self._objects]
         lanes = [group for both in self._lanes.values() for group in both]
-        return [*self._by_ranks.values(), *lanes, *self._alone, *objects]
+        groups = [*self._by_ranks.values(), *lanes, *self._alone, *objects]
+        world = dist.group.WORLD
+        return groups if world is None or world in groups else [world, *groups]
 
     def _make(self, ranks: tuple[int, ...], description: str, *, mine: bool, together: bool) -> None:
         if ranks in self._by_ranks or ranks in self._others:
@@ -121,7 +130,7 @@ class Groups:
             return dist.new_group(
                 list(ranks),
                 timeout=self._timeout,
-                backend=backend,
+                backend=backend or self._backend,
                 use_local_synchronization=not together,
                 group_desc=description,
             )

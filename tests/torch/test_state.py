@@ -17,6 +17,8 @@ from smpkit.errors import ConfigError, DeadlineError, UsageError
 from smpkit.torch.initialize import extra_group, shutdown
 from smpkit.torch.state import state
 from tests.ranks import run_ranks
+from tests.torch.pipeline.training import Setup, run_all
+from tests.transparency.pipeline_models import CASES
 
 QUERIES = ["rank", "size", "local_rank", "local_size"] + [
     f"{kind}_{what}" for kind in ("mp", "dp", "tp", "pp", "rdp") for what in ("rank", "size")
@@ -293,6 +295,16 @@ def test_ranks_meet_though_the_script_has_made_groups_of_some_of_them() -> None:
     for rank, found in enumerate(run_ranks(with_groups_of_some_ranks, 4)):
         replica, stage = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
         assert found in ([replica, stage] * 2, [stage, replica] * 2)
+
+
+def trained_in_a_group_for_gpus_only(replicas: int) -> int:
+    dist.init_process_group("cuda:gloo")  # as "nccl" is: it takes no tensors of the hosts
+    return len(run_all({"Sequential": CASES["Sequential"]}, [Setup(replicas=replicas)], 2))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_default_group_for_gpus_only_is_no_hindrance(replicas: int) -> None:
+    run_ranks(trained_in_a_group_for_gpus_only, 2 * replicas, replicas)
 
 
 def group_that_one_rank_does_not_make() -> str:
