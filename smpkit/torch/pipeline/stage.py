@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smpkit.torch import devices
 from smpkit.torch.backward_start import Starts
 from smpkit.torch.pipeline.carried import Carried
 from smpkit.torch.pipeline.random import RandomStreams
@@ -115,9 +116,7 @@ class Stage:
 
     def settle(self) -> None:
         """Wait until the GPU has computed what it was told to: what is timed is its work, not that of telling it."""
-        if self.device.type == "cuda":
-            # Not for the whole GPU: two ranks that send to each other would both wait for the other to receive.
-            torch.cuda.current_stream(self.device).synchronize()
+        devices.wait_for_stream(self.device)
 
     def count_python_value(self, func: Callable[..., Any]) -> None:
         """Note that Python needed a value: each time, ranks wait for each other."""
