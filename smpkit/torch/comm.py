@@ -168,7 +168,7 @@ class _Call:
         return _NAMES[self.code] if self.code == _SEND else f"{_NAMES[self.code]} of {self.group.value}"
 
     def header(self, size: int) -> torch.Tensor:
-        return torch.tensor([self.code, _GROUPS.index(self.group), size], dtype=torch.int64)
+        return torch.tensor([self.code, _GROUPS.index(self.group), size], dtype=torch.int64, device="cpu")
 
     def pairs_with(self, other: _Call) -> bool:
         # `recv_from` takes what comes, whatever group it was broadcast to.
@@ -208,7 +208,7 @@ def _send_to(ranks: Sequence[int], call: _Call, obj: Any, what: str | None = Non
 
 def _receive_header(rank: int, call: _Call) -> int:
     """Return how many bytes of pickle follow; raise UsageError if the sender is in another call."""
-    code, group, size = _receive(torch.empty(3, dtype=torch.int64), rank).tolist()
+    code, group, size = _receive(torch.empty(3, dtype=torch.int64, device="cpu"), rank).tolist()
     theirs = _Call(code, _GROUPS[group])
     if not call.pairs_with(theirs):
         mine = f"recv_from(rank {rank})" if call.code == _SEND else str(call)
@@ -224,7 +224,7 @@ def _receive_headers(ranks: Sequence[int], call: _Call) -> dict[int, int]:
 
 
 def _receive_object(rank: int, size: int) -> Any:
-    packed = _receive(torch.empty(size, dtype=torch.uint8), rank)
+    packed = _receive(torch.empty(size, dtype=torch.uint8, device="cpu"), rank)
     return _Unpickler(packed, rank).load()
 
 
@@ -322,7 +322,7 @@ class _Unpickler(pickle.Unpickler):
         return tensor.requires_grad_(spec.requires_grad)
 
     def _fetch(self, spec: _TensorSpec) -> torch.Tensor:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         raw = tensor.reshape(-1).view(torch.uint8)
         if raw.numel():
             _receive(raw, self._source)

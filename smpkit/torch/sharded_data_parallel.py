@@ -181,7 +181,7 @@ class ShardedDataParallel(DataParallel):
 def _mesh() -> DeviceMesh:
     """Return RDP_GROUP as rows of sharding groups."""
     degree = state.cfg.sharded_data_parallel_degree
-    rows = torch.tensor(state.group(CommGroup.RDP_GROUP)).view(-1, degree)
+    rows = torch.tensor(state.group(CommGroup.RDP_GROUP), device="cpu").view(-1, degree)
     row, column = divmod(state.rdp_rank, degree)
     shard = extra_group(tuple(rows[row].tolist()))
     if len(rows) == 1:

@@ -62,7 +62,7 @@ def stop_requested() -> bool:
         raise _either_or()
     _stopper.install("smp.stop_requested")
     _stopper.cooperative = True
-    answer = torch.tensor([int(_stopper.requested)])
+    answer = torch.tensor([int(_stopper.requested)], device="cpu")
     with waiting("stop_requested", group):
         dist.all_reduce(answer, dist.ReduceOp.MAX, group=group)
     return bool(answer.item())

@@ -351,7 +351,7 @@ def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
         tensor = torch.empty(as_local(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
         return Target(tensor, boxes_in(parameter))
     zeros = (0,) * len(shape)
-    return Target(torch.empty(shape, dtype=item.properties.dtype), [Box(zeros, shape, zeros)])
+    return Target(torch.empty(shape, dtype=item.properties.dtype, device="cpu"), [Box(zeros, shape, zeros)])
 
 
 def _load_whole(optimizer: Optimizer, reader: PieceReader) -> None:

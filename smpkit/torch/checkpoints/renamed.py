@@ -88,7 +88,7 @@ def read_whole(reader: PieceReader, name: str) -> torch.Tensor:
     """Read one whole tensor of a checkpoint."""
     item = reader.metadata.state_dict_metadata[name]
     assert isinstance(item, TensorStorageMetadata)
-    tensor = torch.empty(item.size, dtype=item.properties.dtype)
+    tensor = torch.empty(item.size, dtype=item.properties.dtype, device="cpu")
     zeros = (0,) * tensor.dim()
     read_into(reader, {name: Target(tensor, [Box(zeros, tuple(item.size), zeros)])})
     return tensor

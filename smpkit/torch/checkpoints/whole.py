@@ -94,7 +94,7 @@ def _imagined(model: Model, whole: Whole) -> dict[str, torch.Tensor]:
     for name, (shape, dtype) in whole.tensors.items():
         key = id(own[name]) if name in own and name not in whole.translated else name
         if key not in known:
-            known[key] = torch.empty(shape, dtype=dtype)
+            known[key] = torch.empty(shape, dtype=dtype, device="cpu")
         result[name] = known[key]
     return result
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 __all__ = ["WeightHalf", "backward_inputs"]
 
-_ACCUMULATE: Final = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+_ACCUMULATE: Final = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 _CUSTOM: Final[Any] = BackwardCFunction
 """What nodes of Functions written in Python are."""
 _REENTRANT: Final = "CheckpointFunctionBackward"

@@ -125,7 +125,9 @@ def replan(stage: Stage, schedule: Schedule, planner: Planner, meter: Meter) -> 
     counts = schedule.graph.counts
     mine = [*meter.seconds(counts[stage.rank]), latency_seconds, seconds_per_byte]
     if stage.rank:
-        stage.transport.send_bytes(torch.tensor(mine, dtype=torch.float64).view(torch.uint8), 0, Tag.COSTS)
+        stage.transport.send_bytes(
+            torch.tensor(mine, dtype=torch.float64, device="cpu").view(torch.uint8), 0, Tag.COSTS
+        )
         return _agreed(schedule, stage.transport.receive_object(0, "the schedule"))
     measured = [mine]
     for rank in range(1, stage.size):
