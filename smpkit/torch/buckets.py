@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -115,17 +116,36 @@ class Bucket:
         if self._all_touched():
             self.flags.fill_(1)
         else:
-            self.flags.copy_(torch.tensor([float(slot in self.touched) for slot in range(len(self.params))]))
+            self.flags.zero_()
+            for start, stop in self._touched_runs():  # a tensor of the host would make it wait for the device
+                self.flags[start:stop].fill_(1)
 
-    def unpack(self, as_view: bool) -> None:
-        """Give each parameter that any rank's backward reached its reduced gradient; take it away but on the owner."""
+    def _touched_runs(self) -> list[tuple[int, int]]:
+        """Return the slots that a backward has reached as ranges."""
+        slots = range(len(self.params))
+        groups = (list(run) for touched, run in itertools.groupby(slots, self.touched.__contains__) if touched)
+        return [(run[0], run[-1] + 1) for run in groups]
+
+    @property
+    def needs_flags(self) -> bool:
+        """Whether only the flags tell which gradients there are: this rank left out a parameter.
+
+        Else they are not read, which would wait for the device.
+        """
+        return self.is_owner and not self._all_touched()
+
+    def unpack(self, as_view: bool, flags: Sequence[float] | None = None) -> None:
+        """Give each parameter that any rank's backward reached its reduced gradient; take it away but on the owner.
+
+        Args:
+            flags: those of the sum, read from the device, where they are needed.
+        """
         if not self.is_owner:
             for param in self.params:
                 param.grad = None
             self.forget()
             return
-        # Reading the flags waits for the device, so they are read only when this rank left out a parameter.
-        reached = [True] * len(self.params) if self._all_touched() else self.flags.ne(0).tolist()
+        reached = [True] * len(self.params) if flags is None else [flag != 0 for flag in flags]
         for slot, param in enumerate(self.params):
             base = self.bases.get(slot)
             if not reached[slot]:

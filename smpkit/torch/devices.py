@@ -1,17 +1,40 @@
-"""Streams and events of a device that computes on its own, such as a GPU, after the host has told it what to do.
+"""Streams, events, copies and random numbers of a device that computes on its own, such as a GPU.
 
-Code that must order copies, messages or measurements takes them from here, so that one file says how torch names them.
-On a CPU, whose work is done when a call returns, every function does nothing and returns None.
+The host tells it what to do and goes on. Code that must order copies, messages or measurements takes them from here,
+so that one file says how torch names them. On a CPU, whose work is done when a call returns, there is nothing to order:
+the functions for streams and events do nothing and return None.
+
+[Note: copies that do not hold up the host] A copy between a device and the host's ordinary memory makes the host wait
+for all that the stream has been given. From and to pinned memory it is only queued; then nobody may write to that
+memory, or read from it, before the copy is over. Whether the caller of smpkit keeps to that is unknown, so what the
+caller gave is copied into pinned memory of our own first, even if it is pinned. Torch's allocator of pinned memory
+notes the copies that use a block, and lends it again only when they are over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 
-__all__ = ["current_stream", "is_asynchronous", "new_stream", "on_stream", "record_event", "wait_for_stream"]
+__all__ = [
+    "current_stream",
+    "default_generator",
+    "has_happened",
+    "host_memory",
+    "is_asynchronous",
+    "new_stream",
+    "on_stream",
+    "record_event",
+    "to_device",
+    "wait_for_event",
+    "wait_for_stream",
+]
+
+_PLAIN: Final = frozenset[type]({torch.Tensor, torch.nn.Parameter})
+"""Of others, how they lie in memory is their own business."""
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -64,3 +87,41 @@ def wait_for_stream(device: torch.device) -> None:
     """
     if (stream := current_stream(device)) is not None:
         stream.synchronize()
+
+
+def has_happened(event: torch.Event | None) -> bool:
+    """Return whether the device has come to an event; without waiting for it."""
+    return event is None or event.query()
+
+
+def wait_for_event(event: torch.Event | None) -> None:
+    """Hold up the host until the device has come to an event, whatever else it has been given since."""
+    if event is not None:
+        event.synchronize()
+
+
+def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return bytes of the host with whatever is in them; copies from and to `device` do not hold up the host."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_asynchronous(device))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return what `tensor.to(device)` does, without holding up the host; the caller may write to `tensor` at once.
+
+    See [Note: copies that do not hold up the host].
+    """
+    is_plain = tensor.layout is torch.strided and type(tensor) in _PLAIN
+    if tensor.device.type != "cpu" or not is_asynchronous(device) or not is_plain:
+        return tensor.to(device)
+    return torch.empty_like(tensor, requires_grad=False, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that operators of a device draw from: its state is at hand without a wait."""
+    if not is_asynchronous(device):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    module.init()  # which makes the generators
+    number = torch.empty(0, device=device).get_device()  # a device need not say which of its kind it is
+    generator: torch.Generator = module.default_generators[number]
+    return generator

@@ -100,7 +100,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
     with waiting("the norm of the gradients", group):
         dist.all_reduce(sent, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     total = sent[0] if largest else sent[0] ** (1.0 / norm_type)
-    return total.where(sent[1] == 0, float("nan"))
+    return total.masked_fill(sent[1] != 0, float("nan"))
 
 
 def tell_of_torchs_clipping() -> None:

@@ -233,7 +233,7 @@ class MasterWeights:
         found = torch.zeros((), device=state.device)
         for (device, _), gradients in by_kind.items():
             here = torch.zeros((), device=device)
-            inverse = torch.tensor(1.0 / self.scaler.loss_scale, device=device)
+            inverse = torch.full((), 1.0 / self.scaler.loss_scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
             found = torch.maximum(found, here.to(found.device))
         return found

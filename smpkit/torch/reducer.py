@@ -24,7 +24,9 @@ adds to it, before it does, and adds it to the next result.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,12 +175,18 @@ class GradientReducer:
         self._armed = False
         while len(self._started) < len(self._buckets):
             self._start(self._buckets[len(self._started)])
+        unread = []
         for bucket, reduction in zip(self._buckets, self._started, strict=True):
             with waiting(f"the reduction of gradients (bucket {bucket.index()})", _group_of(bucket)):
                 hooked = reduction.wait()
             if hooked is not None:
                 bucket.set_buffer(hooked)
-            bucket.unpack(self._as_view)
+            if bucket.needs_flags:
+                unread.append(bucket)
+            else:
+                bucket.unpack(self._as_view)
+        for bucket, flags in zip(unread, _flags_of(unread), strict=True):
+            bucket.unpack(self._as_view, flags)
         self._started = []
 
     def abandon(self) -> None:
@@ -253,6 +261,18 @@ class GradientReducer:
         # The hook may compress or reshape the gradients, so the flags travel by themselves.
         future = hook(state, bucket)
         self._started.append(_Reduction(_all_reduce(bucket.flags, _group_of(bucket)), future))
+
+
+def _flags_of(buckets: Sequence[Bucket]) -> list[list[float]]:
+    """Read the flags of buckets from their devices, all at once: each time, the host waits for what a device does."""
+    known: dict[Bucket, list[float]] = {}
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Bucket]] = defaultdict(list)
+    for bucket in buckets:
+        by_kind[bucket.flags.device, bucket.flags.dtype].append(bucket)
+    for alike in by_kind.values():
+        values = iter(torch.cat([bucket.flags for bucket in alike]).tolist())
+        known.update((bucket, list(itertools.islice(values, len(bucket.params)))) for bucket in alike)
+    return [known[bucket] for bucket in buckets]
 
 
 def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch import devices
 from smpkit.torch.pipeline.divergence import disagreement, ways_of
 from smpkit.torch.pipeline.located import Located
 from smpkit.torch.pipeline.messages import Tag
@@ -61,19 +62,22 @@ class Ending:
         rank = self._stage.rank
         if home == rank:
             packed = pack([value.value for value in values if value.value is not None])
-            self._hand_on(home, packed, values)
+            # Sent once the device has come so far: its last forward may have only been queued, and backwards wait.
+            self._hand_on(home, packed, values, devices.record_event(self._stage.device))
             return
         source = rank + 1 if rank < home else rank - 1
         num_bytes = packed_bytes([value.spec for value in values])
         self._waits[home] = self._stage.transport.expect_bytes(num_bytes, source, _tag(home, values), _WHAT)
 
-    def _hand_on(self, home: int, packed: torch.Tensor, values: list[Located]) -> None:
+    def _hand_on(
+        self, home: int, packed: torch.Tensor, values: list[Located], ready: torch.Event | None = None
+    ) -> None:
         """Send the outputs of `home` to the neighbours that are further away from it."""
         rank = self._stage.rank
         targets = [rank - 1] * (rank <= home) + [rank + 1] * (rank >= home)
         for target in targets:
             if 0 <= target < self._stage.size:
-                self._stage.transport.send_bytes(packed, target, _tag(home, values))
+                self._stage.transport.outbox.send(packed, target, _tag(home, values), ready)
 
     def finish(self) -> list[Any]:
         """Return the outputs with the data of their homes.
@@ -96,10 +100,8 @@ class Ending:
         packed = self._waits[home]()
         self._hand_on(home, packed, values)
         # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
-        copies = unpack_copies(packed, [value.spec for value in values])
-        lying = [laid(tensor, value.spec.as_sent.order) for tensor, value in zip(copies, values, strict=True)]
-        device = self._stage.device
-        return lying if packed.device == device else [tensor.to(device) for tensor in lying]
+        copies = unpack_copies(devices.to_device(packed, self._stage.device), [value.spec for value in values])
+        return [laid(tensor, value.spec.as_sent.order) for tensor, value in zip(copies, values, strict=True)]
 
     def _explain(self, rank: int) -> None:
         """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""
@@ -132,7 +134,7 @@ def _checksums(microbatches: Sequence[Microbatch], located: dict[int, list[Locat
     """Return a checksum per microbatch of the way it took, and one of what the step returns."""
     paths = [zlib.crc32("\n".join(microbatch.path).encode()) for microbatch in microbatches]
     returned = zlib.crc32(str([(home, _checksum(values)) for home, values in located.items()]).encode())
-    return torch.tensor([*paths, returned], dtype=torch.int64)
+    return torch.tensor([*paths, returned], dtype=torch.int64, device="cpu")
 
 
 def _tag(home: int, values: Sequence[Located]) -> int:

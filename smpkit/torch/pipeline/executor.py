@@ -380,6 +380,7 @@ class _Step:
             raise
         finally:
             Running.microbatch = None
+        transport.outbox.poll()
         if self._recorder is not None or self._meter is not None:
             self.stage.settle()
             end_ns = time.perf_counter_ns()

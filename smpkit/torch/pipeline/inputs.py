@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch import devices
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.packing import packed_bytes, unpack
 from smpkit.torch.pipeline.specs import TensorSpec, laid, relaid, spec_of
@@ -75,10 +76,14 @@ class Inputs:
         checksum = _checksum(specs)
         tag = Tag.INPUTS_REST + (checksum & 0xFFFFFF)
         if self._rank == 0:
-            block = self._framed(specs, layout, max(num_bytes, head_bytes), tensors)
-            self._hand_on(tag, block[:head_bytes], block[head_bytes:])
-            laid_out = zip(tensors, _orders(specs, layout), strict=True)
-            return [laid(tensor.detach(), order).to(self._device) for tensor, order in laid_out]
+            lying = [
+                laid(tensor.detach(), order) for tensor, order in zip(tensors, _orders(specs, layout), strict=True)
+            ]
+            block = self._framed(specs, layout, max(num_bytes, head_bytes), lying)
+            on_device = any(devices.is_asynchronous(tensor.device) for tensor in lying)
+            ready = devices.record_event(self._device) if on_device else None
+            self._hand_on(tag, block[:head_bytes], block[head_bytes:], ready)
+            return [devices.to_device(tensor, self._device) for tensor in lying]
         source = self._rank - 1
         head = self._transport.receive_bytes(head_bytes, source, Tag.INPUTS_HEAD + head_bytes, _WHAT)
         if int(head[:8].view(torch.int64)) != checksum:
@@ -92,11 +97,12 @@ class Inputs:
             rest = self._transport.receive_bytes(num_bytes - head_bytes, source, tag, _WHAT)
         self._hand_on(tag, head, rest)
         # A copy, because the messages are still on their way to the next rank and a step may change its inputs.
-        packed = torch.cat([head[_CHECKSUM_BYTES:num_bytes], rest])
+        packed = devices.host_memory(num_bytes - _CHECKSUM_BYTES, self._device)
+        torch.cat([head[_CHECKSUM_BYTES:num_bytes], rest], out=packed)
         orders = _orders(specs, packed[: len(layout)].numpy().tobytes())
         arrived = unpack(packed[len(layout) :], specs)
         parts = zip(arrived, specs, orders, strict=True)
-        return [relaid(tensor, spec.shape, order).to(self._device) for tensor, spec, order in parts]
+        return [relaid(tensor, spec.shape, order).to(self._device, non_blocking=True) for tensor, spec, order in parts]
 
     def end_step(self) -> None:
         """Note that a step has ended well: its messages have arrived, and all ranks know how long the next is."""
@@ -115,26 +121,26 @@ class Inputs:
         """Return the bytes that travel. Nobody may write to them before the step has ended well."""
         frame, self._frame = self._frame, None
         if frame is None or frame.specs != specs or len(frame.block) != num_bytes:
-            frame = _new_frame(specs, layout, num_bytes)
+            frame = _new_frame(specs, layout, num_bytes, self._device)
         with torch.no_grad():
             for view, tensor in zip(frame.views, tensors, strict=True):
-                view.copy_(tensor)
+                view.copy_(tensor, non_blocking=True)
         self._travelling = frame
         return frame.block
 
-    def _hand_on(self, tag: int, head: torch.Tensor, rest: torch.Tensor) -> None:
+    def _hand_on(self, tag: int, head: torch.Tensor, rest: torch.Tensor, ready: torch.Event | None = None) -> None:
         if self._rank < self._size - 1:
-            self._transport.send_bytes(head, self._rank + 1, Tag.INPUTS_HEAD + len(head))
+            self._transport.outbox.send(head, self._rank + 1, Tag.INPUTS_HEAD + len(head), ready)
             if len(rest):
-                self._transport.send_bytes(rest, self._rank + 1, tag)
+                self._transport.outbox.send(rest, self._rank + 1, tag, ready)
 
 
-def _new_frame(specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int) -> _Frame:
+def _new_frame(specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int, device: torch.device) -> _Frame:
     with torch.inference_mode(False):  # or later steps, outside that mode, could not write to it
-        block = torch.zeros(num_bytes, dtype=torch.uint8)
+        block = devices.host_memory(num_bytes, device).zero_()
         block[:8].view(torch.int64).fill_(_checksum(specs))
         begin = _CHECKSUM_BYTES + len(layout)
-        block[_CHECKSUM_BYTES:begin].copy_(torch.tensor(list(layout), dtype=torch.uint8))
+        block[_CHECKSUM_BYTES:begin].copy_(torch.tensor(list(layout), dtype=torch.uint8, device="cpu"))
         parts = unpack(block[begin : begin + packed_bytes(specs)], specs)
         laid_out = zip(parts, specs, _orders(specs, layout), strict=True)
         return _Frame(specs, block, [relaid(part, spec.shape, order) for part, spec, order in laid_out])

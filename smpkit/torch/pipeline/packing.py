@@ -7,22 +7,31 @@ from typing import Final
 
 import torch
 
+from smpkit.torch import devices
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
 
 __all__ = ["pack", "packed_bytes", "unpack", "unpack_copies"]
 
+_HOST: Final = torch.device("cpu")
 _ALIGNMENT: Final = 16  # bytes; a packed tensor starts at a multiple, so that it can be viewed as any dtype
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy tensors into one block of bytes on the CPU."""
+    """Copy tensors into one block of bytes on the host.
+
+    From a device that computes on its own the copies are only queued, on its current stream: see `devices`.
+    """
+    device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
     specs = [spec_of(tensor) for tensor in tensors]
     if len(tensors) > 1 and _is_uniform(specs):
         with torch.no_grad():
-            return torch.stack(list(tensors)).cpu().reshape(-1).view(torch.uint8)
-    packed = torch.empty(packed_bytes(specs), dtype=torch.uint8)
+            stacked = torch.stack(list(tensors))
+        if device is _HOST:
+            return stacked.reshape(-1).view(torch.uint8)
+        tensors, specs = [stacked], [spec_of(stacked)]
+    packed = devices.host_memory(packed_bytes(specs), device)
     for copy, tensor in zip(unpack(packed, specs), tensors, strict=True):
-        copy.copy_(tensor.detach())
+        copy.copy_(tensor.detach(), non_blocking=True)
     return packed
 
 

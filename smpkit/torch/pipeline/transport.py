@@ -26,6 +26,7 @@ from smpkit.torch.deadline import reason_of
 from smpkit.torch.pipeline.absent import absent_gradient, is_absent
 from smpkit.torch.pipeline.buffers import Buffers
 from smpkit.torch.pipeline.messages import ABSENT, Message, Sent, Tag, What, text_of, version_of
+from smpkit.torch.pipeline.outbox import Outbox
 from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH
 from smpkit.torch.pipeline.specs import TensorSpec, permuted, relaid
 from smpkit.torch.state import state
@@ -90,6 +91,7 @@ class Transport:
         """Microbatches of steps that were given up; all ranks count alike, for none gives up a step alone."""
         self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self._buffers = Buffers()
+        self.outbox = Outbox(self.send_bytes)
         self.places: Mapping[Place, int] = {}
         """Where in the lists of their ranks the actions of the step that runs stand, as far as the executor knows."""
         self.num_messages = 0
@@ -265,6 +267,7 @@ class Transport:
         return use(_as_made(value, spec))
 
     def _wait(self, work: dist.Work, peer: int, what: What) -> None:
+        self.outbox.settle()
         self.waiting_since = started = time.monotonic()
         try:
             work.wait(self._timeout)
@@ -298,6 +301,7 @@ class Transport:
 
     def flush(self) -> None:
         """Wait until everything that was sent has arrived."""
+        self.outbox.settle()
         for peer, sending in enumerate(self._sending):
             self._sending[peer] = []
             for sent in sending:
@@ -322,6 +326,7 @@ class Transport:
         Args:
             num_microbatches: of the step that was interrupted.
         """
+        self.outbox.settle()  # others, which may have got further, count on it
         self._orphans += [sent for sending in self._sending for sent in sending]
         self._orphans += [*self._posted.values(), *self._begun.values()]
         for sending in self._sending:
