@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from smpkit.torch import devices
 from smpkit.torch.pipeline.located import Located
 
 __all__ = ["DRAWING", "RandomStreams", "operations_again", "will_be_recomputed"]
@@ -84,21 +85,21 @@ class RandomStreams:
         """Whether Python has then looked at a tensor: what it does next may hang on chance."""
         self._mixed_step = 0
         """The seed and the number of the step that runs, mixed."""
-        self._cuda = device if device.type == "cuda" else None
+        self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
+        """Asked directly: torch.cuda's functions for it take ten times as long, and this is done for each call."""
         self._names: dict[str, int] = {}
         self._operations = _Operations(self)
         self._given: Given | None = None
 
     def state(self) -> _Generators:
         """Return where the generators are."""
-        cuda = None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
-        return _CPU.get_state(), cuda
+        return _CPU.get_state(), None if self._device is None else self._device.get_state()
 
     def restore(self, state: _Generators) -> None:
         """Put the generators back."""
         _CPU.set_state(state[0])
-        if state[1] is not None and self._cuda is not None:
-            torch.cuda.set_rng_state(state[1], self._cuda)
+        if state[1] is not None and self._device is not None:
+            self._device.set_state(state[1])
 
     @contextlib.contextmanager
     def training_step(self, *, training: bool) -> Iterator[None]:
@@ -151,16 +152,16 @@ class RandomStreams:
         key = self._names.get(name)
         if key is None:
             key = self._names[name] = _seed_of(_mixed(0, zlib.crc32(name.encode())))
-        mode, cuda = None, self._cuda
+        mode, device = None, self._device
         with _WithoutModes():  # a mode must not give these draws streams
             _DRAWN.random_()
             seed = _NUMBER[()] ^ key
             kept = _CPU.get_state()
             seed = seed | 1 if closed else seed & ~1
             _CPU.manual_seed(seed)
-            if cuda is not None:
-                kept_cuda = torch.cuda.get_rng_state(cuda)
-                torch.cuda.manual_seed(seed)
+            if device is not None:
+                kept_device = device.get_state()
+                device.manual_seed(seed)
         # At native speed: no Python at each operation inside.
         if closed and (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _Operations:
             mode = _pop_mode()
@@ -170,14 +171,14 @@ class RandomStreams:
             if mode is not None:
                 _push_mode(mode)
             _CPU.set_state(kept)
-            if cuda is not None:
-                torch.cuda.set_rng_state(kept_cuda, cuda)
+            if device is not None:
+                device.set_state(kept_device)
 
     def _seed(self, seed: int, *, closed: bool) -> None:
         seed = seed | 1 if closed else seed & ~1
         _CPU.manual_seed(seed)
-        if self._cuda is not None:
-            torch.cuda.manual_seed(seed)
+        if self._device is not None:
+            self._device.manual_seed(seed)
 
 
 class _Operations(TorchFunctionMode):
