@@ -7,7 +7,6 @@ fail there. `torch.cuda.is_available()` keeps telling the truth, and `SMPKIT_CUD
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["carried_over", "install", "installed"]
+__all__ = ["install", "installed"]
 
 _log = logging.getLogger("smpkit")
 
@@ -27,7 +26,7 @@ _installed = False
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Changes the device in calls of torch; a mode belongs to one thread, see `carried_over`."""
+    """Changes the device in calls of torch; a mode belongs to one thread, and is handed on with others (parking.py)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -62,11 +61,6 @@ def install(environ: Mapping[str, str] = os.environ) -> None:
 def installed() -> bool:
     """Whether `cuda` means the CPU in this process."""
     return _installed
-
-
-def carried_over() -> contextlib.AbstractContextManager[object]:
-    """Return a context for a new thread in which `cuda` means the same as in the thread that starts it."""
-    return _CudaIsCpu() if _installed else contextlib.nullcontext()
 
 
 def _on_cpu(value: Any) -> Any:

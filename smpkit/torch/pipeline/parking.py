@@ -7,14 +7,20 @@ only the thread that holds the baton runs; so there is no concurrency to reason 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
+from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 from smpkit.errors import DeadlineError
-from smpkit.torch import cuda_on_cpu
+from smpkit.torch import devices
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.state import state
 
@@ -31,7 +37,7 @@ class Parked:
     Args:
         body: what to run.
         random: the generators, which belong to the process: each thread finds them as it left them.
-        device: for autocast, which like grad mode belongs to a thread and is carried over from the one that starts it.
+        device: whose current stream, like modes and hooks, belongs to a thread and is that of the one that starts it.
     """
 
     def __init__(self, body: Callable[[], Any], random: RandomStreams, device: torch.device) -> None:
@@ -39,7 +45,8 @@ class Parked:
         self.output: Any = None
         self._body = body
         self._random = random
-        self._modes = _modes_of(device)
+        self._surroundings = _surroundings(device)
+        self._context = contextvars.copy_context()
         self._go = threading.Semaphore(0)
         self._back = threading.Semaphore(0)
         self._abandoned = False
@@ -77,8 +84,8 @@ class Parked:
         self._go.acquire()
         try:
             if not self._abandoned:
-                with self._modes():
-                    self.output = self._body()
+                with self._surroundings():
+                    self.output = self._context.run(self._body)
         except _Abandoned:
             pass
         except BaseException as error:  # handed to the thread that resumed this one
@@ -87,18 +94,44 @@ class Parked:
         self._back.release()
 
 
-def _modes_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context that sets up grad mode and autocast as they are now, in the thread that started the step."""
-    grad = torch.is_grad_enabled()
-    autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type)
+def _surroundings(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context that gives another thread what torch keeps by thread, as it is in this one now.
+
+    Torch has no public way to hand all of it on at once, as its autograd engine does for threads of its own.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = {device.type, "cpu"}
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    caches = torch.is_autocast_cache_enabled()
+    stream = devices.current_stream(device)
+    # The default device is one of these modes (torch.set_default_device, `with torch.device(...)`).
+    function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    dispatch_modes = _dispatch_modes()
+    # Only the innermost ones take part.
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooked = contextlib.nullcontext if hooks is None else functools.partial(saved_tensors_hooks, *hooks)
 
     @contextlib.contextmanager
-    def modes() -> Iterator[None]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        autocasting = torch.autocast(device.type, dtype=dtype, enabled=autocast)
-        with torch.set_grad_enabled(grad), autocasting, cuda_on_cpu.carried_over():
+    def surroundings() -> Iterator[None]:
+        for kind, enabled, dtype in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(caches)
+        if any(enabled for _, enabled, _ in autocast):
+            torch.autocast_increment_nesting()  # the caller's autocast is around: its end empties the cache, no other
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(devices.on_stream(stream))
+            if inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(hooked())
+            # Innermost: whatever is done above is none of the step's operations.
+            for mode in dispatch_modes:
+                push_dispatch_mode(mode)
+                stack.callback(pop_dispatch_mode)
+            for mode in function_modes:
+                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(torch.overrides._pop_mode)
             yield
 
-    return modes
+    return surroundings
