@@ -33,10 +33,10 @@ class Buffers:
         """Return a tensor of this shape and dtype, with whatever is in it."""
         num_bytes = spec.num_bytes
         if num_bytes < _SMALLEST_BYTES:
-            return torch.empty_strided(spec.shape, spec.travelling_stride, dtype=spec.dtype)
+            return torch.empty_strided(spec.shape, spec.travelling_stride, dtype=spec.dtype, device="cpu")
         self._used.add(num_bytes)
         free = self._free.setdefault(num_bytes, [])
-        block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
         lent = block.view()
         weakref.finalize(lent, free.append, block).atexit = False
         return torch.from_numpy(lent).view(spec.dtype).view(spec.shape)

@@ -344,7 +344,7 @@ class Transport:
 
     def expect_bytes(self, num_bytes: int, source: int, tag: int, what: str) -> Callable[[], torch.Tensor]:
         """Start to receive bytes from one rank; return a function that waits for them and returns them."""
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
+        packed = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         work = self._recv(packed, source, tag, lambda: what)
 
         def wait() -> torch.Tensor:
@@ -368,7 +368,7 @@ class Transport:
     ) -> None:
         """Send a Python object to every other rank of the pipeline, or some; each of them calls `receive_object`."""
         data = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
+        size = torch.tensor([data.numel()], device="cpu")
         for target in self._others if targets is None else targets:
             self._send(size, target, tag, what)
             self._send(data, target, tag + 1, what)

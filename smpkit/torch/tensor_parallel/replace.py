@@ -193,7 +193,8 @@ def _make(module: nn.Module, entry: Entry, marking: Marking) -> nn.Module:
     kind = entry.distributed_class
     args, kwargs = with_overrides(kind, arguments_of(module, entry), marking.config)
     dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
-    with torch.random.fork_rng([]), delay_param_initialization(), default_dtype(dtype):
+    # On the host, whatever the user's default device is: weights come when they are taken over.
+    with torch.device("cpu"), torch.random.fork_rng([]), delay_param_initialization(), default_dtype(dtype):
         return kind(*args, **kwargs)
 
 
