@@ -173,7 +173,7 @@ def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
             continue
         peer = (group.rank() + 1) % group.size()
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, device="cpu")], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 
 @contextlib.contextmanager

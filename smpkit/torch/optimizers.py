@@ -107,7 +107,7 @@ class _Fused(torch.optim.Optimizer, ABC):
                 )
             own = self.state[parameter]
             if not own:
-                own["step"] = torch.zeros((), dtype=torch.float32)
+                own["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 own.update(self._first_state(parameter))
             own["step"] += 1
             by_step.setdefault(float(own["step"]), []).append(parameter)

@@ -307,7 +307,7 @@ def _steps(text: str) -> int:
 
 def _header() -> Header:
     """Meet the other ranks, agree on a name for the run, and note the time."""
-    name = torch.tensor([secrets.randbits(62)])
+    name = torch.tensor([secrets.randbits(62)], device="cpu")
     with waiting("the start of recording", state.object_group):
         dist.broadcast(name, group=state.object_group, group_src=0)
         dist.barrier(group=state.object_group)

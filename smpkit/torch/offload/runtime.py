@@ -76,7 +76,7 @@ class Offloading:
 
     def _found_any(self) -> bool:
         """Return whether any rank of this pipeline has checkpointed layers; all of them ask, once."""
-        found = torch.tensor([self._engine.num_boundaries])
+        found = torch.tensor([self._engine.num_boundaries], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
             with waiting("the first step with offloading", group):

@@ -57,7 +57,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         plain(self, name, param)
         if param is not None and not is_delayed(param):
-            param.data = torch.empty((), dtype=param.dtype).expand(param.shape)
+            param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
             setattr(param, _MARK, True)
             keep_attributes_in_copies(param)
 
@@ -77,7 +77,7 @@ def without_memory(root: nn.Module) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                value = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                value = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
                 delayed = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(delayed).update(vars(parameter))
                 setattr(delayed, _MARK, True)

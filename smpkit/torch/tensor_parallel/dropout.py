@@ -87,4 +87,4 @@ def _agreed(device: torch.device) -> int:
 
 def _number() -> int:
     with torch._C.DisableTorchFunction():  # the pipeline's streams must not give this draw one of its own
-        return int(torch.empty((), dtype=torch.int64).random_().item())
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

@@ -56,7 +56,7 @@ class SameCall:
             self._num_compared += 1
             values = _checksum(tensors)
         group = state.process_group(CommGroup.TP_GROUP)
-        mine = torch.tensor([zlib.crc32(told.encode()), values, exchanges_made()])
+        mine = torch.tensor([zlib.crc32(told.encode()), values, exchanges_made()], device="cpu")
         if "cpu" not in str(dist.get_backend_config(group)):
             mine = mine.to(state.device)
         everybody = [torch.empty_like(mine) for _ in range(state.tp_size)]

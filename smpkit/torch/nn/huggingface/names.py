@@ -176,11 +176,11 @@ def with_causal_masks(
         return state
     count = 1 + max((int(found.group(1)) for key in state if (found := _LAYER.search(key))), default=-1)
     for layer in range(count):
-        seen = torch.ones(max_seq_len, max_seq_len, dtype=torch.bool).tril()
+        seen = torch.ones(max_seq_len, max_seq_len, dtype=torch.bool, device="cpu").tril()
         window = windows[layer % len(windows)]
         name = attention.replace("*", str(layer))
         state[f"{name}.bias"] = (seen if window is None else seen.triu(1 - window)).view(1, 1, max_seq_len, max_seq_len)
-        state[f"{name}.masked_bias"] = torch.tensor(-1e9)
+        state[f"{name}.masked_bias"] = torch.tensor(-1e9, device="cpu")
     return state
 
 
