@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,14 +156,13 @@ class FusedAdam(_Fused):
             updates = _adam_updates(group, alike, alike.gradients, 1.0 - beta1, self.adam_w_mode)
             torch._foreach_add_(alike.weights, updates, alpha=-float(group["lr"]))
             return
-        done = alike.steps - 1.0  # torch's kernel counts this step itself
         adam(
             alike.weights,
             alike.gradients,
             alike.state("exp_avg"),
             alike.state("exp_avg_sq"),
             [],
-            [torch.full((), done, device=weight.device) for weight in alike.weights],
+            _counts(alike.weights, alike.steps - 1.0),  # torch's kernel counts this step itself
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -325,6 +325,15 @@ class FusedNovoGrad(_Fused):
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _counts(weights: Tensors, count: float) -> Tensors:
+    """Return a tensor of one number for each weight, on its device: made at once, not by a kernel for each weight."""
+    of_device = {
+        device: iter(torch.full((number,), count, dtype=torch.float32, device=device).unbind())
+        for device, number in Counter(weight.device for weight in weights).items()
+    }
+    return [next(of_device[weight.device]) for weight in weights]
 
 
 def _adam_updates(group: dict[str, Any], alike: _Alike, gradients: Tensors, weight: float, decoupled: bool) -> Tensors:
