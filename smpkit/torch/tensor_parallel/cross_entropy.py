@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from smpkit.errors import UsageError
+from smpkit.torch import devices
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.boundary import Boundary, outer_boundary
@@ -45,7 +46,8 @@ def cross_entropy(
             configuration says.
 
     Raises:
-        UsageError: shapes do not fit, or the reduction is unknown.
+        UsageError: shapes do not fit, the reduction is unknown, or (on the CPU) a label is no class.
+        RuntimeError: a label is no class, on a GPU; it comes when the host waits for the GPU next.
     """
     if has_torch_function((logits, labels)):  # they lie on another pipeline rank, perhaps
         made: torch.Tensor = handle_torch_function(
@@ -103,12 +105,26 @@ def _check_shapes(logits: torch.Tensor, labels: torch.Tensor, samples: tuple[int
 def _local(labels: torch.Tensor, ignore_index: int, num_classes: int) -> torch.Tensor:
     """Return the labels counted from this rank's first class, -1 where they are another rank's or count for nothing."""
     first, length = piece_of(num_classes, state.tp_rank, state.tp_size)
-    if not labels.is_cuda and not collectives.is_rehearsal(labels):  # on a GPU, looking would wait for it
-        wrong = labels[((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)]
-        if len(wrong):
-            raise UsageError(f"{int(wrong[0])} is a label, but neither one of {num_classes} classes nor ignore_index")
+    if not collectives.is_rehearsal(labels):
+        _check_labels(labels, ignore_index, num_classes)
     elsewhere = (labels == ignore_index) | (labels < first) | (labels >= first + length)
     return (labels - first).masked_fill(elsewhere, -1)
+
+
+def _check_labels(labels: torch.Tensor, ignore_index: int, num_classes: int) -> None:
+    """Raise if a label is no class: no rank would find it, and its loss would be wrong without a word.
+
+    A GPU looks itself, as it does in torch's own loss, because the host would have to wait for it: the error is then
+    that of a kernel, and comes when the host waits next.
+    """
+    is_wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
+    if devices.is_asynchronous(labels.device):
+        message = f"a label is neither one of {num_classes} classes nor ignore_index ({ignore_index})"
+        torch._assert_async(~is_wrong.any(), message)
+        return
+    wrong = labels[is_wrong]
+    if len(wrong):
+        raise UsageError(f"{int(wrong[0])} is a label, but neither one of {num_classes} classes nor ignore_index")
 
 
 class _Statistics(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import smpkit.torch as smp
 from benchmarks.tensor_parallel.counted import counted
 from smpkit.errors import ConfigError, UsageError
+from smpkit.torch import devices
 from smpkit.torch.tensor_parallel import collectives as c
 from smpkit.torch.tensor_parallel.boundary import Boundary, enter
+from smpkit.torch.tensor_parallel.cross_entropy import _local
 from smpkit.torch.tensor_parallel.dropout import BoundaryDropout
 from tests.ranks import RankFailed, run_ranks
 
@@ -196,6 +199,39 @@ def test_the_loss_of_divided_logits_is_torchs(prescaled: bool) -> None:
         assert len(differences) == 12
         assert max(differences) < 1e-12
         assert "is a label, but neither one of 8 classes nor ignore_index" in message
+
+
+def check_on_the_device() -> list[str]:
+    """Look for wrong labels as on a GPU, whose check a CPU can run as well; return what came of each."""
+    start()
+    found = []
+    with patch.object(devices, "is_asynchronous", lambda _: True):
+        for label, ignored in [(7, -100), (0, -100), (-100, -100), (9, 9), (8, -100), (-1, -100), (-100, -1), (9, 8)]:
+            found.append(error_of(torch.tensor([label, 0]), ignored))
+        whole = torch.compile(cross_entropy_labels, backend="eager", fullgraph=True)
+        whole(torch.tensor([1, -100]))  # a graph break would raise
+        with pytest.raises(RuntimeError, match="a label is neither"):
+            whole(torch.tensor([1, 8]))
+    smp.shutdown()
+    return found
+
+
+def error_of(labels: torch.Tensor, ignore_index: int) -> str:
+    try:
+        smp.nn.cross_entropy(torch.zeros(4, 4), labels, ignore_index=ignore_index)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def cross_entropy_labels(labels: torch.Tensor) -> torch.Tensor:
+    return _local(labels, -100, 8)
+
+
+def test_wrong_labels_are_found_on_a_device_without_waiting_for_it() -> None:
+    for found in run_ranks(check_on_the_device, 2):
+        assert [bool(each) for each in found] == [False] * 4 + [True] * 4
+        assert "a label is neither one of 8 classes nor ignore_index (-100)" in found[4]
 
 
 def drop(same_seed: bool) -> dict[str, Any]:
