@@ -175,6 +175,34 @@ def test_a_rehearsed_interruption_changes_nothing(image: str, tmp_path: Path) ->
     assert losses(interrupted) == losses(plain)
 
 
+def test_a_clone_builds_with_the_dockerfile_at_its_root(image: str, tmp_path: Path) -> None:
+    """As `docker build .` does; what this machine needs (its index, its certificates) goes where the file says."""
+    root, context = HERE.parents[1], tmp_path / "clone"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (root / name).is_file():
+            (context / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / name, context / name)
+    words = image_options()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    if "--ca" in given:
+        (context / "ca").mkdir()
+        shutil.copyfile(given["--ca"], context / "ca" / f"{Path(given['--ca']).stem}.crt")
+    if "--wheels" in given:
+        (context / "wheels").mkdir()
+        for wheel in Path(given["--wheels"]).glob("*.whl"):
+            shutil.copyfile(wheel, context / "wheels" / wheel.name)
+    arguments = {"BASE_IMAGE": base_image(tmp_path), "TORCH": given.get("--torch", "torch>=2.11")}
+    options = [word for key, value in arguments.items() for word in ("--build-arg", f"{key}={value}")]
+    command = ["docker", "build", "--network", given["--build-network"], *options, "--tag", "smpkit-test:clone", "."]
+    subprocess.run(command, cwd=context, check=True, timeout=1800)
+    said = subprocess.run(
+        ["docker", "run", "--rm", "--entrypoint", "smpkit", "smpkit-test:clone", "--version"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert said.stdout.startswith("smpkit")
+
+
 def test_the_image_holds_no_keys_and_runs_other_commands(image: str) -> None:
     def inside(*words: str) -> str:
         return subprocess.run(["docker", "run", "--rm", *words], capture_output=True, text=True, check=True).stdout

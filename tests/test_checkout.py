@@ -1,0 +1,43 @@
+"""What a newcomer finds in a clone: a Dockerfile that builds, no results of ours, and an install that editors follow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def git(*arguments: str) -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone")
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.splitlines()
+
+
+def test_the_dockerfile_at_the_root_is_that_of_the_image() -> None:
+    """`docker build .` reads the one at the root, `smpkit image` the one of the package."""
+    packaged = ROOT / "container" / "smpkit_container" / "Dockerfile"
+    assert (ROOT / "Dockerfile").read_text() == packaged.read_text(), f"cp {packaged.relative_to(ROOT)} Dockerfile"
+
+
+def test_no_results_of_examples_are_committed_or_would_be() -> None:
+    assert [name for name in git("ls-files", "examples") if Path(name).suffix not in (".py", ".yaml", ".md")] == []
+    assert git("check-ignore", "examples/gpt_text/runs/checkpoints/newest", "runs/pipeline/newest")[1:]
+
+
+def test_a_type_checker_finds_an_editable_install(tmp_path: Path) -> None:
+    """They follow folders in a `.pth` file, and no import hook."""
+    origin = json.loads(metadata.distribution("smpkit").read_text("direct_url.json") or "{}")
+    if not origin.get("dir_info", {}).get("editable"):
+        pytest.skip("smpkit is not installed editable here")
+    script = tmp_path / "train.py"
+    script.write_text("import smpkit.torch as smp\nimport smpkit_container.failure\nimport smpkit_estimator.job\n")
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--cache-dir=.cache", "--follow-imports=skip", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
