@@ -27,7 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=80)
     parser.add_argument("--write-bytes", type=int, default=160, help="how much the trained model writes at the end")
     parser.add_argument("--recompute", default="none", help="checkpoint the blocks: each, contiguous or group_N")
-    parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "checkpoints"))
+    parser.add_argument("--checkpoints", type=Path, default=os.environ.get("SMPKIT_CHECKPOINT_DIR", "runs/checkpoints"))
     return parser.parse_known_args()[0]
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(600)
 def job(tmp_path: Path) -> Path:
     """Return the job file of a copy of the example, so that its checkpoints stay out of the source tree."""
     folder = tmp_path / "gpt_text"
-    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("checkpoints", "__pycache__"))
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     return folder / "job.yaml"
 
 
@@ -50,7 +50,7 @@ def learned(output: str) -> tuple[float, float, int]:
 
 def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(job: Path) -> None:
     """One life: four replicas learn and are asked to stop, go on, and then a pipeline with replicas does."""
-    checkpoints = job.parent / "checkpoints"
+    checkpoints = job.parent / "runs" / "checkpoints"
     with subprocess.Popen(
         [*command(job, 100_000), "--set", "hyperparameters.save-every=20"],
         stdout=subprocess.PIPE,
@@ -90,7 +90,7 @@ def test_the_example_learns_saves_when_asked_to_stop_and_resumes_on_any_degrees(
 def test_recomputing_its_blocks_changes_nothing(job: Path) -> None:
     losses = []
     for recompute in ("none", "each"):
-        shutil.rmtree(job.parent / "checkpoints", ignore_errors=True)
+        shutil.rmtree(job.parent / "runs", ignore_errors=True)
         output, _ = run(job, 4, "--set", f"hyperparameters.recompute={recompute}")
         losses.append(re.findall(r"loss [\d.]+(?: -> [\d.]+)?", output))
     assert losses[0] == losses[1] != []
