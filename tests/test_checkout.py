@@ -1,4 +1,4 @@
-"""What a newcomer finds in a clone: a Dockerfile that builds, no results of ours, and an install that editors follow."""
+"""What a newcomer finds in a clone: a Dockerfile that builds, no results of ours, an install that editors follow."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def test_a_type_checker_finds_an_editable_install(tmp_path: Path) -> None:
         pytest.skip("smpkit is not installed editable here")
     script = tmp_path / "train.py"
     script.write_text("import smpkit.torch as smp\nimport smpkit_container.failure\nimport smpkit_estimator.job\n")
-    command = [sys.executable, "-m", "mypy", "--config-file=", "--cache-dir=.cache", "--follow-imports=skip", "train.py"]
+    options = ["--config-file=", "--cache-dir=.cache", "--follow-imports=skip"]
+    command = [sys.executable, "-m", "mypy", *options, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout

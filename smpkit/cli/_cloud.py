@@ -13,18 +13,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from smpkit.cli import _console
 from smpkit.config.words import printable, quoted
-from smpkit.errors import UsageError
+from smpkit.errors import SmpkitError, UsageError
 
 if TYPE_CHECKING:
     from smpkit_estimator.backends.fake import FakeSageMaker
@@ -61,7 +63,13 @@ def cloud_options(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def command(*args: Any, profile: str | None, region: str | None, backend: str, **options: Any) -> Any:
-        return function(*args, cloud=CloudChoice(profile, region, backend), **options)
+        console = _carry_options(("profile", profile), ("region", region), ("backend", backend))
+        try:
+            return function(*args, cloud=CloudChoice(profile, region, backend), **options)
+        except SmpkitError as error:
+            if error.hint is not None:
+                error.hint = console.complete(error.hint)
+            raise
 
     profile = click.option("--profile", metavar="NAME", help="AWS profile; default: as the AWS CLI has it.")
     region = click.option("--region", metavar="NAME", help="AWS region; default: as the AWS CLI has it.")
@@ -75,6 +83,18 @@ def cloud_options(function: _Function) -> _Function:
     )
     decorated: Any = profile(region(backend(command)))
     return decorated  # type: ignore[no-any-return]
+
+
+def _carry_options(*given: tuple[str, str | None]) -> _console.Console:
+    """Let commands in messages have the options of this one; those of the environment need not be typed again."""
+    ctx = click.get_current_context()
+    typed = [
+        f" --{name} {shlex.quote(value)}"
+        for name, value in given
+        if value is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    ctx.obj = replace(_console.current(), options="".join(typed))
+    return _console.current()
 
 
 @contextlib.contextmanager

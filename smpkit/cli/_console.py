@@ -12,6 +12,7 @@ For commands::
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,17 +24,25 @@ from smpkit.errors import ConfigError, Problem, SmpkitError
 
 __all__ = ["Console", "UnknownCommand", "current", "print_error", "print_problems", "set_up", "style"]
 
+_CLOUD_COMMAND = re.compile(r"(`smpkit (?:submit|jobs|status|logs|wait|stop|resume|cost)\b[^`]*)`")
+
 
 @dataclass(frozen=True)
 class Console:
     """How much to say: -1 errors only, 0 calm, 1 and 2 more."""
 
     verbosity: int = 0
+    options: str = ""
+    """What commands for managed jobs were given, ` --backend fake` say: commands in messages need it as well."""
+
+    def complete(self, text: str) -> str:
+        """Give commands for managed jobs that stand in `text` the options without which they find another cloud."""
+        return _CLOUD_COMMAND.sub(rf"\1{self.options}`", text) if self.options else text
 
     def note(self, text: str) -> None:
         """Say something that is good to know."""
         if self.verbosity >= 0:
-            click.echo(text, err=True, color=_color())
+            click.echo(self.complete(text), err=True, color=_color())
 
     def detail(self, text: str) -> None:
         """Say why or how, to those who asked with `-v`."""
@@ -43,12 +52,14 @@ class Console:
     def warn(self, what: Problem | str) -> None:
         """Say what is legal and probably not meant."""
         if self.verbosity >= 0:
-            click.echo(f"{style('warning:', 'yellow')} {_with_hint_styled(str(what))}", err=True, color=_color())
+            click.echo(
+                f"{style('warning:', 'yellow')} {_with_hint_styled(self.complete(str(what)))}", err=True, color=_color()
+            )
 
     def hint(self, text: str) -> None:
         """Say the one thing to do next."""
         if self.verbosity >= 0:
-            click.echo(f"{style('hint:', 'cyan')} {text}", err=True, color=_color())
+            click.echo(f"{style('hint:', 'cyan')} {self.complete(text)}", err=True, color=_color())
 
 
 class UnknownCommand(click.UsageError):

@@ -47,14 +47,16 @@ def submit(
     Everything is checked against the service's own limits before anything is sent. Sources are uploaded once for each
     content. Ctrl-C while following never stops the job.
     """
+    from smpkit_estimator.dry import DryCloud
     from smpkit_estimator.job import Job
     from smpkit_estimator.submission import send
 
     opened = cloud.open()
+    dry = DryCloud(opened) if dry_run else None
     loaded = read_job(file, overrides)
-    submission = _planned(loaded, opened, name)
+    submission = _planned(loaded, dry or opened, name)
     console = _console.current()
-    for note in submission.notes:
+    for note in (*submission.notes, *(dry.notes if dry is not None else ())):
         console.note(f"note: {note}")
     if dry_run:
         click.echo(_printed(submission, as_json), nl=False)

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -529,3 +530,79 @@ def test_an_endpoint_that_is_no_address_is_told(monkeypatch: pytest.MonkeyPatch,
     result = smpkit("jobs", "--region", "us-east-1")
     assert (result.exit_code, result.stdout) == (4, "")
     assert result.stderr.startswith("error: cannot use AWS: invalid endpoint: nowhere\nhint: AWS_ENDPOINT_URL")
+
+
+def test_a_dry_run_needs_neither_region_nor_credentials(
+    tmp_path: Path, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("CONFIG_FILE", "SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(f"AWS_{name}", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text(
+        JOB.replace("output: s3://bucket/out\n", "").replace("arn:aws:iam::123456789012:role/", "")
+    )
+    result = smpkit("submit", str(tmp_path / "job.yaml"), "--dry-run", "--json")
+    assert result.exit_code == 0, result.stderr
+    request = json.loads(result.stdout)
+    assert request["OutputDataConfig"]["S3OutputPath"] == "s3://sagemaker-<region>-000000000000/"
+    assert request["RoleArn"] == "arn:aws:iam::000000000000:role/SM"
+    assert "note: no AWS region is set: `<region>` stands for it" in result.stderr
+    result = smpkit("submit", str(tmp_path / "job.yaml"), "--dry-run", "--json", "--region", "eu-west-1")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["OutputDataConfig"]["S3OutputPath"] == "s3://sagemaker-eu-west-1-000000000000/"
+    assert "note: cannot tell whose AWS credentials these are" in result.stderr
+    assert result.stderr.rstrip().endswith("`000000000000` stands for the account")
+    assert smpkit("submit", str(tmp_path / "job.yaml")).exit_code == 4
+
+
+def test_a_dry_run_with_credentials_asks_for_the_real_values(use: Use, smpkit: Smpkit) -> None:
+    use()
+    Path("job.yaml").write_text(JOB.replace("arn:aws:iam::123456789012:role/", ""))
+    result = smpkit("submit", "job.yaml", "--dry-run", "--json")
+    assert json.loads(result.stdout)["RoleArn"] == "arn:aws:iam::123456789012:role/SM"
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("options", ["--backend fake", "--region eu-west-1 --profile 'my own'"])
+def test_commands_in_hints_find_the_same_cloud(use: Use, smpkit: Smpkit, options: str) -> None:
+    """Pasted as printed, they said that no region is set."""
+    fake = use(Script(failure=REASON))
+    given = shlex.split(options)
+    region, profile = "", ""
+    if "--region" in given:
+        region, profile = " --region eu-west-1", " --profile 'my own'"
+    expected = f"{profile}{region}" or " --backend fake"
+    said = smpkit("submit", "job.yaml", "--name", "job", *given).stderr
+    assert f"Follow with `smpkit logs -f job{expected}`, stop with `smpkit stop job{expected}`" in said
+    fake.clock.advance(1000)
+    assert f"hint: `smpkit logs job --rank 5 --tail 50{expected}`\n" in smpkit("status", "job", *given).stderr
+    said = smpkit("status", "none", *given).stderr
+    assert f"`smpkit jobs{expected}` lists them; `--region` looks elsewhere" in said
+    assert "`smpkit logs job --rank 5 --tail 50`\n" in smpkit("status", "job").stderr
+
+
+def test_the_demonstrations_spot_job_goes_on_where_it_stopped(use: Use, tmp_path: Path) -> None:
+    use()
+    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
+    process("submit", "job.yaml", "--name", "spot", "--set", "compute.spot=true", "--wait", **around)
+    log = process("logs", "spot", **around).stdout
+    assert [int(step) for step in re.findall(r"step (\d+)/20", log)] == list(range(1, 21))
+    assert "saved step 6\n" in log
+    assert "resumed at step 6\n" in log
+
+
+def test_the_demonstrations_failing_rank_has_lines(use: Use, tmp_path: Path) -> None:
+    """The hint after its failure asks for them."""
+    use()
+    around = {"SMPKIT_BACKEND": "fake", "SMPKIT_FAKE_DIR": str(tmp_path / "fake"), "SMPKIT_FAKE_SPEED": "3000"}
+    said = process("submit", "job.yaml", "--name", "fail", "--wait", *MPI, **around).stderr
+    hint = re.search(r"hint: `smpkit (logs .*)`", said)
+    assert hint is not None
+    assert "--rank 4" in hint[1]
+    assert "ValueError: hidden size 2050" in process(*hint[1].split(), **around).stdout
+
+
+MPI = ("--set", "distribution.mpi.enabled=true", "--set", "distribution.mpi.processes_per_host=8")

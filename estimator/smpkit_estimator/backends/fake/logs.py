@@ -9,7 +9,6 @@ from typing import Any
 
 from smpkit_estimator.backends.fake.client import Handler
 from smpkit_estimator.backends.fake.jobs import FakeJob, FakeJobs
-from smpkit_estimator.backends.fake.lifecycle import Attempt
 from smpkit_estimator.backends.sagemaker_model import client_error
 from smpkit_estimator.clock import Clock
 
@@ -90,19 +89,22 @@ class FakeLogs:
         found = _streams_of(job).get(stream) if job is not None else None
         if job is None or found is None:
             return []
-        attempt, host = found
+        number, host = found
+        attempt, lines = job.history.attempts[number], job.script.lines
+        if number > 0 and job.script.resumed_lines is not None:
+            lines = job.script.resumed_lines
         now, delay = self._clock.now(), timedelta(seconds=job.script.log_delay)
-        times = [(attempt.start + timedelta(seconds=line.at), line) for line in job.script.lines if line.host == host]
+        times = [(attempt.start + timedelta(seconds=line.at), line) for line in lines if line.host == host]
         events = [_Event(time, time + delay, line.text) for time, line in times if time <= attempt.end]
         return [event for event in events if event.readable <= now]
 
 
-def _streams_of(job: FakeJob) -> dict[str, tuple[Attempt, int]]:
-    """Return the streams that a job will have had in the end: name -> attempt and host."""
+def _streams_of(job: FakeJob) -> dict[str, tuple[int, int]]:
+    """Return the streams that a job will have had in the end: name -> numbers of the attempt and the host."""
     hosts = set(range(job.request["ResourceConfig"]["InstanceCount"])) - job.script.silent_hosts
     return {
-        f"{job.name}/algo-{host + 1}-{round(attempt.start.timestamp())}": (attempt, host)
-        for attempt in job.history.attempts
+        f"{job.name}/algo-{host + 1}-{round(attempt.start.timestamp())}": (number, host)
+        for number, attempt in enumerate(job.history.attempts)
         for host in sorted(hosts)
     }
 

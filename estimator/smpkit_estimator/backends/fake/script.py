@@ -36,6 +36,8 @@ class Script:
     uploading: float = 10.0
     lines: tuple[Line, ...] = ()
     """What the script logs, in every attempt anew, as far as it comes."""
+    resumed_lines: tuple[Line, ...] | None = None
+    """What attempts after an interruption log instead, of a script that goes on from a checkpoint."""
     failure: str | None = None
     """FailureReason; None if the script ends well."""
     interruptions: tuple[float, ...] = ()

@@ -43,9 +43,14 @@ def _plain(job: FakeJob) -> dict[str, Any]:
 
 def _job(item: dict[str, Any]) -> FakeJob:
     script = item["script"] | {
-        "lines": tuple(Line(**line) for line in item["script"]["lines"]),
+        "lines": _lines(item["script"]["lines"]),
+        "resumed_lines": _lines(item["script"].get("resumed_lines")),
         "interruptions": tuple(item["script"]["interruptions"]),
         "silent_hosts": frozenset(item["script"]["silent_hosts"]),
     }
     stopped = datetime.fromisoformat(item["stopped"]) if item["stopped"] else None
     return FakeJob(item["request"], datetime.fromisoformat(item["created"]), Script(**script), item["arn"], stopped)
+
+
+def _lines(items: list[dict[str, Any]] | None) -> tuple[Line, ...] | None:
+    return None if items is None else tuple(Line(**item) for item in items)

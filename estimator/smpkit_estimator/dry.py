@@ -1,0 +1,48 @@
+"""A cloud for a dry run: what nobody can say without a region or credentials has a stand-in, and a note tells so."""
+
+from __future__ import annotations
+
+from smpkit.errors import CloudError
+from smpkit_estimator.backends.sagemaker import Cloud, Identity
+
+__all__ = ["DryCloud"]
+
+_REGION = "<region>"
+_ACCOUNT = "000000000000"  # what no account has, and what the patterns of the service take
+
+
+class DryCloud(Cloud):
+    """Asks as `cloud` does, and does without an answer; nothing can be started with it that has stand-ins."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        super().__init__(cloud._session, cloud.clock)
+        self.notes: list[str] = []
+        """Which stand-ins were used, and why."""
+
+    @property
+    def region(self) -> str:
+        """The region of the session, or a stand-in."""
+        known = self._session.region_name
+        if not known:
+            self._note(f"no AWS region is set: `{_REGION}` stands for it")
+        return known or _REGION
+
+    def identity(self) -> Identity:
+        """Who calls, or a stand-in where that cannot be found out."""
+        try:
+            if not self._session.region_name:
+                raise CloudError("without a region nobody was asked whose AWS credentials these are")
+            return super().identity()
+        except CloudError as error:
+            self._note(f"{error.message}: `{_ACCOUNT}` stands for the account")
+        return Identity(_ACCOUNT, "")
+
+    def role_arn(self, role: str) -> str:
+        """The ARN of a role, or a stand-in where nobody can be asked."""
+        if role.startswith("arn:") or self.identity().account != _ACCOUNT:
+            return super().role_arn(role)
+        return f"arn:aws:iam::{_ACCOUNT}:role/{role}"
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
