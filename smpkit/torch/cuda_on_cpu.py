@@ -2,7 +2,8 @@
 
 SMP v1 existed on GPUs only, so its scripts say `torch.cuda.set_device(smp.local_rank())` and `.to("cuda")` without
 asking. Installed by importing `smdistributed` on a machine without a GPU, and nowhere else: such a script could only
-fail there. `torch.cuda.is_available()` keeps telling the truth, and `SMPKIT_CUDA_ON_CPU=0` switches all of it off.
+fail there. On a machine with a GPU that torch cannot use it shall fail, unless `SMPKIT_CUDA_ON_CPU=1` says that it is
+meant. `torch.cuda.is_available()` keeps telling the truth, and `SMPKIT_CUDA_ON_CPU=0` switches all of it off.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from smpkit.torch import gpus
 
 __all__ = ["install", "installed"]
 
@@ -45,9 +48,9 @@ _MODE: Final = _CudaIsCpu()
 
 
 def install(environ: Mapping[str, str] = os.environ) -> None:
-    """Begin, if there is no GPU and nobody said no; once."""
+    """Begin, if there is no GPU, or it shall not be used, and nobody said no; once."""
     global _installed  # noqa: PLW0603
-    if _installed or torch.cuda.is_available() or environ.get("SMPKIT_CUDA_ON_CPU") == "0":
+    if _installed or torch.cuda.is_available() or environ.get(gpus.CUDA_ON_CPU) == "0" or gpus.wants_gpu(environ):
         return
     _installed = True
     for name in _NOTHING_TO_DO:

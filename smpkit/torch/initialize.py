@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
 import os
 import socket
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's, which its types hide
 
 from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
-from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
 from smpkit.plan.mesh import Mesh
-from smpkit.torch import deadline, recorder
+from smpkit.torch import deadline, gpus, numa, recorder
 from smpkit.torch.board import Board
 from smpkit.torch.context import Launch, launch_from
 from smpkit.torch.groups import Groups, loopback
@@ -60,7 +61,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         config: SMP v1's parameters; keys of the environment variable `SM_HP_MP_PARAMETERS` override them.
 
     Raises:
-        ConfigError: the configuration cannot be meant, or does not fit the number of ranks, or differs between ranks.
+        ConfigError: the configuration cannot be meant, or does not fit the number of ranks, or differs between ranks;
+            or a rank sees no GPU that should have one.
         UsageError: the launcher's variables contradict each other, or a model depends on another configuration.
         DeadlineError: not all ranks came.
     """
@@ -208,14 +210,21 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
     known = _world is not None
     world = _world or _meet_world(cfg, launch, timeout)
     _world = world
+    board = _board_of(world, timeout)
     try:
-        facts = _agree(world, cfg, timeout)
-        _set_device(launch)
+        with _parting(board):
+            facts = _agree(world, cfg, timeout)
+            sights = [gpus.Sight(**fact["gpu"]) for fact in facts]
+            backend, notices = gpus.backend_of(sights, str(cfg.ddp_dist_backend)) if world.owned else ("", [])
+        if launch.rank == 0 and not known:
+            for text in [*gpus.notices_of(sights), *notices]:
+                warnings.warn(text, UserWarning, stacklevel=3)
+        _set_device(launch, sights)
         if not dist.is_initialized():
-            _make_default_group(cfg, world, facts, timeout)
+            _make_default_group(backend, world, timeout)
         elif known:
             world.groups.set_timeout(timeout)
-        _attach_board(world, timeout)
+        deadline.attach(board)
         groups = world.groups.of_mesh(mesh, launch.rank)
         state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
         recorder.start()
@@ -243,9 +252,14 @@ def _store_of_default_group() -> Store:
 
 
 def _agree(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[dict[str, Any]]:
-    """Wait for all ranks, check that they mean the same configuration, and return what each said about itself."""
+    """Wait for all ranks, check that they mean the same configuration, and return what each said about itself.
+
+    Raises:
+        ConfigError: they do not, or a rank sees no GPU that should have one; on all ranks alike.
+    """
     world.agreements += 1
-    said = json.dumps({"cfg": cfg.values(), "gpu": _gpu(world.launch)})
+    sight = dataclasses.asdict(gpus.look(world.launch))
+    said = json.dumps({"cfg": cfg.values(), "gpu": sight})
     launch, key = world.launch, f"facts/{world.agreements}"
     everyone = range(launch.world_size)
     facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, said, timeout)]
@@ -262,54 +276,58 @@ def _agree(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[
                     for key in differing
                 ]
             )
+    if problems := gpus.problems_of([gpus.Sight(**fact["gpu"]) for fact in facts]):
+        raise ConfigError(problems, subject="GPUs of the job")
     return facts
 
 
-def _gpu(launch: Launch) -> str | None:
-    """Return the identity of the GPU that this rank will use; ranks that see one GPU each all call theirs 0."""
-    if not torch.cuda.is_available():
-        return None
-    return str(torch.cuda.get_device_properties(launch.local_rank % torch.cuda.device_count()).uuid)
+@contextlib.contextmanager
+def _parting(board: Board) -> Iterator[None]:
+    """Let all ranks read why none of them can start, if so, before the one that serves the store ends."""
+    try:
+        yield
+    except (ConfigError, UnsupportedError):
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if board.serves_store:
+                board.linger()
+            else:
+                board.acknowledge()
+        raise
 
 
-def _set_device(launch: Launch) -> None:
+def _set_device(launch: Launch, sights: Sequence[gpus.Sight]) -> None:
     # Scripts that forget torch.cuda.set_device(smp.local_rank()) would otherwise put every rank on GPU 0.
     if torch.cuda.is_available():
-        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if sum(sight.gpu == sights[launch.rank].gpu for sight in sights) == 1:
+            numa.bind(device)
 
 
-def _make_default_group(
-    cfg: ModelParallelConfig, world: _World, facts: list[dict[str, Any]], timeout: timedelta
-) -> None:
+def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None:
     """Initialise torch.distributed.
 
     The groups are not bound to a device (`device_id`): that would make every later group a split, in which all ranks
     must take part.
     """
-    backend = _backend(cfg, [fact["gpu"] for fact in facts], warn=world.launch.rank == 0)
+    if "nccl" in backend:
+        _prepare_nccl()
     with loopback() if world.launch.single_host else contextlib.nullcontext():
         dist.init_process_group(
             backend, store=world.store, rank=world.launch.rank, world_size=world.launch.world_size, timeout=timeout
         )
 
 
-def _backend(cfg: ModelParallelConfig, gpus: Sequence[str | None], *, warn: bool) -> str:
-    """Return nccl for CUDA tensors beside gloo for CPU ones if every rank has a GPU of its own, else gloo for both."""
-    if cfg.ddp_dist_backend == "gloo" or None in gpus:
-        return "gloo"
-    if len(set(gpus)) == len(gpus):
-        return "cpu:gloo,cuda:nccl"
-    if warn:
-        text = f"{len(gpus)} ranks share {len(set(gpus))} GPU(s), which nccl cannot do: gloo is used, and is slower"
-        warnings.warn(text, UserWarning, stacklevel=6)
-    return "gloo"
+def _prepare_nccl() -> None:
+    """Set what nccl reads when groups are made, unless the user has."""
+    if os.environ.get(gpus.SHARED_GPU_NCCL) == "1":
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
-def _attach_board(world: _World, timeout: timedelta) -> None:
+def _board_of(world: _World, timeout: timedelta) -> Board:
     launch = world.launch
     serves = launch.rank == 0 and not launch.agent_store
     server = "the launcher" if launch.agent_store else "rank 0"
-    board = Board(
+    return Board(
         world.store, launch.rank, launch.world_size, timeout, world.groups.all, server=server, serves_store=serves
     )
-    deadline.attach(board)

@@ -128,19 +128,6 @@ def test_the_configuration_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert not any(line.startswith("  _") for line in lines)
 
 
-def test_the_backend_needs_a_gpu_of_its_own_per_rank_for_nccl() -> None:
-    from smpkit.config.modelparallel import ModelParallelConfig
-    from smpkit.torch.initialize import _backend
-
-    auto, _ = ModelParallelConfig.from_sources({"ddp": True}, None)
-    gloo, _ = ModelParallelConfig.from_sources({"ddp": True, "ddp_dist_backend": "gloo"}, None)
-    assert _backend(auto, ["a", "b"], warn=True) == "cpu:gloo,cuda:nccl"
-    assert _backend(gloo, ["a", "b"], warn=True) == "gloo"
-    assert _backend(auto, ["a", None], warn=True) == "gloo"
-    with pytest.warns(UserWarning, match=r"2 ranks share 1 GPU\(s\)"):
-        assert _backend(auto, ["a", "a"], warn=True) == "gloo"
-
-
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 GRID = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "microbatches": 4}
