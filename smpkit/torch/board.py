@@ -88,6 +88,20 @@ class Board:
         first = self.read("first")
         return None if first is None else _note(first)
 
+    def glance(self) -> tuple[Note | None, Note | None]:
+        """Return why the job failed, and what rank 0 has said, for a thread that asks again and again.
+
+        Unlike the other calls this waits as long as the store stands still, which alone is no failure.
+
+        Raises:
+            DistStoreError: nobody serves the store any more.
+        """
+        self._check_served()
+        keys = ("first", "note/0")
+        texts = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        first, server = (None if text is None else _note(text) for text in texts)
+        return first, server
+
     def acknowledge(self) -> None:
         """Tell the rank that serves the store that this one has read the failure, or has come to its end."""
         self._ask(lambda: self._store.add("read", 1))

@@ -8,6 +8,9 @@ store that the ranks met at), hangs up on everybody so that other blocked ranks 
     rank 2  computing                                                 wrote nothing: it is the one waited for
 
 A rank whose script raises writes that too, so the connection errors of the others become `rank 2 failed: ...`.
+
+Between GPUs (nccl) a wait is a kernel, which no host looks after: there a rank that fails, or hears of a failure, ends
+its own kernels by an *abort*. For a rank that waits in a call of CUDA meanwhile, a thread listens (watcher.py).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +28,7 @@ from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend  # torch.distributed's, which its types hide
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 from smpkit.torch.board import Board, Note
@@ -31,20 +36,27 @@ from smpkit.torch.rendezvous import name_ranks
 from smpkit.torch.tracebacks import shorten
 
 __all__ = [
+    "abort",
     "attach",
     "board",
     "condemn",
     "detach",
+    "device_backends",
+    "diagnose",
+    "failed",
+    "give_up",
     "hang_up",
     "note_place",
     "reason_of",
     "report_end",
     "report_failure",
+    "verdict_of",
     "waiting",
 ]
 
 _GRACE_SECONDS: Final = 2.0  # how long to wait for the notes of ranks that have just been hung up on
 _PARTING_SECONDS: Final = 0.5  # how long ranks that end together may lie apart
+_ABORT_SECONDS: Final = 5.0  # for nccl to end its kernels; it takes milliseconds unless the driver hangs
 _TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
 _PLACES: Final = "_smpkit_places"  # attribute of an exception
 _HANG_UP_TAG: Final = 0x5AFE
@@ -53,18 +65,22 @@ _ENDED: Final = "its script ended"
 _LOST: Final = re.compile(
     r"connection|timed out|timeout|socket|broken pipe|gloo|nccl|recvvalue|pair closure|remote process", re.IGNORECASE
 )
+_BROKEN: Final = re.compile(f"{_LOST.pattern}|cuda", re.IGNORECASE)
 _TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
 _board: Board | None = None
 _failed = False
+_verdict: SmpkitError | None = None
+"""Why the job fails, where a thread found it out before the one that waits; see `give_up`."""
+_judging = threading.RLock()  # who is woken by a thread that finds out why must not find out something else meanwhile
 _previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
 
 
 def attach(board: Board) -> None:
     """Use `board` from now on, and write uncaught exceptions of this process to it."""
-    global _board, _failed, _previous_hook  # noqa: PLW0603 - one board per process, like the default process group
-    _board, _failed = board, False
+    global _board, _failed, _verdict, _previous_hook  # noqa: PLW0603 - one board per process, like the default group
+    _board, _failed, _verdict = board, False, None
     if _previous_hook is None:
         _previous_hook = sys.excepthook
         sys.excepthook = _on_uncaught
@@ -77,8 +93,8 @@ def board() -> Board | None:
 
 def detach() -> None:
     """Forget the board, for example because the process groups are gone."""
-    global _board, _previous_hook  # noqa: PLW0603
-    _board = None
+    global _board, _verdict, _previous_hook  # noqa: PLW0603
+    _board = _verdict = None
     if _previous_hook is not None and sys.excepthook is _on_uncaught:
         sys.excepthook = _previous_hook
         _previous_hook = None
@@ -87,12 +103,16 @@ def detach() -> None:
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Show the exception where the script was, without the lines of smpkit's in between, and tell the other ranks."""
     assert _previous_hook is not None
+    if isinstance(error, RuntimeError) and (known := _known_reason(error)) is not None:
+        error, kind = known, type(known)
     error.__traceback__ = traceback
     shorten(error)
     _previous_hook(kind, error, error.__traceback__)
     sys.stderr.flush()
-    if not issubclass(kind, KeyboardInterrupt):  # Ctrl-C reaches every rank by itself
+    if not issubclass(kind, KeyboardInterrupt):
         report_failure(error)
+    elif _board is not None:  # Ctrl-C reaches every rank by itself: nobody is left to end the kernels of the others
+        abort(_board.groups())
 
 
 def failed() -> bool:
@@ -128,11 +148,16 @@ def report_failure(error: BaseException) -> None:
     text = f"{type(error).__name__}: {error.message if isinstance(error, SmpkitError) else error}"[:_TEXT_LIMIT]
     if places := getattr(error, _PLACES, None):
         text = f"{text} ({_said(places)})"
-    with contextlib.suppress(dist.DistError, RuntimeError):
+    try:
         board.hurry()
         board.fail(Note(board.rank, "timed out" if isinstance(error, DeadlineError) else "failed", text))
         if board.serves_store:
             hang_up(board.groups())
+    except (dist.DistError, RuntimeError):
+        pass  # whoever served the store is gone
+    abort(board.groups())
+    if board.serves_store:
+        with contextlib.suppress(dist.DistError, RuntimeError):
             board.linger()
 
 
@@ -156,17 +181,64 @@ def condemn(error: SmpkitError) -> None:
 
     For a thread that knows better than the waiting one. Never raises.
     """
+    global _verdict  # noqa: PLW0603
     if _board is not None:
+        _verdict = _verdict or error
         with contextlib.suppress(dist.DistError, RuntimeError):
             _board.fail(Note(_board.rank, "failed", f"{type(error).__name__}: {error.message}"[:_TEXT_LIMIT]))
             hang_up(_board.groups())
+        abort(_board.groups())
+
+
+def give_up(verdict: SmpkitError) -> None:
+    """Wake every wait of this process, on the host and on the GPU, to raise `verdict`; of several, the first.
+
+    For a thread that has heard that the job fails.
+    """
+    global _failed, _verdict
+    board = _board
+    if board is None:
+        return
+    _failed, _verdict = True, _verdict or verdict
+    abort(board.groups())
+    hang_up(board.groups())
+
+
+def device_backends(group: dist.ProcessGroup) -> list[Backend]:
+    """Return what carries a group's tensors of GPUs without the host waiting for it: nccl, if the group has it."""
+    if "cuda:nccl" not in str(dist.get_backend_config(group)):
+        return []
+    backend = group._get_backend(torch.device("cuda"))
+    return [getattr(backend, "wrapped_pg", backend)]  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
+def abort(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End the kernels of this rank that wait for others, and let go hosts that wait for such a kernel. Never raises.
+
+    All groups at once: nccl waits for the kernels of a group, which may be queued behind those of another one.
+    """
+    threads = [
+        threading.Thread(target=_abort, args=(backend,), name="smpkit-abort", daemon=True)
+        for group in groups
+        for backend in device_backends(group)
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _ABORT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _abort(backend: Backend) -> None:
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
 
 
 def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
     """Close this rank's gloo connections, so that ranks that wait for it wake now and not at their deadline.
 
     gloo has no call for it (`abort` wakes nobody), but a receive that times out closes all connections of its group.
-    Groups that carry no CPU tensors (nccl) are left alone: their own watchdog ends them.
+    Groups that carry no CPU tensors (nccl) are left alone: see `abort`.
     """
     for group in groups:
         if group.size() == 1 or "cpu" not in str(dist.get_backend_config(group)):
@@ -190,6 +262,8 @@ def waiting(what: str, peers: dist.ProcessGroup | Sequence[int]) -> Iterator[Non
         DeadlineError: the wait passed its deadline.
         RemoteError: another rank failed or died.
     """
+    if _verdict is not None:  # an operation between GPUs that was aborted raises nothing, and its result is garbage
+        raise _verdict
     started = time.monotonic()
     try:
         yield
@@ -207,12 +281,41 @@ def reason_of(error: RuntimeError, what: str, peers: dist.ProcessGroup | Sequenc
     Args:
         started: when the wait began, of `time.monotonic()`.
     """
-    board = _board
-    if board is None or isinstance(error, SmpkitError) or not _LOST.search(str(error)):
+    board, seconds = _board, time.monotonic() - started
+    if board is None or isinstance(error, SmpkitError):
         return error
     ranks = dist.get_process_group_ranks(peers) if isinstance(peers, dist.ProcessGroup) else peers
-    waited = _Wait(what, [rank for rank in ranks if rank != board.rank], time.monotonic() - started, str(error))
-    return _diagnose(board, waited)
+    waited = _Wait(what, [rank for rank in ranks if rank != board.rank], seconds, str(error))
+    with _judging:
+        if (known := _known_reason(error)) is not None:
+            return known
+        return _diagnose(board, waited) if _LOST.search(str(error)) else error
+
+
+def _known_reason(error: RuntimeError) -> SmpkitError | None:
+    """Return the verdict, if there is one and `error` is what a closed connection or an abort causes."""
+    if isinstance(error, SmpkitError) or not _BROKEN.search(str(error)):
+        return None
+    with _judging:
+        return _verdict
+
+
+def diagnose(what: str, peers: Sequence[int], error: str, seconds: float) -> SmpkitError | None:
+    """Find out why an operation failed that nobody waited for on the host; None after `detach`.
+
+    Args:
+        what: what it was, as the user calls it.
+        peers: the global ranks that take part, without this one.
+        error: the words of the library.
+        seconds: for how long it was waited for, as far as one knows.
+    """
+    global _verdict  # noqa: PLW0603
+    board = _board
+    if board is None:
+        return None
+    with _judging:
+        _verdict = _verdict or _diagnose(board, _Wait(what, list(peers), seconds, error))
+        return _verdict
 
 
 @dataclass(frozen=True)
@@ -234,14 +337,16 @@ def _diagnose(board: Board, wait: _Wait) -> SmpkitError:
         board.hurry()
         board.say(Note(board.rank, "timed out" if late else "waited", wait.what, wait.peers))
         hang_up(board.groups())
+        abort(board.groups())
         notes = _hear(board, wait.peers)
         own = _own_verdict(board, wait, notes, late)
         kind: Literal["timed out", "failed"] = "timed out" if isinstance(own, DeadlineError) else "failed"
         first = board.failure() or board.fail(Note(board.rank, kind, own.message))
         board.acknowledge()
     except (dist.DistError, RuntimeError) as gone:
+        abort(board.groups())
         return _without_store(board, wait, gone)
-    return own if first.rank == board.rank else _verdict_of(first)
+    return own if first.rank == board.rank else verdict_of(first)
 
 
 def _hear(board: Board, peers: Sequence[int]) -> dict[int, Note]:
@@ -299,7 +404,7 @@ def _hint_of_loss(text: str) -> str:
     return "it ended without saying why; see its own output (a signal, or too little memory?)"
 
 
-def _verdict_of(first: Note) -> SmpkitError:
+def verdict_of(first: Note) -> SmpkitError:
     """Repeat what the first rank to fail has said."""
     if first.kind == "timed out":
         return DeadlineError(

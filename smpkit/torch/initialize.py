@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's
 from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
 from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
 from smpkit.plan.mesh import Mesh
-from smpkit.torch import deadline, gpus, numa, recorder
+from smpkit.torch import deadline, gpus, numa, recorder, watcher
 from smpkit.torch.board import Board
 from smpkit.torch.context import Launch, launch_from
 from smpkit.torch.groups import Groups, loopback
@@ -107,6 +107,7 @@ def shutdown() -> None:
     state.runtime = state.model = state.optimizer = state.step = None
     for forget in state.forgetters:
         forget()
+    watcher.end()
     deadline.detach()
     if world is not None and world.owned and dist.is_initialized():
         dist.destroy_process_group()
@@ -192,9 +193,12 @@ def _register_at_exit() -> None:
 
 
 def _at_exit() -> None:
-    # After a failure, other ranks may be gone, and ending nccl communicators with them could wait for ever; the
-    # operating system ends everything as well.
+    # After a failure, other ranks may be gone, and ending nccl communicators with them could wait for ever. The
+    # operating system ends everything as well, but not before a kernel has ended that waits for them.
     if deadline.failed():
+        if _world is not None:
+            deadline.abort(_world.groups.all())
+        watcher.end()
         return
     if _world is not None:
         deadline.report_end()
@@ -227,6 +231,8 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
         deadline.attach(board)
         groups = world.groups.of_mesh(mesh, launch.rank)
         state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
+        if not known:
+            watcher.watch(board, _processes_beside(facts, launch.rank))
         recorder.start()
     except BaseException:
         if not known:
@@ -259,7 +265,8 @@ def _agree(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[
     """
     world.agreements += 1
     sight = dataclasses.asdict(gpus.look(world.launch))
-    said = json.dumps({"cfg": cfg.values(), "gpu": sight})
+    process = [watcher.place_of_process(), os.getpid()]
+    said = json.dumps({"cfg": cfg.values(), "gpu": sight, "process": process})
     launch, key = world.launch, f"facts/{world.agreements}"
     everyone = range(launch.world_size)
     facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, said, timeout)]
@@ -295,6 +302,13 @@ def _parting(board: Board) -> Iterator[None]:
         raise
 
 
+def _processes_beside(facts: Sequence[Mapping[str, Any]], rank: int) -> dict[int, int]:
+    """Return the processes of the other ranks that this one can see."""
+    here = facts[rank]["process"][0]
+    places = [(other, *fact["process"]) for other, fact in enumerate(facts)]
+    return {other: pid for other, place, pid in places if place == here and place is not None and other != rank}
+
+
 def _set_device(launch: Launch, sights: Sequence[gpus.Sight]) -> None:
     # Scripts that forget torch.cuda.set_device(smp.local_rank()) would otherwise put every rank on GPU 0.
     if torch.cuda.is_available():
@@ -311,15 +325,26 @@ def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None
     must take part.
     """
     if "nccl" in backend:
-        _prepare_nccl()
+        _prepare_nccl(world.launch)
     with loopback() if world.launch.single_host else contextlib.nullcontext():
         dist.init_process_group(
             backend, store=world.store, rank=world.launch.rank, world_size=world.launch.world_size, timeout=timeout
         )
 
 
-def _prepare_nccl() -> None:
-    """Set what nccl reads when groups are made, unless the user has."""
+def _prepare_nccl(launch: Launch) -> None:
+    """Set what nccl and torch's watch over it read when groups are made, unless the user has.
+
+    On an error torch shall only end the kernels (2, "clean up only"): by default it kills the process, and nobody would
+    learn which rank failed. The watcher sees the error, too, and finds that out.
+    """
+    handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    # torchrun sets 1 for every rank where the user has set nothing.
+    if launch.launcher == "torchrun" and os.environ.get(handling) == "1":
+        del os.environ[handling]
+    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # its name of old, which torch still reads
+        os.environ.setdefault(handling, "2")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if os.environ.get(gpus.SHARED_GPU_NCCL) == "1":
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
