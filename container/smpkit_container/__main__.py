@@ -45,7 +45,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     base = base_folder(environ)
     environ = {name: value for name, value in environ.items() if name not in _OURS}
     try:
-        environment = Environment.read(base, environ, num_gpus=count_gpus(), num_cpus=count_cpus(), has_efa=find_efa())
+        environment = Environment.read(
+            base, environ, num_gpus=count_gpus(environ), num_cpus=count_cpus(), has_efa=find_efa()
+        )
         if base == DEFAULT_BASE:  # on somebody's own machine the code is where it is, and so is what it needs
             fetch_source(environment)
             install_requirements(environment.code)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "count_cpus",
     "count_gpus",
     "find_efa",
+    "find_nccl_plugin",
 ]
 
 DEFAULT_BASE = Path("/opt/ml")
@@ -168,13 +170,69 @@ def count_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def count_gpus(command: tuple[str, ...] = ("nvidia-smi", "--list-gpus")) -> int:
-    """Count the accelerators by asking the driver's own tool; 0 where the tool is missing, fails or takes too long."""
+def count_gpus(environ: Mapping[str, str], command: tuple[str, ...] = ("nvidia-smi", "--list-gpus")) -> int:
+    """Count the GPUs that a rank will see, by asking the driver's own tool; 0 where that is missing, fails or hangs.
+
+    Args:
+        environ: the ranks' variables; `CUDA_VISIBLE_DEVICES` is read as CUDA does, up to the first entry that names no
+            GPU. A process can use one slice of a divided GPU (MIG), however many there are.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    gpus: list[str] = []
+    slices: list[tuple[int, str]] = []  # and of which GPU
+    for line in done.stdout.splitlines():
+        uuid = line.rpartition("UUID: ")[2].strip(" )")
+        if line.startswith("GPU "):
+            gpus.append(uuid)
+        elif gpus and line.lstrip().startswith("MIG "):
+            slices.append((len(gpus) - 1, uuid))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        whole = len(gpus) - len({gpu for gpu, _ in slices})
+        return whole or min(1, len(slices))
+    return _count_visible([entry.strip() for entry in visible.split(",")], gpus, [uuid for _, uuid in slices])
+
+
+def _count_visible(entries: Sequence[str], gpus: Sequence[str], slices: Sequence[str]) -> int:
+    """Count what CUDA finds for the entries of `CUDA_VISIBLE_DEVICES`: numbers, or the beginnings of UUIDs."""
+    if entries[0].startswith("MIG-GPU-"):  # how older drivers name a slice
+        return int(any(entries[0].removeprefix("MIG-").startswith(uuid) for uuid in gpus))
+    if entries[0].startswith("MIG-"):
+        return int(any(uuid.startswith(entries[0]) for uuid in slices))
+    found: list[int] = []
+    for entry in entries:
+        if entry.isascii() and entry.isdigit():
+            named = [int(entry)] if int(entry) < len(gpus) else []
+        else:
+            named = [gpu for gpu, uuid in enumerate(gpus) if entry.startswith("GPU-") and uuid.startswith(entry)]
+        if len(named) != 1:
+            break
+        found += named
+    return len(found) if len(set(found)) == len(found) else 0  # CUDA shows none if one is named twice
+
+
+def find_nccl_plugin(environ: Mapping[str, str], command: tuple[str, ...] = ("ldconfig", "-p")) -> bool:
+    """Return whether nccl would find a plugin for other networks than TCP and InfiniBand, such as aws-ofi-nccl."""
+    if environ.get("NCCL_NET_PLUGIN", "none") != "none":
+        return True
+    folders = [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    if any(any(folder.glob("libnccl-net*.so*")) for folder in folders):
+        return True
+    path = f"{environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # users other than root may not have these
+    try:
+        done = subprocess.run(
+            [shutil.which(command[0], path=path) or command[0], *command[1:]],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return "libnccl-net" in done.stdout
 
 
 def find_efa(devices: Path = Path("/dev/infiniband")) -> bool:

@@ -15,7 +15,13 @@ if ls "$here"/*.crt >/dev/null 2>&1; then
 fi
 
 # ---- system packages -----------------------------------------------------------------------------------------------
-# ssh and Open MPI are for jobs that ask for MPI; everything else runs with torchrun.
+# ssh and Open MPI are for jobs that ask for MPI; everything else runs with torchrun. The compiler and Python's headers
+# are for what is compiled while a job runs: torch.compile (Triton, too), and smpkit's optimizer on the host.
+compiles() { [ "${COMPILER:-1}" != 0 ]; }
+has_headers() {
+  python3 -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null
+}
+
 install_system() {
   missing=""
   need() { has "$1" || missing="$missing $2"; }
@@ -24,6 +30,10 @@ install_system() {
     [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
     [ -s /etc/ssl/certs/ca-certificates.crt ] || missing="$missing ca-certificates"
     python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
+    if compiles; then
+      need g++ g++
+      has_headers || missing="$missing python3-dev"
+    fi
     if [ -n "$missing" ]; then
       apt-get update
       DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing
@@ -33,6 +43,10 @@ install_system() {
     need python3 python3; need ssh openssh-clients; need mpirun openmpi; need ssh-keygen openssh
     [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
     python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
+    if compiles; then
+      need g++ gcc-c++
+      has_headers || missing="$missing python3-devel"
+    fi
     if [ -n "$missing" ]; then
       dnf install -y $missing
       dnf clean all

@@ -23,7 +23,7 @@ from smpkit_container.command import (
     torchrun_command,
 )
 from smpkit_container.console import Console
-from smpkit_container.environment import Environment
+from smpkit_container.environment import Environment, find_nccl_plugin
 from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure
 from smpkit_container.gathering import Gathered, gather
 from smpkit_container.outcome import Outcome, Patience
@@ -33,7 +33,7 @@ from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
 from smpkit_container.variables import export, platform_variables, process_variables
 from smpkit_container.verdict import judge
 
-__all__ = ["explain", "launch", "patience_from", "with_smdistributed"]
+__all__ = ["explain", "launch", "notices", "patience_from", "with_smdistributed"]
 
 _ALSO_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
@@ -63,6 +63,8 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     topology = read_topology(environment)
     with _meeting_port(topology) as port:
         plan = _planned(environment, topology, port, environ, extra, console.is_terminal)
+        for notice in notices(environment, topology, plan.environ):
+            console.say(f"warning: {notice}")
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
         with gather(topology, patience.start) as gathered:
@@ -88,6 +90,27 @@ def with_smdistributed(environment: Environment, environ: Mapping[str, str], con
         return environ
     console.say(f"`{name}` asks for smdistributed: smpkit's is on PYTHONPATH")
     return with_drop_in(environ)
+
+
+def notices(environment: Environment, topology: Topology, environ: Mapping[str, str]) -> list[str]:
+    """Return what will work but hardly as it is meant.
+
+    Args:
+        environ: the ranks' variables.
+    """
+    found = []
+    gpus, ranks = environment.num_gpus, topology.processes_per_host
+    if 0 < gpus < ranks:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible})"
+        found.append(f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}{why}, over gloo, which is slower than nccl")
+    asks_for_efa = environ.get("FI_PROVIDER") == "efa" and gpus > 0 and not topology.single_host
+    if asks_for_efa and topology.node_rank == 0 and not find_nccl_plugin(environ):
+        found.append(
+            "FI_PROVIDER is efa, but nccl has no plugin for EFA (libnccl-net*.so) and will use TCP, which is slower: "
+            "take one of AWS's deep learning containers as the base image, or install aws-ofi-nccl"
+        )
+    return found
 
 
 def explain(

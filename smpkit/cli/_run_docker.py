@@ -43,7 +43,9 @@ def run_docker(job: LoadedJob, arguments: Sequence[str], recipe: Recipe, wishes:
     from smpkit_estimator.local import plan_local_run
 
     hosts = wishes.hosts or job.config.compute.instance_count
-    plan = plan_local_run(job.config, job.folder, count_gpus() if wishes.gpus else 0, hosts)
+    # Of this shell's variables the containers get none.
+    num_gpus = count_gpus(job.config.environment) if wishes.gpus else 0
+    plan = plan_local_run(job.config, job.folder, num_gpus, hosts)
     console = _console.current()
     check()
     image = job.config.image or build_image(recipe)

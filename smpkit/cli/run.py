@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ def _run_here(job: LoadedJob, arguments: tuple[str, ...], keep: bool, events: bo
     from smpkit_container.environment import count_gpus
     from smpkit_estimator.local import plan_local_run, run_local
 
-    plan = plan_local_run(job.config, job.folder, count_gpus())
+    plan = plan_local_run(job.config, job.folder, count_gpus({**os.environ, **job.config.environment}))
     _check_launcher(plan)
     console = _console.current()
     for note in plan.notes:

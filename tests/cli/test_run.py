@@ -158,3 +158,19 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path, smpkit: Smpkit, m
         "error: torch is not installed beside smpkit, so torchrun cannot start the ranks\n"
         "hint: `pip install 'smpkit[torch]'`, or `--docker` to run in the training image\n"
     )
+
+
+def test_no_more_ranks_are_started_than_gpus_are_visible(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nfor n in 0 1 2; do echo "GPU $n: NVIDIA H200 (UUID: GPU-$n)"; done\n')
+    tool.chmod(0o755)
+    job = "entry_point: train.py\ndistribution: {torch_distributed: {enabled: true}}\n"
+    write(tmp_path, "import os; print(os.environ['SM_NUM_GPUS'], os.environ['WORLD_SIZE'])", job)
+    command = [*SMPKIT, "run", "job.yaml", "--set", "environment.CUDA_VISIBLE_DEVICES=2,0"]
+    environ = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "NO_COLOR": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 2 2", "[rank 1] 2 2"]
+    assert "2 ranks with torchrun" in done.stderr
+    assert "warning" not in done.stderr

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from smpkit_container.environment import (
     base_folder,
     count_cpus,
     count_gpus,
+    find_nccl_plugin,
 )
 
 
@@ -106,8 +108,73 @@ def test_base_folder_can_be_moved() -> None:
     assert base_folder({"SAGEMAKER_BASE_DIR": "/a", "SMPKIT_BASE_DIR": "/b"}) == Path("/b")
 
 
+THREE = """GPU 0: NVIDIA H200 (UUID: GPU-11aa-1)
+GPU 1: NVIDIA H200 (UUID: GPU-11ab-2)
+GPU 2: NVIDIA H200 (UUID: GPU-22cc-3)
+"""
+DIVIDED = """GPU 0: NVIDIA H200 (UUID: GPU-11aa-1)
+  MIG 1g.18gb     Device  0: (UUID: MIG-aaaa-1)
+  MIG 1g.18gb     Device  1: (UUID: MIG-bbbb-2)
+"""
+
+
+def listed(text: str) -> tuple[str, ...]:
+    return ("printf", text.replace("%", "%%"))
+
+
 def test_gpus_are_counted_by_the_drivers_tool() -> None:
-    assert count_gpus(("printf", "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n")) == 2
-    assert count_gpus(("no-such-tool-anywhere",)) == 0
-    assert count_gpus(("false",)) == 0
+    assert count_gpus({}, listed(THREE)) == 3
+    assert count_gpus({}, ("no-such-tool-anywhere",)) == 0
+    assert count_gpus({}, ("false",)) == 0
     assert count_cpus() >= 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        ("0,2", 2),
+        (" 1 , 0", 2),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("0,-1,1", 1),
+        ("0,7,1", 1),
+        ("1,1", 0),
+        ("GPU-22cc-3", 1),
+        ("GPU-22,GPU-11ab", 2),
+        ("GPU-11", 0),
+        ("GPU-nowhere,0", 0),
+    ],
+)
+def test_gpus_are_counted_as_a_rank_sees_them(visible: str, count: int) -> None:
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}, listed(THREE)) == count
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-bbbb-2"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-aaaa-1,MIG-bbbb-2"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-GPU-11aa-1/7/0"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-cccc-3"}, 0),
+    ],
+    ids=str,
+)
+def test_a_process_sees_one_slice_of_a_divided_gpu(environ: dict[str, str], count: int) -> None:
+    assert count_gpus(environ, listed(DIVIDED)) == count
+
+
+def test_a_divided_gpu_does_not_hide_a_whole_one() -> None:
+    assert count_gpus({}, listed(DIVIDED + "GPU 1: NVIDIA H200 (UUID: GPU-33dd-4)\n")) == 1
+
+
+def test_nccls_plugin_is_looked_for_where_nccl_does(tmp_path: Path) -> None:
+    installed, nothing = ("printf", "\tlibnccl-net.so (libc6,x86-64) => /opt/lib/libnccl-net.so\n"), ("true",)
+    path = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": f"{tmp_path}:"}
+    assert find_nccl_plugin(path, installed)
+    assert not find_nccl_plugin(path, nothing)
+    assert not find_nccl_plugin(path, ("no-such-tool-anywhere",))
+    assert find_nccl_plugin({**path, "NCCL_NET_PLUGIN": "ofi"}, nothing)
+    (tmp_path / "libnccl-net-ofi.so.0").touch()
+    assert find_nccl_plugin(path, nothing)
