@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,13 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 # Folders whose tests start whole jobs or worlds of ranks, longest tests first.
 LONG = ("end_to_end", "transparency", "compat", "container", "torch")
+
+
+def pytest_configure() -> None:
+    """Say that the CPU is meant where torch is a build for CPUs beside a GPU, or every `smp.init()` would warn."""
+    with contextlib.suppress(PackageNotFoundError):
+        if any(Path("/dev").glob("nvidia[0-9]*")) and version("torch").endswith("+cpu"):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType  # torch.distributed's, which its types hide
 
 import smpkit.torch as smp
+from smpkit.errors import UsageError
 from smpkit.torch import deadline, initialize, watcher
 from smpkit.torch.context import Launch
 from smpkit.torch.deadline import waiting
@@ -84,6 +85,54 @@ def one_fails(how: str) -> str:
 )
 def test_a_rank_that_waits_for_its_gpu_hears_which_rank_failed_and_why(how: str) -> None:
     assert run_ranks(one_fails, 2, how)[0].startswith("RemoteError: rank 1 failed: ValueError: the loss is not finite")
+
+
+def one_condemns() -> str:
+    backend = begin()
+    if smp.rank() == 0:
+        deadline.condemn(UsageError("ranks took different ways"))
+        assert backend.ended.is_set()
+        return message_of(smp.barrier)
+    backend.item()
+    return message_of(smp.barrier)
+
+
+def test_a_thread_that_condemns_the_job_wakes_all() -> None:
+    told = run_ranks(one_condemns, 2)
+    assert told[0].startswith("UsageError: ranks took different ways")
+    assert told[1].startswith("RemoteError: rank 0 failed: UsageError: ranks took different ways")
+
+
+def one_loses_its_connection() -> tuple[str, bool]:
+    backend = begin(look_seconds=SECONDS)  # nobody watches: who notices it ends its own kernels
+    if smp.rank() == 1:
+        facts().wait(["told"])
+        return "late", True
+
+    def receive() -> None:
+        with waiting("recv_from(rank 1)", [1]):
+            raise RuntimeError("Connection closed by peer")
+
+    text = message_of(receive)
+    facts().set("told", "")
+    return text, backend.ended.is_set()
+
+
+def test_a_rank_that_loses_another_ends_its_own_kernels() -> None:
+    text, ended = run_ranks(one_loses_its_connection, 2)[0]
+    assert text.startswith("RemoteError: rank 0 lost rank 1 in recv_from(rank 1)")
+    assert ended
+
+
+def interrupt() -> bool:
+    backend = begin(look_seconds=SECONDS)
+    deadline._previous_hook = lambda *error: None
+    deadline._on_uncaught(KeyboardInterrupt, KeyboardInterrupt(), None)
+    return backend.ended.is_set()
+
+
+def test_an_interrupt_ends_kernels() -> None:
+    assert run_ranks(interrupt, 2) == [True, True]
 
 
 def one_times_out(error: str) -> str:
@@ -239,14 +288,26 @@ def test_the_traceback_of_an_aborted_call_ends_with_the_verdict(
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL if "kill" in dies else 1]
 
 
-def test_a_server_that_dies_is_named(tmp_path: Path) -> None:
-    """Its process is not to be seen by the other rank, as if on another machine: the store alone tells."""
-    script = SPINS.replace("DIES", "backend.item(); raise RuntimeError('NCCL communicator was aborted on rank 1.')")
-    script = script.replace("backend.item()\n    raise", "os.kill(os.getpid(), signal.SIGKILL)\n    raise")
-    script = script.replace("backend = begin()", "watcher.place_of_process = lambda: None\n    backend = begin()")
-    script = script.replace("import os, signal", "import os, signal\n    from smpkit.torch import watcher")
-    told = stories(start(script, 2, tmp_path, agent=False))
-    assert "RemoteError: rank 1 lost rank 0, which served the store: nobody listens at 127.0.0.1:" in told[1]
+SERVER_DIES = """
+    import os, signal
+    import smpkit.torch as smp
+    from smpkit.torch import watcher
+    from tests.torch.test_watcher import begin
+    watcher.place_of_process = lambda: None  # as if each rank were on a machine of its own
+    backend = begin()
+    smp.barrier()
+    if smp.rank() == 0:
+        smp.recv_from(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    smp.send("I am about to wait", 0)
+    backend.item()
+    raise RuntimeError("NCCL communicator was aborted on rank 1.")
+"""
+
+
+def test_a_server_that_dies_on_another_machine_is_named(tmp_path: Path) -> None:
+    told = stories(start(SERVER_DIES, 2, tmp_path, agent=False))
+    assert "RemoteError: rank 1 lost rank 0, which served the store: " in told[1]
 
 
 def test_processes_are_known_by_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
