@@ -27,6 +27,7 @@ __all__ = [
     "is_asynchronous",
     "new_stream",
     "on_stream",
+    "order_after",
     "record_event",
     "to_device",
     "wait_for_event",
@@ -78,6 +79,12 @@ def record_event(device: torch.device, *, keeps_time: bool = False) -> torch.Eve
     event = torch.Event(device, enable_timing=keeps_time)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+def order_after(event: torch.Event | None, stream: torch.Stream | None) -> None:
+    """Let what a stream is given from now on start after an event, without holding up the host."""
+    if stream is not None and event is not None:
+        stream.wait_event(event)
 
 
 def wait_for_stream(device: torch.device) -> None:

@@ -7,15 +7,19 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch.distributed's, which its types hide
 from torch.distributed.distributed_c10d import _world as _torchs
 
+from smpkit.errors import DeadlineError
 from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.deadline import waiting
 from smpkit.torch.rendezvous import gather, name_ranks
 
 __all__ = ["Groups", "loopback"]
@@ -23,6 +27,8 @@ __all__ = ["Groups", "loopback"]
 _GLOO: Final = "cpu:gloo"
 # MP before PP and so on: any order serves, as long as every rank follows the same one.
 _ORDER: Final = (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP)
+_LANE_CTAS: Final = 8
+"""Of a GPU's (132 on an H100), that nccl may take for a message; the variable NCCL_MAX_CTAS says otherwise."""
 
 
 class Groups:
@@ -45,7 +51,7 @@ class Groups:
         self._backend: str | None = None
         """Of the groups made from now on; None: that of the default group."""
         self._objects: dist.ProcessGroup | None = None
-        self._lanes: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+        self._lanes: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._alone: list[dist.ProcessGroup] = []
         """Groups of this rank alone, see `_align`."""
 
@@ -86,12 +92,61 @@ class Groups:
         self._make(ranks, "shared parameters", mine=True, together=False)
         return self._by_ranks[ranks]
 
-    def lanes(self, ranks: tuple[int, ...], backend: str) -> list[dist.ProcessGroup]:
-        """Return two groups of some ranks beside all others, one for each direction; all of the ranks call this."""
+    def lanes(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+        """Return a group of some ranks beside all others, for messages of a pipeline; all of the ranks call this."""
         if ranks not in self._lanes:
-            kinds = ("lanes to higher ranks", "lanes to lower ranks")
-            self._lanes[ranks] = [_made(self._new(ranks, kind, backend)) for kind in kinds]
+            with _unbound():
+                self._lanes[ranks] = _made(self._new(ranks, "lanes", backend, options=self._lane_options(backend)))
         return self._lanes[ranks]
+
+    def _lane_options(self, backend: str) -> object:
+        """Return options by which messages start before what is computed, and leave most of the GPU to it."""
+        if backend != "nccl":
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = _LANE_CTAS
+        options._timeout = self._timeout  # or torch warns that it is another one
+        return options
+
+    def warm_up(self, groups: Mapping[CommGroup, dist.ProcessGroup], device: torch.device) -> None:
+        """Have nccl make its communicators now; all ranks call this.
+
+        At its first operation a communicator allocates memory, which waits for the whole GPU, and holds up the hosts of
+        its ranks until all have come. In the middle of a step that would be while messages of a pipeline are on their
+        way, and in an order that hangs on which rank gets where first.
+
+        Raises:
+            DeadlineError: another rank did not come, or its GPU did not answer.
+            RemoteError: another rank failed.
+        """
+        seen = set()
+        for kind in (CommGroup.WORLD, *_ORDER):
+            group = groups[kind]
+            if group.size() == 1 or group in seen:
+                continue
+            seen.add(group)
+            name = f"the connection of {kind.value} between the GPUs"
+            hosts = group if _GLOO in str(dist.get_backend_config(group)) else self.for_objects()
+            with waiting(name, group):  # with a deadline, which nccl's own way to a communicator has not
+                dist.all_reduce(torch.zeros(1, device="cpu"), group=hosts)
+            work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+            assert work is not None, "this rank is in the group"
+            self._hold(work, name, group)
+
+    def _hold(self, work: dist.Work, name: str, group: dist.ProcessGroup) -> None:
+        """Wait for an operation on GPUs, which nccl's own `wait` leaves to them."""
+        seconds = self._timeout.total_seconds()
+        ends = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > ends:
+                others = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
+                raise DeadlineError(
+                    f"rank {self._rank} waited {seconds:.0f} s in {name} for {name_ranks(others)}",
+                    hint="see what nccl says with NCCL_DEBUG=INFO; is the network between the hosts open?",
+                )
+            time.sleep(0.001)
+        with waiting(name, group):
+            work.wait()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Use another timeout in all groups but a default group that the script made."""
@@ -102,8 +157,7 @@ class Groups:
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
         objects = [] if self._objects is None or self._objects in self._by_ranks.values() else [self._objects]
-        lanes = [group for both in self._lanes.values() for group in both]
-        groups = [*self._by_ranks.values(), *lanes, *self._alone, *objects]
+        groups = [*self._by_ranks.values(), *self._lanes.values(), *self._alone, *objects]
         world = dist.group.WORLD
         return groups if world is None or world in groups else [world, *groups]
 
@@ -117,7 +171,13 @@ class Groups:
             self._others.add(ranks)
 
     def _new(
-        self, ranks: tuple[int, ...], description: str, backend: str | None = None, *, together: bool = False
+        self,
+        ranks: tuple[int, ...],
+        description: str,
+        backend: str | None = None,
+        *,
+        together: bool = False,
+        options: object = None,
     ) -> object:
         """Make a group.
 
@@ -131,6 +191,7 @@ class Groups:
                 list(ranks),
                 timeout=self._timeout,
                 backend=backend or self._backend,
+                pg_options=options,
                 use_local_synchronization=not together,
                 group_desc=description,
             )
@@ -157,6 +218,25 @@ class Groups:
 def _made(group: object) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of every group it makes"
     return group
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """Hide that a script has bound the default group to its GPU while a group is made.
+
+    Otherwise torch would split the new one's communicator off that one's, in which all ranks of the job had to take
+    part, at the same time. Made anew, it needs its own ranks only.
+    """
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id
+    if world is None or bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's
 
 from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
 from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
-from smpkit.plan.mesh import Mesh
+from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch import deadline, gpus, numa, recorder, watcher
 from smpkit.torch.board import Board
 from smpkit.torch.context import Launch, launch_from
@@ -89,8 +89,8 @@ def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _world.groups.of_ranks(ranks)
 
 
-def lane_groups(ranks: tuple[int, ...]) -> list[dist.ProcessGroup]:
-    """Return the groups in which ranks send to higher and to lower ones, between GPUs if they have any."""
+def lane_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the group in which messages of a pipeline travel, between GPUs if its ranks have any."""
     assert _world is not None, "smp.init() has been called"
     return _world.groups.lanes(ranks, "nccl" if state.device.type == "cuda" else "gloo")
 
@@ -233,6 +233,8 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
         state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
         if not known:
             watcher.watch(board, _processes_beside(facts, launch.rank))
+        if "cuda:nccl" in str(dist.get_backend_config(groups[CommGroup.WORLD])):
+            world.groups.warm_up(groups, state.device)
         recorder.start()
     except BaseException:
         if not known:

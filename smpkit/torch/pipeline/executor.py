@@ -29,6 +29,7 @@ from smpkit.torch.pipeline.plan import Plan, graph_of
 from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.replan import Meter, Trial, replan
 from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.timetable import returning
 from smpkit.torch.pipeline.watch import watching
 
 __all__ = ["ActionRecorder", "Executor", "Policy"]
@@ -158,15 +159,15 @@ class Executor:
             if schedule is not plan.schedule:
                 self._trials[kind] = Trial(plan, plan.follow(schedule, self.stage.rank), seconds)
 
-    def abandon(self) -> None:
-        """Forget a step that an exception ended."""
+    def abandon(self, *, alike: bool) -> None:
+        """Forget a step that an exception ended, on this rank or on all of them `alike`."""
         for parked in self._parked.values():
             parked.abandon()
         self._parked = {}
         self._trials.clear()  # the times of a step that was tried are gone; what ran before goes on
         Running.microbatch = None
         self.stage.inside = False
-        self.stage.transport.abandon(len(self.stage.microbatches))
+        self.stage.transport.abandon(len(self.stage.microbatches), alike=alike)
 
     def _planned(self, kind: Hashable, microbatch: Microbatch, count: int) -> Plan | None:
         """Make the schedule of a kind of step from its first microbatch.
@@ -225,16 +226,23 @@ class _Step:
 
     def run_straight(self) -> None:
         """Run all forwards, then all backwards, in the program's own order."""
+        transport = self.stage.transport
+        transport.follow(None)
         for index in range(len(self.microbatches)):
             if index not in self.outputs:
                 self.forward_straight(index)
         self._begin_ending()
+        if transport.has_lanes:
+            moves = {each.index: each.moves for each in self.microbatches if each.has_backward}
+            transport.follow(returning(moves, self.stage.rank))
         for microbatch in self.microbatches:
             self._finish(microbatch)
 
     def run_plan(self, plan: Plan) -> None:
         """Run this rank's actions."""
         self.stage.transport.places = plan.places
+        if self.stage.transport.has_lanes:
+            self.stage.transport.follow(plan.timetable, over=self.outputs)
         active.follow(plan.actions)
         for microbatch in self.microbatches:
             if microbatch.index not in self.outputs:

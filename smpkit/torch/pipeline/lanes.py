@@ -1,68 +1,120 @@
-"""One-way connections between GPUs: values and gradients travel without a detour through the hosts.
+"""Connections between GPUs: values and gradients travel without a detour through the hosts.
 
-nccl has no tags. Between two ranks it pairs the sends of one with the receives of the other in the order in which they
-were begun, and whoever gets the order wrong reads another tensor or waits for ever. Which order that is hangs on the
-schedule, on branches, and on how far a rank got. So every message is announced: a header travels between the hosts,
-over gloo, in the order of the sends, and says which message follows in the lane and how long it is. Who waits for a
-value reads headers, and begins to receive what each of them says, until that of the value has come.
+nccl has no tags: between two ranks it pairs sends and receives in the order in which they are begun. And it does not
+promise that two of its kernels run on a GPU at the same time: one that waits for its peer may keep the GPU from every
+other, and then ranks wait for each other in a circle. Two rules exclude that.
 
-So a receive is begun when its send has been: no kernel spins for a rank that is late or dead. All waiting for other
-ranks is waiting for headers, which has a deadline and knows whom for. And what a header can say needs no message, such
-as that there is no gradient. It costs no time on the GPU as long as the hosts are ahead of it.
+*One order.* Before a step runs, all ranks know in which order its messages travel, one order for the whole pipeline
+(`timetable.py`). Each rank begins its own sends and receives in this order, and on its GPU each starts when the one
+before is over. So of all messages that are not over, the first is the next one for both its ranks: nothing of nccl's
+runs on their GPUs, and what it waits for of what they compute needs only messages before it, which are over. So it is
+next to end, then the one after it, and so on, whatever else waits. It follows that a kernel of nccl may hold up
+everything else on a GPU, that one queue may serve all its streams, and that a rank may wait for its whole GPU at any
+time, as memory that is allocated in the middle of a step (cudaMalloc, cudaFree, cudaHostRegister) makes it do: no such
+wait needs what the rank that waits has not done yet. The order is that of the schedule, so hosts do not wait for each
+other in a circle either: before what a rank sends there are only messages that other ranks can send without it.
 
-Each direction has a process group of its own: in a common one, two ranks that send to each other would both wait for
-the other to receive. For each pair of ranks in it nccl makes a communicator, and both wait until it is made. So that is
-done at once, pair by pair in an order that is the same on all ranks: at the first messages, a rank could wait for one
-peer, which waits for another, which waits for the first.
+*A word before each message.* A header travels between the hosts, over gloo, when a send has been begun, and says which
+message follows and how long it is. The receiver waits for it and begins the receive then: no kernel spins for a rank
+that is late or dead, and all waiting for other ranks is waiting for headers, which has a deadline and knows whom for.
+What a header can say needs no message, such as that there is no gradient. A rank reads the headers of all messages that
+come before the one that it sends or needs now. So a receive most often begins long before its value is needed, and a
+send does not stand on the GPU for long. Nothing is polled: what a rank begins, and between which of its own operations,
+hangs on the schedule and not on how fast messages are. So ranks that do the same work on other parts of the model
+(tensor parallelism) also have their collectives between the same messages.
+
+*Leaving.* Where the order ends (a microbatch takes another way than the recorded one, or the step is given up), a rank
+tells all that it is connected with by a header, `LEFT`. Whoever reads it leaves as well, so all of them do. Each
+receives what was sent before the word, so no kernel is left without a partner; what is left of the step travels through
+the hosts.
+
+A step that runs microbatch after microbatch, because its way may change, follows the program, which is one order too.
+
+The price: a message may wait for one that is due before it and late. It is the same where messages are exchanged in
+fixed pairs, as in other pipelines. Hosts run ahead of their GPUs as far as the schedule lets them.
+
+nccl makes a communicator for each pair of ranks in the group, and both wait until it is made. So that is done at once,
+pair by pair in an order that is the same on all ranks: at the first messages, a rank could wait for one peer, which
+waits for another, which waits for the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from smpkit.errors import UsageError
+from smpkit.torch import devices
 from smpkit.torch.deadline import waiting
+from smpkit.torch.pipeline.ring import Block, Ring
 
-__all__ = ["Lanes", "has_lanes"]
+__all__ = ["Arrival", "Lanes", "has_lanes"]
+
+_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def has_lanes(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether nccl connects the ranks of a pipeline.
+    """Return whether nccl connects the ranks of a pipeline. It does not where several ranks share a GPU."""
+    return device.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config(group))
 
-    It does not where several ranks share a GPU, and not where a script has bound the default group to its GPU: every
-    new group would be split off that one, in which all ranks of the job would have to take part.
+
+def refuse_launch_order() -> None:
+    """Raise if nccl is told to start its kernels in the order of the calls, over all communicators of a GPU.
+
+    Raises:
+        UsageError: it is.
     """
-    world = dist.group.WORLD
-    bound = world is not None and world.bound_device_id is not None
-    return device.type == "cuda" and not bound and "cuda:nccl" in str(dist.get_backend_config(group))
+    value = os.environ.get(_LAUNCH_ORDER, "0")
+    if value != "0":
+        raise UsageError(
+            f"{_LAUNCH_ORDER} is {value!r}: every operation of nccl would wait for all that its GPU was given before,"
+            " in whichever communicator, and replicas of a pipeline, whose schedules may differ, could wait for each"
+            " other for ever",
+            hint=f"unset {_LAUNCH_ORDER}: smpkit keeps messages of a pipeline in an order that cannot deadlock",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message that is on its way to this rank."""
+
+    work: dist.Work
+    block: Block
 
 
 class Lanes:
-    """The lanes of one rank's GPU.
+    """The connections of one rank's GPU.
 
     Args:
-        groups: the groups of the pipeline's ranks in which each sends to higher ones and to lower ones.
+        group: the pipeline's ranks; nothing else travels in it.
         ranks: the pipeline's ranks, as global ones.
         rank: which of them this is.
         device: this rank's.
     """
 
-    def __init__(
-        self, groups: Sequence[dist.ProcessGroup], ranks: Sequence[int], rank: int, device: torch.device
-    ) -> None:
-        self._upward, self._downward = groups
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            refuse_launch_order()
+        self._group = group
         self._ranks = ranks
         self._rank = rank
         self._device = device
         self._reached: set[int] = set()
-        # Receives have a stream, so that they wait for their message only, not for what is computed now.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # What is given to this stream runs one after the other, beside what is computed.
+        self._stream = devices.new_stream(device, high_priority=True)
+        self.ring = Ring(device)
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks that this one is connected with."""
+        return sorted(self._reached)
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Make the lanes, to and fro, between pairs of the pipeline's ranks; all its ranks call this alike.
+        """Connect pairs of the pipeline's ranks; all its ranks call this alike.
 
         Raises:
             DeadlineError: another rank did not come.
@@ -74,35 +126,51 @@ class Lanes:
             peer = low + high - self._rank
             with waiting("the connection of the GPUs", [self._ranks[peer]]):
                 for receives in (self._rank == high, self._rank == low):
-                    block = torch.zeros(1, dtype=torch.uint8, device=self._device)
-                    work, _ = self.receive(1, peer) if receives else self.send(block, peer)
-                    work.wait()
+                    if receives:
+                        self.forget(self.receive(1, peer))
+                    else:
+                        block = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                        self.send(block, peer)[0].wait()
             self._reached.add(peer)
 
     def reaches(self, peer: int) -> bool:
-        """Return whether there are lanes to and from a rank."""
+        """Return whether this rank is connected with another."""
         return peer in self._reached
+
+    def begin_step(self, blocks: Mapping[int, int]) -> None:
+        """Have the memory that messages of a step arrive in: by size in bytes, how many blocks."""
+        self.ring.fit(blocks)
 
     def send(self, tensor: torch.Tensor, target: int) -> tuple[dist.Work, torch.Tensor]:
         """Begin to send a tensor without gaps; return the work, and what must stay as it is until that is done."""
+        self.ring.sweep()
         # As bytes: who receives them may not know yet what they are. Those of a conjugate are not what they look like.
         block = tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8)
-        group = self._upward if target > self._rank else self._downward
-        return group.send([block], target, 0), block
+        made = devices.record_event(self._device)
+        with devices.on_stream(self._stream):
+            devices.order_after(made, self._stream)
+            return self._in_turn(self._group.send([block], target, 0)), block
 
-    def receive(self, num_bytes: int, source: int) -> tuple[dist.Work, torch.Tensor]:
-        """Begin to receive what `source` has begun to send; return the work and where the bytes come to be."""
-        group = self._upward if source < self._rank else self._downward
-        with self._receiving():
-            block = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            return group.recv([block], source, 0), block
+    def receive(self, num_bytes: int, source: int) -> Arrival:
+        """Begin to receive what `source` has begun to send, or is about to."""
+        self.ring.sweep()
+        block = self.ring.take(num_bytes)
+        with devices.on_stream(self._stream):
+            devices.order_after(block.free, self._stream)
+            return Arrival(self._in_turn(self._group.recv([block.memory], source, 0)), block)
 
-    def arrived(self, work: dist.Work, block: torch.Tensor) -> None:
-        """Let what is computed from now on wait until a block has arrived. On a GPU this does not wait itself."""
-        work.wait()  # with a deadline, nccl would hold up the host until then
+    def arrived(self, arrival: Arrival) -> torch.Tensor:
+        """Let what is computed from now on wait for a message; return its bytes. On a GPU this does not wait itself."""
+        arrival.work.wait()  # with a deadline, nccl would hold up the host until then
+        return self.ring.lend(arrival.block)
+
+    def forget(self, arrival: Arrival) -> None:
+        """Let go of a message that nobody needs."""
+        arrival.work.wait()
+        self.ring.give_back(arrival.block)
+
+    def _in_turn(self, work: dist.Work) -> dist.Work:
+        """Let the next message start when this one is over. Where there are no streams, nothing holds up anything."""
         if self._stream is not None:
-            # Its memory belongs to the stream of the receives, which may have it back when this one is done with it.
-            block.record_stream(torch.cuda.current_stream(self._device))
-
-    def _receiving(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            work.wait()
+        return work

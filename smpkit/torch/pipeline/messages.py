@@ -11,7 +11,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.record import Move
 
-__all__ = ["ABSENT", "Message", "Sent", "Tag", "What", "text_of", "version_of"]
+__all__ = ["ABSENT", "LEFT", "Message", "Sent", "Tag", "What", "text_of", "version_of"]
 
 
 class Tag:
@@ -40,6 +40,9 @@ What = str | Message
 
 ABSENT: Final = -1
 """In a header, instead of a number of bytes: there is no gradient. (Of values without elements there always is one.)"""
+
+LEFT: Final = -2
+"""In a header, instead of a tag: nothing more comes from this rank in this step."""
 
 
 @dataclass(slots=True)

@@ -158,6 +158,7 @@ class Moves:
         """Leave the record, and let everything go first that follows it."""
         if self.record is not None and not self.strayed:
             self.strayed = True
+            self.stage.transport.leave()
             if self.before_wait is not None:
                 self.before_wait()
 
@@ -173,6 +174,7 @@ class Moves:
         self.path.append("the end of the step function")
         if self.record is not None and len(self.moves) < len(self.record.moves):
             self.strayed = True
+            self.stage.transport.leave()
 
     def recorded(self) -> Record:
         """Return the way that this microbatch has gone, for others to follow."""

@@ -18,7 +18,7 @@ from smpkit.torch.checkpointing.foreign import adopt
 from smpkit.torch.checkpointing.whole import check_places
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.deadline import report_failure, waiting
-from smpkit.torch.initialize import lane_groups
+from smpkit.torch.initialize import lane_group
 from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.partitioning.manual import pinned_modules
@@ -56,7 +56,7 @@ class Pipeline:
         self._root = root
         self._measured = measured
         group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
-        lanes = Lanes(lane_groups(tuple(ranks)), ranks, state.pp_rank, device) if has_lanes(group, device) else None
+        lanes = Lanes(lane_group(tuple(ranks)), ranks, state.pp_rank, device) if has_lanes(group, device) else None
         self._transport = Transport(group, ranks, device, lanes)
         self._executor: Executor | None = None
         self._parameters: list[nn.Parameter] = []
@@ -254,9 +254,10 @@ class Pipeline:
         self._inputs.abandon()
         if self._executor is None:
             return
-        self._executor.abandon()
         is_of_others = isinstance(error, DeadlineError | RemoteError)
-        if is_of_others or self._executor.stage.failed_alone:
+        is_alone = is_of_others or self._executor.stage.failed_alone
+        self._executor.abandon(alike=isinstance(error, Exception) and not is_alone)
+        if is_alone:
             what = error.message if isinstance(error, SmpkitError) else error
             self._failure = f"{type(error).__name__}: {what}"
         if not is_of_others and self._failure is not None:

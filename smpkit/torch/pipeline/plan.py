@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from smpkit.plan.schedule import Action, Kind, Schedule, Segment, SegmentGraph, Transfer
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.record import Move, Record
+from smpkit.torch.pipeline.timetable import Timetable, timetable_of
 from smpkit.torch.pipeline.transport import Place
 
 __all__ = ["Plan", "graph_of"]
@@ -34,6 +36,13 @@ class Plan:
     """Where in its rank's list an action stands by which something travels."""
     receives: tuple[tuple[Move, ...], ...]
     """What each action receives: moves, or the gradients of moves."""
+    rank: int
+    """This one."""
+
+    @cached_property
+    def timetable(self) -> Timetable:
+        """What this rank sends and receives, in the order that all ranks follow."""
+        return timetable_of(self.schedule, self.record.moves, self.rank)
 
     @classmethod
     def of(cls, microbatch: Microbatch, schedule: Schedule) -> Plan:
@@ -56,6 +65,7 @@ class Plan:
             _split(actions, whole),
             _places(schedule),
             _receives(actions, forward, backward),
+            rank,
         )
 
     def follow(self, schedule: Schedule, rank: int) -> Plan:

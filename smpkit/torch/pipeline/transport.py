@@ -2,7 +2,7 @@
 
 All ranks number the moves of a microbatch alike, so a tag (microbatch, move, direction) is all a message needs: no
 headers, no shapes, no handshakes. Compute never waits for a send; receives may be posted before they are needed.
-Between GPUs that nccl connects, values and gradients take lanes, which need headers: see `lanes.py`.
+Between GPUs that nccl connects, values and gradients take lanes, which need an order and headers: see `lanes.py`.
 
 [Note: letting go of what was sent] gloo reads a tensor from another thread until the receiver has it, and cannot be
 asked whether it is done; waiting for it could wait for a rank that waits for us. But who receives a message from a rank
@@ -12,30 +12,37 @@ So each receive lets go of the sends to that rank that it must have taken before
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
-from smpkit.errors import UsageError
+from smpkit.errors import SmpkitError, UsageError
+from smpkit.torch import devices
 from smpkit.torch.containers import pickled
-from smpkit.torch.deadline import reason_of
+from smpkit.torch.deadline import board, reason_of
 from smpkit.torch.pipeline.absent import absent_gradient, is_absent
 from smpkit.torch.pipeline.buffers import Buffers
-from smpkit.torch.pipeline.messages import ABSENT, Message, Sent, Tag, What, text_of, version_of
+from smpkit.torch.pipeline.messages import ABSENT, LEFT, Message, Sent, Tag, What, text_of, version_of
 from smpkit.torch.pipeline.outbox import Outbox
 from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH
 from smpkit.torch.pipeline.specs import TensorSpec, permuted, relaid
 from smpkit.torch.state import state
 
 if TYPE_CHECKING:
-    from smpkit.torch.pipeline.lanes import Lanes
+    from smpkit.torch.pipeline.lanes import Arrival, Lanes
     from smpkit.torch.pipeline.record import Move
+    from smpkit.torch.pipeline.timetable import Timetable
 
 __all__ = ["MessageRecorder", "Place", "Transport"]
+
+_log = logging.getLogger("smpkit")
 
 MessageRecorder = Callable[[str, int, int, int, int, int], object]
 """Called with `(direction, peer, num_bytes, tag, start_ns, end_ns)`.
@@ -48,6 +55,8 @@ long as it kept its caller from other work, a receive from when its data was nee
 Place = tuple[int, bool, int, int]
 """An action by which something travels: its pp_rank, whether it is a backward, its segment and its microbatch."""
 
+_GRACE_SECONDS: Final = 5.0
+"""How long a rank that gives up a step waits for the others to do so, too, before it goes on with the exception."""
 _NUM_SLOTS: Final = 1 << 17
 """Microbatches that have tags of their own; those of steps that were given up count too, see `Transport.abandon`."""
 
@@ -81,8 +90,22 @@ class Transport:
         self._device = device
         self._on_cpu = device.type == "cpu"
         self._lanes = lanes
-        self._begun: dict[int, tuple[dist.Work, torch.Tensor] | None] = {}
+        self._begun: dict[int, Arrival | None] = {}
         """By tag, what is on its way in a lane to this rank or has arrived; None where the header says it all."""
+        self._order: dict[int, int] | None = None
+        """By tag, where in the timetable of this rank a message stands; None: whatever is sent, when it is sent."""
+        self._coming: deque[tuple[int, int, Message]] = deque()
+        """Sender, tag and message of what will come in lanes and has not begun, in the order of the timetable."""
+        self._in_lanes = False
+        """Whether a step runs in which messages take lanes."""
+        self._has_left = False
+        """Whether this rank has left them."""
+        self._left: set[int] = set()
+        """Ranks whose word that they have left has been read."""
+        self._is_undrained = False
+        """Whether a step was given up, and ranks have not been heard that may have sent something in it."""
+        self._num_left = 0
+        """In how many steps this rank has left the lanes; the same on all that are connected."""
         self._timeout = state.timeout
         self._others = [peer for peer in range(len(self._ranks)) if peer != self._rank]
         self._sending: list[list[Sent]] = [[] for _ in self._ranks]
@@ -112,8 +135,59 @@ class Transport:
         if self._lanes is not None:
             self._lanes.connect([(move.source, move.target) for move in moves])
 
-    def _reaches(self, peer: int) -> bool:
-        return self._lanes is not None and self._lanes.reaches(peer)
+    @property
+    def has_lanes(self) -> bool:
+        """Whether messages may travel from GPU to GPU."""
+        return self._lanes is not None
+
+    def follow(self, timetable: Timetable | None, over: Collection[int] = ()) -> None:
+        """Let messages take lanes from now on to the end of the step; all ranks call this alike.
+
+        Args:
+            timetable: what this rank sends and receives. None: what it sends and receives takes lanes in the order of
+                the calls, which is that of the program on all ranks.
+            over: microbatches whose forward is over.
+        """
+        if self._lanes is None or not self._lanes.peers:
+            return
+        if self._is_undrained:
+            self._drain()
+        if not self._in_lanes:
+            self._in_lanes, self._has_left = True, False
+            self._left.clear()
+            if timetable is not None:
+                self._lanes.begin_step(timetable.blocks)
+        self._order = None
+        self._coming.clear()
+        if timetable is None:
+            return
+        self._order = {}
+        for passage in timetable.passages:
+            peer = passage.sender if passage.receiver == self._rank else passage.receiver
+            if (passage.microbatch in over and not passage.backward) or not self._lanes.reaches(peer):
+                continue
+            tag = self._tag(passage.microbatch, passage.move, passage.backward)
+            self._order[tag] = len(self._order)
+            if peer == passage.sender and not self._has_left:
+                self._coming.append((peer, tag, (passage.microbatch, passage.move, passage.backward)))
+
+    def leave(self) -> None:
+        """Let what is left of the step travel through the hosts: it goes another way than the timetable knows.
+
+        All ranks do so when one does. Returns when all that others have sent before is on its way.
+        """
+        if not self._in_lanes or self._has_left:
+            return
+        self._say_left()
+        while self._coming:
+            self._begin_next()
+        self._drain()
+
+    def _takes_lane(self, peer: int, tag: int) -> bool:
+        """Return whether a message to or from a rank travels from GPU to GPU, as far as this rank knows."""
+        if not self._in_lanes or self._lanes is None or not self._lanes.reaches(peer):
+            return False
+        return self._order is None or tag in self._order
 
     # --- values and gradients ------------------------------------------------------------------------------------
 
@@ -124,14 +198,15 @@ class Transport:
             copy: it may be changed in place before it has arrived.
         """
         tensor = permuted(tensor, move.spec.order)
-        if copy and (self._on_cpu or self._reaches(move.target)):  # through the hosts, a copy is what travels
+        if copy and (self._on_cpu or self._in_lanes):  # through the hosts, a copy is what travels
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._send_move(tensor, microbatch, move, backward=False)
 
     def send_gradient(self, gradient: torch.Tensor | None, microbatch: int, move: Move) -> None:
         """Send the gradient of a value back to where it came from, or word that it has none."""
         if gradient is None:
-            outgoing = None if self._reaches(move.source) else absent_gradient(move.spec)
+            in_lane = self._in_lanes and self._sends_in_lane(move.source, self._tag(microbatch, move, backward=True))
+            outgoing = None if in_lane else absent_gradient(move.spec)
         else:
             outgoing = permuted(gradient.detach() if gradient.requires_grad else gradient, move.spec.order)
         self._send_move(outgoing, microbatch, move, backward=True)
@@ -139,8 +214,11 @@ class Transport:
     def post(self, microbatch: int, move: Move, *, backward: bool) -> None:
         """Start a receive before its data is needed; what takes a lane is on its way already."""
         tag = self._tag(microbatch, move, backward)
-        if tag not in self._posted and not self._reaches(move.target if backward else move.source):
-            self._posted[tag] = self._receiving(tag, move, backward)
+        if tag in self._posted:
+            return
+        if self._in_lanes and (tag in self._begun or self._awaits_lane(move.target if backward else move.source, tag)):
+            return
+        self._posted[tag] = self._receiving(tag, move, backward)
 
     def receive(
         self, microbatch: int, move: Move, use: Callable[[torch.Tensor], torch.Tensor] = _as_is
@@ -176,9 +254,11 @@ class Transport:
         tag = self._tag(microbatch, move, backward)
         taken_at = self.places.get((target, backward, segment, microbatch))
         what = (microbatch, move, backward)
-        if self._lanes is not None and self._lanes.reaches(target):
+        if self._lanes is not None and self._sends_in_lane(target, tag):
             self._send_in_lane(self._lanes, tensor, target, tag, what, taken_at)
-        elif tensor is not None:
+        else:
+            if tensor is None:  # this rank left just now
+                tensor = absent_gradient(move.spec)
             self._send(tensor, target, tag, what, taken_at)
         if recorder is not None:
             num_bytes = 0 if tensor is None else tensor.nbytes
@@ -190,13 +270,14 @@ class Transport:
         source, segment = (move.target, move.target_segment) if backward else (move.source, move.source_segment)
         tag = self._tag(microbatch, move, backward)
         start_ns = time.perf_counter_ns()
-        if self._lanes is not None and self._lanes.reaches(source):
-            result = self._receive_in_lane(self._lanes, source, tag, (microbatch, move, backward), use)
+        what = (microbatch, move, backward)
+        if self._lanes is not None and self._comes_in_lane(source, tag, what):
+            result = self._take_from_lane(self._lanes, tag, move.spec, use, start_ns)
         else:
             work, buffer = self._posted.pop(tag) if tag in self._posted else self._receiving(tag, move, backward)
             result = use(_as_made(buffer, move.spec)) if self._on_cpu else None
             start_ns = time.perf_counter_ns()
-            self._wait(work, source, (microbatch, move, backward))
+            self._wait(work, source, what)
             self.waited_ns += time.perf_counter_ns() - start_ns
             if backward and is_absent(buffer, move.spec):
                 result = None
@@ -205,7 +286,7 @@ class Transport:
         if self._sending[source]:
             self._let_go(source, self.places.get((source, backward, segment, microbatch)))
         if self.recorder is not None:
-            num_bytes = 0 if result is None and self._reaches(source) else move.spec.num_bytes
+            num_bytes = 0 if result is None and self._in_lanes and not self._has_left else move.spec.num_bytes
             self.recorder("receive", source, num_bytes, tag, start_ns, time.perf_counter_ns())
         return result
 
@@ -226,6 +307,126 @@ class Transport:
 
     # --- lanes -----------------------------------------------------------------------------------------------------
 
+    def _sends_in_lane(self, target: int, tag: int) -> bool:
+        """Return whether a message goes from GPU to GPU, when all that comes before it has begun to arrive."""
+        if not self._takes_lane(target, tag):
+            return False
+        if self._order is not None:
+            self._begin_until(self._order[tag])
+        return not self._has_left
+
+    def _awaits_lane(self, source: int, tag: int) -> bool:
+        return self._takes_lane(source, tag) and source not in self._left
+
+    def _comes_in_lane(self, source: int, tag: int, what: Message) -> bool:
+        """Read headers until a message begins to arrive; return False if it comes through the hosts."""
+        if tag not in self._begun and self._awaits_lane(source, tag):
+            if self._order is not None:
+                self._begin_until(self._order[tag] + 1)
+            else:
+                self._coming.append((source, tag, what))
+                self._begin_next()
+        return tag in self._begun
+
+    def _begin_until(self, place: int) -> None:
+        """Begin to receive all that comes before a place of the timetable."""
+        assert self._order is not None, "there is a timetable"
+        while self._coming and self._order[self._coming[0][1]] < place:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin to receive what comes next, when its header says that it is on its way."""
+        source, tag, what = self._coming.popleft()
+        if source in self._left:
+            return
+        announced, num_bytes = self._header(source, what)
+        if announced == LEFT:
+            self._left.add(source)
+            self.leave()
+        elif announced == tag:
+            self._begin(source, tag, num_bytes)
+        else:
+            raise UsageError(
+                f"pipeline rank {source} has sent message {announced} where {text_of(what)} was due ({tag})",
+                hint="the ranks of a pipeline run the same step, with the same configuration",
+            )
+
+    def _begin(self, source: int, tag: int, num_bytes: int) -> None:
+        assert self._lanes is not None, "a message came in a lane"
+        self._begun[tag] = self._lanes.receive(num_bytes, source) if num_bytes > 0 else None
+
+    def _header(self, source: int, what: What) -> tuple[int, int]:
+        """Wait for the next header of a rank; return which message it announces and how many bytes that has."""
+        header = torch.empty(2, dtype=torch.int64, device="cpu")
+        self._wait(self._recv(header, source, Tag.HEADERS, lambda: text_of(what)), source, what)
+        tag, num_bytes = header.tolist()
+        return tag, num_bytes
+
+    def _say_left(self) -> None:
+        """Tell all ranks that this one is connected with that nothing more comes from it."""
+        assert self._lanes is not None, "a step runs in lanes"
+        self._has_left = True
+        self._num_left += 1
+        for peer in self._lanes.peers:
+            self._send(torch.tensor([LEFT, 0], device="cpu"), peer, Tag.HEADERS, "the end of a step")
+        if (found := board()) is not None:  # for `_have_left`
+            found.write(f"left lanes/{found.rank}", str(self._num_left))
+
+    def _drain(self) -> None:
+        """Read headers until all connected ranks have left, and begin to receive what they announce."""
+        assert self._lanes is not None, "a step ran in lanes"
+        found = []
+        for peer in self._lanes.peers:
+            while peer not in self._left:
+                tag, num_bytes = self._header(peer, "the end of a step that was given up")
+                if tag == LEFT:
+                    self._left.add(peer)
+                else:
+                    # Without a timetable, tags count in the order of the program.
+                    found.append((tag if self._order is None else self._order.get(tag, -1), tag, num_bytes, peer))
+        for _, tag, num_bytes, peer in sorted(found):
+            self._begin(peer, tag, num_bytes)
+        self._coming.clear()
+        self._is_undrained = False
+
+    def _give_up_lanes(self) -> None:
+        """Leave the lanes of a step that all ranks give up, so that no GPU waits for a partner for ever.
+
+        Each receives what the others have sent, unless one is long in coming: then it does so when the next step
+        begins.
+        """
+        if not self._has_left:
+            self._is_undrained = True
+            self._say_left()
+            if self._have_left():
+                self._drain()
+        if not self._is_undrained:
+            self._forget(self._begun.values())
+            self._begun.clear()
+
+    def _have_left(self) -> bool:
+        """Wait a little for all connected ranks to leave, too; return whether they have.
+
+        The store is asked, and not gloo: a wait there that is given up closes the connection.
+        """
+        found = board()
+        if found is None or self._lanes is None:
+            return False
+        waiting = {self._ranks[peer] for peer in self._lanes.peers}
+        ends = time.monotonic() + min(_GRACE_SECONDS, found.timeout.total_seconds() / 4)
+        while time.monotonic() < ends and found.failure() is None:
+            waiting = {rank for rank in waiting if int(found.read(f"left lanes/{rank}") or 0) < self._num_left}
+            if not waiting:
+                return True
+            time.sleep(0.01)
+        _log.debug("Rank %s gave up a step and has not heard that ranks %s do so.", found.rank, sorted(waiting))
+        return False
+
+    def _forget(self, begun: Iterable[Arrival | None]) -> None:
+        for arrival in begun:
+            if arrival is not None and self._lanes is not None:
+                self._lanes.forget(arrival)
+
     def _send_in_lane(
         self, lanes: Lanes, tensor: torch.Tensor | None, target: int, tag: int, what: What, taken_at: int | None
     ) -> None:
@@ -242,29 +443,21 @@ class Transport:
         sent.header, sent.tensor, sent.version = header, outgoing, version_of(outgoing)
         sent.in_lane = lanes.send(outgoing, target)
 
-    def _receive_in_lane(
-        self, lanes: Lanes, source: int, tag: int, what: Message, use: Callable[[torch.Tensor], torch.Tensor]
+    def _take_from_lane(
+        self, lanes: Lanes, tag: int, spec: TensorSpec, use: Callable[[torch.Tensor], torch.Tensor], start_ns: int
     ) -> torch.Tensor | None:
-        """Begin to receive whatever `source` has sent until the message of this tag; return what it brings."""
-        start_ns = time.perf_counter_ns()
-        while tag not in self._begun:
-            header = torch.empty(2, dtype=torch.int64, device="cpu")
-            self._wait(self._recv(header, source, Tag.HEADERS, lambda: text_of(what)), source, what)
-            announced, num_bytes = header.tolist()
-            self._begun[announced] = lanes.receive(num_bytes, source) if num_bytes > 0 else None
-        begun, spec = self._begun.pop(tag), what[1].spec
-        if begun is not None:
-            lanes.arrived(*begun)
-            if self.awaits_data and not self._on_cpu:
-                torch.cuda.current_stream(self._device).synchronize()
+        """Return what a message that has begun to arrive brings."""
+        arrival = self._begun.pop(tag)
+        if arrival is not None:
+            value = lanes.arrived(arrival).view(spec.dtype).view(spec.shape)
+            if self.awaits_data:
+                devices.wait_for_stream(self._device)
         self.waited_ns += time.perf_counter_ns() - start_ns
-        if begun is not None:
-            value = begun[1].view(spec.dtype).view(spec.shape).detach()
-        elif spec.num_bytes:
-            return None
-        else:
+        if arrival is None:
+            if spec.num_bytes:
+                return None
             value = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        return use(_as_made(value, spec))
+        return use(_as_made(value.detach(), spec))
 
     def _wait(self, work: dist.Work, peer: int, what: What) -> None:
         self.outbox.settle()
@@ -309,13 +502,18 @@ class Transport:
 
     def end_step(self) -> None:
         """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
+        while self._coming:  # before the others' sends can end; nothing, unless somebody left without a word
+            self._begin_next()
         self.flush()
         self._buffers.trim()
-        # Of steps that were given up: their headers came before those of this one.
-        self._orphans += self._begun.values()
+        if self._lanes is not None and (count := self._lanes.ring.num_unplanned):
+            self._lanes.ring.num_unplanned = 0
+            _log.debug("For %s messages of a step, memory was allocated while it ran.", count)
+        self._forget(self._begun.values())
         self._begun.clear()
+        self._in_lanes = False
 
-    def abandon(self, num_microbatches: int) -> None:
+    def abandon(self, num_microbatches: int, *, alike: bool = True) -> None:
         """Forget what was interrupted; what is under way must not be taken for the next step's.
 
         An exception interrupts, and microbatches that stray from their record. All ranks must call this alike.
@@ -325,8 +523,16 @@ class Transport:
 
         Args:
             num_microbatches: of the step that was interrupted.
+            alike: whether all ranks call this now, or soon; else this rank has failed alone, or lost the others.
         """
-        self.outbox.settle()  # others, which may have got further, count on it
+        if self._in_lanes:
+            self._in_lanes = False
+            if alike:
+                # Another error is on its way to the user already.
+                with contextlib.suppress(SmpkitError, RuntimeError):
+                    self._give_up_lanes()
+        if alike:
+            self.outbox.settle()  # others, which may have got further, count on it
         self._orphans += [sent for sending in self._sending for sent in sending]
         self._orphans += [*self._posted.values(), *self._begun.values()]
         for sending in self._sending:

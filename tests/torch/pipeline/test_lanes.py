@@ -7,7 +7,7 @@ begun, as long as all of them have one tag.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,10 +18,11 @@ import torch.distributed as dist
 import smpkit.torch as smp
 from smpkit.errors import DeadlineError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.initialize import lane_groups
+from smpkit.torch.initialize import lane_group
 from smpkit.torch.pipeline.lanes import Lanes, has_lanes
 from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.specs import spec_of
+from smpkit.torch.pipeline.timetable import Passage, Timetable
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.state import state
 from tests.ranks import RankFailed, run_ranks
@@ -39,14 +40,20 @@ VALUES = {
 }
 
 
-def connected(**config: Any) -> Transport:
-    """Return the transport of two ranks that lanes connect."""
+def connected(passages: Sequence[tuple[int, bool]], **config: Any) -> Transport:
+    """Return the transport of two ranks that lanes connect, in a step in which values and gradients travel."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **config})
     ranks = state.group(CommGroup.PP_GROUP)
-    lanes = Lanes(lane_groups(tuple(ranks)), ranks, state.pp_rank, state.device)
+    lanes = Lanes(lane_group(tuple(ranks)), ranks, state.pp_rank, state.device)
     transport = Transport(state.process_group(CommGroup.PP_GROUP), ranks, state.device, lanes)
     transport.connect([move_of(0), move_of(1)])
+    follow(transport, passages)
     return transport
+
+
+def follow(transport: Transport, passages: Sequence[tuple[int, bool]]) -> None:
+    """Begin a step with these moves, and gradients of moves, of one microbatch."""
+    transport.follow(Timetable(tuple(Passage(0, move_of(number), backward) for number, backward in passages), {}))
 
 
 def move_of(number: int) -> Move:
@@ -55,7 +62,7 @@ def move_of(number: int) -> Move:
 
 def values_in_any_order() -> Any:
     """Send values in one order, take them in another, and send gradients back, one of which is None."""
-    transport = connected()
+    transport = connected([(number, False) for number in VALUES] + [(number, True) for number in (0, 1, 5)])
     if smp.pp_rank() == 0:
         for number, value in VALUES.items():
             transport.send(value, 0, move_of(number))
@@ -84,9 +91,11 @@ def test_values_are_taken_in_another_order_than_they_are_sent() -> None:
 
 
 def after_a_step_that_was_given_up() -> list[float]:
-    transport = connected()
+    sent = [(0, False), (1, False)]
+    transport = connected(sent)
     found = []
     for step in range(3):
+        follow(transport, sent)
         if smp.pp_rank() == 0:
             for number in (0, 1):
                 transport.send(VALUES[number] + step, 0, move_of(number))
@@ -103,7 +112,7 @@ def test_what_a_given_up_step_has_sent_is_not_taken_for_the_next_ones() -> None:
 
 
 def changed_on_its_way(copy: bool) -> None:
-    transport = connected()
+    transport = connected([(5, False)])
     value = VALUES[5].clone()
     if smp.pp_rank() == 0:
         transport.send(value, 0, move_of(5), copy=copy)
@@ -121,7 +130,7 @@ def test_a_value_that_is_changed_in_place_on_its_way_is_noticed_or_a_copy_of_it_
 
 
 def waits_in_vain() -> str:
-    transport = connected(timeout_seconds=3)
+    transport = connected([(0, False)], timeout_seconds=3)
     if smp.pp_rank() == 0:
         time.sleep(6)  # alive, and silent
         return ""
