@@ -26,7 +26,7 @@ import torch.distributed as dist
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.torch import devices
 from smpkit.torch.containers import pickled
-from smpkit.torch.deadline import board, reason_of
+from smpkit.torch.deadline import reason_of
 from smpkit.torch.pipeline.absent import absent_gradient, is_absent
 from smpkit.torch.pipeline.buffers import Buffers
 from smpkit.torch.pipeline.messages import ABSENT, LEFT, Message, Sent, Tag, What, text_of, version_of
@@ -57,6 +57,9 @@ Place = tuple[int, bool, int, int]
 
 _GRACE_SECONDS: Final = 5.0
 """How long a rank that gives up a step waits for the others to do so, too, before it goes on with the exception."""
+_UNWRITTEN: Final = -(1 << 62)
+"""In a header that has not come."""
+_END: Final = "the end of a step that was given up"
 _NUM_SLOTS: Final = 1 << 17
 """Microbatches that have tags of their own; those of steps that were given up count too, see `Transport.abandon`."""
 
@@ -104,8 +107,8 @@ class Transport:
         """Ranks whose word that they have left has been read."""
         self._is_undrained = False
         """Whether a step was given up, and ranks have not been heard that may have sent something in it."""
-        self._num_left = 0
-        """In how many steps this rank has left the lanes; the same on all that are connected."""
+        self._asked: dict[int, tuple[dist.Work, torch.Tensor]] = {}
+        """By rank, the receive of its next header, if that has begun."""
         self._timeout = state.timeout
         self._others = [peer for peer in range(len(self._ranks)) if peer != self._rank]
         self._sending: list[list[Sent]] = [[] for _ in self._ranks]
@@ -152,6 +155,7 @@ class Transport:
             return
         if self._is_undrained:
             self._drain()
+            self._forget()
         if not self._in_lanes:
             self._in_lanes, self._has_left = True, False
             self._left.clear()
@@ -179,8 +183,6 @@ class Transport:
         if not self._in_lanes or self._has_left:
             return
         self._say_left()
-        while self._coming:
-            self._begin_next()
         self._drain()
 
     def _takes_lane(self, peer: int, tag: int) -> bool:
@@ -355,10 +357,18 @@ class Transport:
         assert self._lanes is not None, "a message came in a lane"
         self._begun[tag] = self._lanes.receive(num_bytes, source) if num_bytes > 0 else None
 
+    def _ask(self, source: int, what: What) -> tuple[dist.Work, torch.Tensor]:
+        """Begin to receive the next header of a rank."""
+        if source not in self._asked:
+            header = torch.full((2,), _UNWRITTEN, device="cpu")
+            self._asked[source] = self._recv(header, source, Tag.HEADERS, lambda: text_of(what)), header
+        return self._asked[source]
+
     def _header(self, source: int, what: What) -> tuple[int, int]:
         """Wait for the next header of a rank; return which message it announces and how many bytes that has."""
-        header = torch.empty(2, dtype=torch.int64, device="cpu")
-        self._wait(self._recv(header, source, Tag.HEADERS, lambda: text_of(what)), source, what)
+        work, header = self._ask(source, what)
+        del self._asked[source]
+        self._wait(work, source, what)
         tag, num_bytes = header.tolist()
         return tag, num_bytes
 
@@ -366,28 +376,35 @@ class Transport:
         """Tell all ranks that this one is connected with that nothing more comes from it."""
         assert self._lanes is not None, "a step runs in lanes"
         self._has_left = True
-        self._num_left += 1
         for peer in self._lanes.peers:
-            self._send(torch.tensor([LEFT, 0], device="cpu"), peer, Tag.HEADERS, "the end of a step")
-        if (found := board()) is not None:  # for `_have_left`
-            found.write(f"left lanes/{found.rank}", str(self._num_left))
+            self._send(torch.tensor([LEFT, 0], device="cpu"), peer, Tag.HEADERS, _END)
+
+    def _next_source(self) -> int | None:
+        """Return whose header is next; None if all ranks have left."""
+        assert self._lanes is not None, "a step ran in lanes"
+        while self._coming and self._coming[0][0] in self._left:
+            self._coming.popleft()
+        if self._coming:
+            return self._coming[0][0]
+        return next((peer for peer in self._lanes.peers if peer not in self._left), None)
 
     def _drain(self) -> None:
         """Read headers until all connected ranks have left, and begin to receive what they announce."""
-        assert self._lanes is not None, "a step ran in lanes"
-        found = []
-        for peer in self._lanes.peers:
-            while peer not in self._left:
-                tag, num_bytes = self._header(peer, "the end of a step that was given up")
-                if tag == LEFT:
-                    self._left.add(peer)
-                else:
-                    # Without a timetable, tags count in the order of the program.
-                    found.append((tag if self._order is None else self._order.get(tag, -1), tag, num_bytes, peer))
-        for _, tag, num_bytes, peer in sorted(found):
-            self._begin(peer, tag, num_bytes)
-        self._coming.clear()
+        while (source := self._next_source()) is not None:
+            self._read_next(source)
         self._is_undrained = False
+
+    def _read_next(self, source: int) -> None:
+        if self._coming:
+            self._begin_next()
+            return
+        announced, _ = self._header(source, _END)
+        if announced != LEFT:
+            raise UsageError(
+                f"pipeline rank {source} has sent message {announced} after all that was due",
+                hint="the ranks of a pipeline run the same step, with the same configuration",
+            )
+        self._left.add(source)
 
     def _give_up_lanes(self) -> None:
         """Leave the lanes of a step that all ranks give up, so that no GPU waits for a partner for ever.
@@ -398,34 +415,26 @@ class Transport:
         if not self._has_left:
             self._is_undrained = True
             self._say_left()
-            if self._have_left():
-                self._drain()
-        if not self._is_undrained:
-            self._forget(self._begun.values())
-            self._begun.clear()
+        ends = time.monotonic() + min(_GRACE_SECONDS, self._timeout.total_seconds() / 4)
+        while self._is_undrained and (source := self._next_source()) is not None:
+            # gloo cannot be asked whether a message is there, and a wait that ends too soon closes the connection.
+            header = self._ask(source, _END)[1]
+            if _UNWRITTEN not in header.tolist():
+                self._read_next(source)
+            elif time.monotonic() > ends:
+                _log.debug("A step was given up, and pipeline rank %s has not said so yet.", source)
+                return
+            else:
+                time.sleep(0.001)
+        self._is_undrained = False
+        self._forget()
 
-    def _have_left(self) -> bool:
-        """Wait a little for all connected ranks to leave, too; return whether they have.
-
-        The store is asked, and not gloo: a wait there that is given up closes the connection.
-        """
-        found = board()
-        if found is None or self._lanes is None:
-            return False
-        waiting = {self._ranks[peer] for peer in self._lanes.peers}
-        ends = time.monotonic() + min(_GRACE_SECONDS, found.timeout.total_seconds() / 4)
-        while time.monotonic() < ends and found.failure() is None:
-            waiting = {rank for rank in waiting if int(found.read(f"left lanes/{rank}") or 0) < self._num_left}
-            if not waiting:
-                return True
-            time.sleep(0.01)
-        _log.debug("Rank %s gave up a step and has not heard that ranks %s do so.", found.rank, sorted(waiting))
-        return False
-
-    def _forget(self, begun: Iterable[Arrival | None]) -> None:
-        for arrival in begun:
+    def _forget(self) -> None:
+        """Let go of what has come and nobody has taken."""
+        for arrival in self._begun.values():
             if arrival is not None and self._lanes is not None:
                 self._lanes.forget(arrival)
+        self._begun.clear()
 
     def _send_in_lane(
         self, lanes: Lanes, tensor: torch.Tensor | None, target: int, tag: int, what: What, taken_at: int | None
@@ -502,15 +511,14 @@ class Transport:
 
     def end_step(self) -> None:
         """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
-        while self._coming:  # before the others' sends can end; nothing, unless somebody left without a word
+        while self._in_lanes and self._coming:
             self._begin_next()
         self.flush()
         self._buffers.trim()
         if self._lanes is not None and (count := self._lanes.ring.num_unplanned):
             self._lanes.ring.num_unplanned = 0
             _log.debug("For %s messages of a step, memory was allocated while it ran.", count)
-        self._forget(self._begun.values())
-        self._begun.clear()
+        self._forget()
         self._in_lanes = False
 
     def abandon(self, num_microbatches: int, *, alike: bool = True) -> None:

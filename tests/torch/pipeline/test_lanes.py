@@ -14,19 +14,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import DeadlineError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.initialize import lane_group
-from smpkit.torch.pipeline.lanes import Lanes, has_lanes
+from smpkit.torch.pipeline.lanes import Arrival, Lanes, has_lanes
 from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.specs import spec_of
 from smpkit.torch.pipeline.timetable import Passage, Timetable
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.state import state
 from tests.ranks import RankFailed, run_ranks
-from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps
+from tests.torch.pipeline.test_straying import stray
+from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps, world
 from tests.transparency.huggingface_models import CASES as HUGGING_FACE
 from tests.transparency.pipeline_models import CASES
 
@@ -197,3 +199,45 @@ def test_every_model_trains_over_lanes(degree: int) -> None:
 def test_delays_change_nothing_over_lanes(count: int) -> None:
     case, setup = CASES["skip connections"], Setup(8, seed=12)
     run_ranks(over_lanes, 4, train_with_sleeps, case, setup, range(count), 4, timeout=120 + 5 * count)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_microbatches_that_leave_the_record_leave_the_lanes(degree: int) -> None:
+    run_ranks(over_lanes, degree, stray, degree)
+
+
+def gives_up_in_the_middle(index: int) -> list[float]:
+    """Raise on all ranks in one microbatch of the third step; return the losses of the steps after it."""
+    with world(Setup(4), 2):
+        torch.manual_seed(0)
+        model = smp.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+        broken = [False]
+        count = [0]
+
+        @smp.step
+        def step(model: Any, x: torch.Tensor) -> Any:
+            loss = model(x).pow(2).mean()
+            model.backward(loss)
+            count[0] += 1
+            if broken[0] and count[0] % 4 == index:
+                raise KeyError("on all ranks alike")
+            return loss
+
+        x, losses = torch.ones(8, 8), []
+        for number in range(5):
+            broken[0], count[0] = number == 2, 0
+            try:
+                losses.append(step(model, x).reduce_mean().item())
+            except KeyError:
+                losses.append(0.0)
+        assert model.pipeline is not None
+        transport = model.pipeline._transport
+        assert transport._orphans == [each for each in transport._orphans if not isinstance(each, Arrival)]
+    return losses
+
+
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_a_step_that_all_ranks_give_up_leaves_no_message_without_a_receiver(index: int) -> None:
+    for losses in run_ranks(over_lanes, 2, gives_up_in_the_middle, index):
+        assert losses == [losses[0], losses[0], 0.0, losses[0], losses[0]]
+        assert losses[0] > 0
