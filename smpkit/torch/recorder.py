@@ -1,6 +1,9 @@
 """Write down what this rank does where `SMPKIT_EVENTS_DIR` names a folder, for `smpkit timeline`.
 
 While a step runs, an event is a tuple appended to a list; it becomes a line of `events_<rank>.jsonl` after the step.
+What a GPU does is timed by the GPU: a span lies between two events of its stream, whose times are read when the step is
+over, so that nothing in it waits. The host, which is done when it has told the GPU what to do, would time the telling.
+
 Recording ends after `SMPKIT_EVENTS_STEPS` steps (1000), so that a job of days does not fill the disk: an action or
 message takes about 120 bytes.
 """
@@ -13,9 +16,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,7 @@ from smpkit.plan.actions import Schedule, to_json
 from smpkit.plan.mesh import CommGroup
 from smpkit.plan.schedule import one_f_one_b
 from smpkit.plan.segments import Kind
+from smpkit.torch import devices
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 
@@ -64,6 +68,11 @@ EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
 """How many steps are recorded."""
 
 _DEFAULT_STEPS: Final = 1000
+Moment: TypeAlias = int | torch.Event
+"""A time of the host's clock in nanoseconds, or an event of the device's."""
+Note: TypeAlias = "Callable[[Recorder, int, int], object]"
+"""Notes that something took from one time to another."""
+
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -87,6 +96,8 @@ class Recorder:
         self._actions: list[tuple[str, int, int, int, int]] = []
         self._messages: list[tuple[str, int, int, int, int, int]] = []
         self._backwards: list[tuple[int, int]] = []
+        self._timed: list[tuple[Note, Moment, Moment]] = []
+        """Spans whose times are read at the end of the step, in the order in which they ended."""
         self._schedules: dict[str, str] = {}
         """Key by text of the schedules that are written."""
 
@@ -125,6 +136,13 @@ class Recorder:
         if backwards:
             self.on_action(Kind.BACKWARD, 0, index, forward_end_ns, backwards[-1][1])
 
+    @contextmanager
+    def timing(self, note: Note) -> Iterator[None]:
+        """Give `note` the times of what runs meanwhile, when the step is over; an exception leaves it out."""
+        start = _now()
+        yield
+        self._timed.append((note, start, _now()))
+
     # --- the life of a step -------------------------------------------------------------------------------------------
 
     def attach(self, executor: Executor) -> None:
@@ -143,10 +161,10 @@ class Recorder:
         self._began_ns = time.perf_counter_ns()
 
     def end_step(self) -> None:
-        """Write the step down; costs nothing while microbatches run."""
-        end_ns = time.perf_counter_ns()
+        """Write the step down; costs nothing while microbatches run, and then waits for the GPU."""
         if not self.active:
             return
+        end_ns = self._read_times()
         key = self._schedule_key()
         step = self._step
         self._events += [ActionSpan(step, *action) for action in self._actions]
@@ -157,9 +175,15 @@ class Recorder:
         self._forget()
 
     def abandon_step(self, error: BaseException) -> None:
-        """Write down what was recorded of a step that an exception ended."""
+        """Write down what was recorded of a step that an exception ended.
+
+        What a GPU has timed is left out: it may never come to an end, and nobody is to wait for that.
+        """
         if not self.active:
             return
+        for note, start, end in self._timed:
+            if isinstance(start, int) and isinstance(end, int):
+                note(self, start, end)
         self._events += [ActionSpan(self._step, *action) for action in self._actions]
         self._events += [self._message(*message) for message in self._messages]
         self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
@@ -171,6 +195,22 @@ class Recorder:
         self._detach()
         with suppress(OSError):  # of a full disk, which has been told of
             self._writer.close()
+
+    def _read_times(self) -> int:
+        """Wait for the GPU, bring the times of its events onto the host's clock, and return when it was done."""
+        last = devices.record_event(state.device, keeps_time=True)
+        devices.wait_for_stream(state.device)
+        end_ns = time.perf_counter_ns()  # the one moment of which both clocks are known
+
+        def on_host(moment: Moment) -> int:
+            if isinstance(moment, int):
+                return moment
+            assert last is not None, "this device has no events"
+            return end_ns - round(moment.elapsed_time(last) * 1e6)
+
+        for note, start, end in self._timed:
+            note(self, on_host(start), on_host(end))
+        return end_ns
 
     def _write(self, events: Sequence[Event]) -> None:
         """Hand events to the file; where the disk takes no more, training goes on without a record."""
@@ -185,7 +225,7 @@ class Recorder:
         return MessageSpan(self._step, direction, self._peers[peer], tag, num_bytes, start_ns, end_ns)
 
     def _forget(self) -> None:
-        self._events, self._actions, self._messages, self._backwards = [], [], [], []
+        self._events, self._actions, self._messages, self._backwards, self._timed = [], [], [], [], []
 
     def _finish(self) -> None:
         """Stop listening after the last step that is recorded, and say so in the file."""
@@ -272,13 +312,14 @@ def recorded_step(name: str) -> Iterator[None]:
     recorder.end_step()
 
 
-@contextmanager
-def _timed(note: Callable[[Recorder, int, int], None]) -> Iterator[None]:
+def _now() -> Moment:
+    event = devices.record_event(state.device, keeps_time=True)
+    return time.perf_counter_ns() if event is None else event
+
+
+def _timed(note: Note) -> AbstractContextManager[None]:
     recorder = current()
-    start_ns = time.perf_counter_ns()
-    yield
-    if recorder is not None:
-        note(recorder, start_ns, time.perf_counter_ns())
+    return nullcontext() if recorder is None else recorder.timing(note)
 
 
 def recorded_microbatch(index: int) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from smpkit.observe.events import ActionSpan, Counter, Mark, WorkSpan, read_even
 from smpkit.observe.executed import executed_step
 from smpkit.observe.merge import read_run
 from smpkit.observe.trace import chrome_trace, trace_problems
-from smpkit.torch import recorder
+from smpkit.torch import devices, recorder
 from tests.ranks import run_ranks
 
 WIDTH, MICROBATCHES, STEPS, SLEEP = 64, 4, 6, 0.03
@@ -56,6 +57,66 @@ def train_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
 @smp.step
 def failing_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
     raise ValueError("boo")
+
+
+LAUNCHED = 0.05
+
+
+class DeviceClock:
+    """A device that takes orders at once and carries them out one by one, and the clocks of it and its host."""
+
+    def __init__(self) -> None:
+        self.host_ns, self.free_ns = 10**9, 0
+        self.told: list[str] = []
+
+    def launch(self, what: str, seconds: float) -> None:
+        self.told.append(f"{what} {seconds}")
+        self.free_ns = max(self.free_ns, self.host_ns) + round(seconds * 1e9)
+
+    def perf_counter_ns(self) -> int:
+        self.host_ns += 1000
+        return self.host_ns
+
+    time_ns = perf_counter_ns
+
+    def record_event(self, _: torch.device, *, keeps_time: bool = False) -> Any:
+        assert keeps_time
+        return DeviceEvent(max(self.free_ns, self.host_ns) - 10**8)  # it counts from another moment than the host
+
+    def wait_for_stream(self, _: torch.device) -> None:
+        self.told.append("the host waits")
+        self.host_ns = max(self.host_ns, self.free_ns)
+
+
+@dataclass(frozen=True)
+class DeviceEvent:
+    at_ns: int
+
+    def elapsed_time(self, later: DeviceEvent) -> float:
+        return (later.at_ns - self.at_ns) / 1e6
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, clock: DeviceClock) -> torch.Tensor:
+        ctx.clock = clock
+        clock.launch("forward", LAUNCHED)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.clock.launch("backward", 2 * LAUNCHED)
+        return gradients[0], None
+
+
+class Launcher(nn.Module):
+    def __init__(self, clock: DeviceClock) -> None:
+        super().__init__()
+        self.linear, self.clock = nn.Linear(WIDTH, WIDTH), clock
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Launch.apply(self.linear(value), self.clock)
+        return result
 
 
 def train(degree: int, steps: int = 2) -> None:
@@ -166,6 +227,36 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
     ]
     assert recorder.current() is None
     smp.shutdown()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_device_that_computes_on_its_own_times_what_it_does_and_nothing_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = DeviceClock()
+    monkeypatch.setattr(recorder, "time", clock)
+    monkeypatch.setattr(devices, "record_event", clock.record_event)
+    monkeypatch.setattr(devices, "wait_for_stream", clock.wait_for_stream)
+    monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
+    smp.init({"microbatches": MICROBATCHES})
+    model = smp.DistributedModel(Launcher(clock))
+    train_step(model, torch.ones(MICROBATCHES, WIDTH))
+    with pytest.raises(ValueError, match="boo"):
+        failing_step(model, torch.ones(MICROBATCHES, WIDTH))
+    smp.shutdown()
+    launches = [f"forward {LAUNCHED}", f"backward {2 * LAUNCHED}"] * MICROBATCHES
+    assert clock.told == [*launches, "the host waits"]  # and the step that fails waits for nothing
+    step = executed_step(read_run(tmp_path), 0)
+    assert str(step.executed.schedule) == "rank 0: F0 B0 F1 B1 F2 B2 F3 B3"
+    spans = [event for event in read_events(tmp_path / "events_0.jsonl").events if isinstance(event, ActionSpan)]
+    assert len(spans) == 2 * MICROBATCHES
+    at_ns = spans[0].start_ns
+    for span in spans:  # one follows the other, though the host was done with all of them at once
+        assert span.start_ns == pytest.approx(at_ns, abs=1e5)
+        at_ns += round((LAUNCHED if span.kind == "F" else 2 * LAUNCHED) * 1e9)
+        assert span.end_ns == pytest.approx(at_ns, abs=1e5)
+    assert step.step_seconds == pytest.approx(3 * MICROBATCHES * LAUNCHED, abs=1e-4)
+    assert trace_problems(chrome_trace(read_run(tmp_path))) == []
 
 
 @pytest.mark.usefixtures("world")
