@@ -20,8 +20,10 @@ from typing import Final
 import torch
 
 __all__ = [
+    "current_device",
     "current_stream",
     "default_generator",
+    "fork_rng",
     "has_happened",
     "host_memory",
     "is_asynchronous",
@@ -132,3 +134,22 @@ def default_generator(device: torch.device) -> torch.Generator:
     number = torch.empty(0, device=device).get_device()  # a device need not say which of its kind it is
     generator: torch.Generator = module.default_generators[number]
     return generator
+
+
+def current_device() -> torch.device:
+    """Return the device that this process computes on: the current one of its accelerator, or the CPU without one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+@contextmanager
+def fork_rng(device: torch.device) -> Iterator[None]:
+    """Leave the generators of the CPU and of a device after the block as they were before it."""
+    if is_asynchronous(device):
+        with torch.random.fork_rng([device], device_type=device.type):
+            yield
+    else:
+        with torch.random.fork_rng([]):
+            yield

@@ -247,7 +247,7 @@ class _Named(TorchDispatchMode):
     """Counts operations by name: on a GPU each is a kernel at least."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smpkit.errors import UsageError
+from smpkit.torch import devices
 from smpkit.torch.attributes import keep_attributes_in_copies
 from smpkit.torch.tensor_parallel.shards import shard_of, take
 
@@ -191,8 +192,7 @@ def _initializers(root: nn.Module, module: nn.Module, *, own_only: bool) -> Iter
 
 @contextlib.contextmanager
 def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with devices.fork_rng(device):
         torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
         yield
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smpkit.plan.assignment import UnitCost
+from smpkit.torch import devices
 from smpkit.torch.partitioning.trace import Step, leaving_no_trace
 from smpkit.torch.pipeline.specs import map_tensors
 
@@ -67,8 +68,7 @@ def _times(root: nn.Module, names: Collection[str], step: Step, device: torch.de
     """Return the seconds of one microbatch by unit, the least of several runs."""
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        devices.wait_for_stream(device)
         return time.perf_counter()
 
     runs = [_differences(root, names, step, now) for _ in range(_RUNS)][1:]

@@ -1,7 +1,8 @@
 """What the parts of a model cost, from one run of the step on tensors without data.
 
-Fake tensors have shapes and no memory, so the pass needs neither a GPU nor time, and gives the same on every machine.
-A step that looks at values cannot run so; then the sizes of parameters, in the order of definition, have to do.
+Fake tensors have shapes and no memory, so the pass needs neither a GPU nor time, and gives the same on every machine:
+on a laptop, which has none, and in the job, whose step works on GPUs. A step that looks at values cannot run so; then
+the sizes of parameters, in the order of definition, have to do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -23,8 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smpkit.plan.assignment import UnitCost
 from smpkit.plan.units import Node, UnitTree, unit_tree
+from smpkit.torch import devices
+from smpkit.torch.partitioning.delayed import is_delayed
+from smpkit.torch.partitioning.kernels import FusedKernels
 from smpkit.torch.partitioning.recomputed import CheckpointedCall, CheckpointedCalls
-from smpkit.torch.pipeline.specs import map_tensors
+from smpkit.torch.pipeline.specs import map_tensors, tensors_in
 from smpkit.torch.state import state
 
 __all__ = ["Step", "leaving_no_trace", "measure_units", "node_of", "run_fake", "units_of"]
@@ -96,15 +100,19 @@ def _with(cost: UnitCost, **changes: Any) -> UnitCost:
 
 def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any]) -> dict[str, UnitCost]:
     measured: dict[str, UnitCost] = {}
-    counter = FlopCounterMode(display=False)
+    counter, kernels = FlopCounterMode(display=False), FusedKernels()
     started: dict[str, tuple[int, int, int]] = {}
-    saved = _SavedBytes(root.parameters())
-    checkpointed = CheckpointedCalls(lambda: saved.total, counter.get_total_flops)
+    saved = _SavedBytes(root)
+
+    def flops_so_far() -> int:
+        return counter.get_total_flops() + kernels.flops
+
+    checkpointed = CheckpointedCalls(lambda: saved.total, flops_so_far)
 
     def before(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             checkpointed.begin_unit(name)
-            started[name] = (counter.get_total_flops(), saved.total, len(checkpointed.calls))
+            started[name] = (flops_so_far(), saved.total, len(checkpointed.calls))
 
         return hook
 
@@ -117,7 +125,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
             measured[name] = _checkpointed(
                 known,
                 inside,
-                flops=known.flops + counter.get_total_flops() - flops,
+                flops=known.flops + flops_so_far() - flops,
                 activation_bytes=known.activation_bytes + saved.total - num_bytes,
                 output_bytes=_bytes_of(output),
             )
@@ -129,10 +137,16 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
         for name in costs:  # a scripted module takes no hooks
             module = root.get_submodule(name)
             handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
-        with counter, checkpointed.watch(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+        with counter, kernels.used(), checkpointed.watch(), watched:
             body()
     except Exception as error:  # user code on tensors without data may fail in any way
-        _log.info("no tracing pass: the step needs values (%s); partitioning by parameter sizes", error)
+        _log.warning(
+            "the step could not be traced on tensors without data (%s: %s); the model is partitioned by the sizes of"
+            " its parameters, without regard to what it computes and keeps. `skip_tracing: True` leaves the pass out",
+            type(error).__name__,
+            next(iter(str(error).splitlines()), "no reason given"),
+        )
         return {}
     finally:
         saved.forget()
@@ -161,11 +175,11 @@ def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: 
 class _SavedBytes:
     """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self.total = 0
-        self._parameters = list(parameters)
+        self._parameters: Callable[[], Iterable[nn.Parameter]] = root.parameters
         # The tensors are kept, or the address of a storage that is gone could be that of another one later on.
-        self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in self._parameters}
+        self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in root.parameters()}
         self._modes: set[int] = set()
         self._packed: list[torch.Tensor] = []
 
@@ -185,14 +199,14 @@ class _SavedBytes:
         """
         self._seen.clear()
         self._packed.clear()
+        self._parameters = tuple
 
     def _meet(self, mode: FakeTensorMode) -> None:
         """Know the parameters again as this mode shows them to operations: it makes one fake tensor of each."""
         self._modes.add(id(mode))
-        for parameter in self._parameters:
-            if not isinstance(parameter, FakeTensor):
-                shown = mode.from_tensor(parameter)
-                self._seen[_storage_key(shown)] = shown
+        for parameter in self._parameters():  # those that `run_fake` shows, where it runs the step
+            shown = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
+            self._seen[_storage_key(shown)] = shown
 
     def unpack(self, number: int) -> torch.Tensor:
         return self._packed[number]
@@ -232,15 +246,69 @@ class Step:
 
 
 def run_fake(root: nn.Module, step: Step) -> None:
-    """Run a step on tensors without data; the model's parameters take part without being copied."""
+    """Run a step on tensors without data, and the model's weights with it, on the device that its arguments lie on.
+
+    There the step will run. The weights are elsewhere: each rank moves its own when it knows which they are.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shown = _Shown(mode, _device_of(step))
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
+        return shown(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
 
     args, kwargs = map_tensors(fake, (step.args, step.kwargs))
-    with leaving_no_trace(root, fake), mode:
+    with leaving_no_trace(root, shown), _with_weights(root, shown), mode:
         Step(step.body, args, kwargs)()
+
+
+def _device_of(step: Step) -> torch.device:
+    tensors = [each for each in tensors_in((step.args, step.kwargs)) if not isinstance(each, nn.Parameter)]
+    places = sorted({each.device for each in tensors}, key=lambda device: device.type == "cpu")
+    return places[0] if places else devices.current_device()
+
+
+class _Shown:
+    """Shows the tensors of a model on a device, without data: one that has several names as one."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self._mode = mode
+        self._device = device
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a parameter or buffer."""
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = tensor, self._made(tensor)  # kept, or another could get its id
+        return self._known[id(tensor)][1]
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._mode, torch.no_grad():
+            if is_delayed(tensor):  # a single element for now, which operations would take for a broadcast one
+                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            else:
+                value = self._mode.from_tensor(tensor).detach().to(self._device)
+        if not isinstance(tensor, nn.Parameter):
+            return value
+        parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        for name, attribute in vars(tensor).items():
+            vars(parameter).setdefault(name, attribute)  # it has some of its own, as a tensor without data
+        return parameter
+
+
+@contextlib.contextmanager
+def _with_weights(root: nn.Module, shown: _Shown) -> Iterator[None]:
+    """Put what stands for the parameters in their place."""
+    kept = [(module._parameters, dict(module._parameters)) for module in root.modules()]
+    try:
+        for place, parameters in kept:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    place[name] = cast("nn.Parameter", shown(parameter))
+        yield
+    finally:
+        for place, parameters in kept:
+            place.clear()
+            place.update(parameters)
 
 
 @contextlib.contextmanager
@@ -258,12 +326,11 @@ def leaving_no_trace(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.T
     growing = [each for _, attributes, _ in kept for each in attributes.values() if type(each) in _GROWING]
     contents = [copy.copy(each) for each in growing]
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         for module, _, buffers in kept:
             made = {name: None if each is None else stand_in(each) for name, each in buffers.items()}
             module._buffers.update(made)
-        with torch.random.fork_rng(devices):
+        with devices.fork_rng(devices.current_device()):
             yield
     finally:
         random.setstate(python)

@@ -1,0 +1,132 @@
+"""Count an operation alike on every device, whichever kernels a device has for it.
+
+Attention, dropout and batch norm are one operation to a model. torch takes another kernel for them on each kind of
+device, and asks the GPU which: one that keeps the scores of all pairs of positions, or none of them; a mask of floats,
+or of bytes. So a pass on tensors without data would give a laptop another partition than the job gets. Here they cost
+what GPUs' fused kernels do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.library import Library
+
+__all__ = ["FusedKernels"]
+
+_KEYS: Final = ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMeta", "AutogradPrivateUse1")
+"""Below autocast, which has chosen the dtypes then, and above the choice of a kernel."""
+
+
+class FusedKernels:
+    """Stands for the kernels of these operations, where their tensors have no data.
+
+    Tensors with data, of other threads perhaps, get torch's own.
+    """
+
+    def __init__(self) -> None:
+        self.flops = 0
+        """What attention has computed; torch's counter does not see it."""
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Take the place of torch's own meanwhile, in the whole process."""
+        library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        try:
+            for name, function in (("scaled_dot_product_attention", self._attention), *_STATELESS.items()):
+                for key in _KEYS:
+                    kernel = _on_fakes(getattr(torch.ops.aten, name).default, function)
+                    library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            library._destroy()  # type: ignore[no-untyped-call]
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,  # noqa: ARG002 - torch's arguments; a fused kernel keeps no mask for it
+        is_causal: bool = False,  # noqa: ARG002 - counted whole, as torch's counter does
+        *,
+        scale: float | None = None,  # noqa: ARG002
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        batch = query.shape[:-2]
+        if not enable_gqa:
+            batch = torch.broadcast_shapes(batch, key.shape[:-2], value.shape[:-2])  # type: ignore[no-untyped-call]
+        self.flops += 2 * math.prod(batch) * query.shape[-2] * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        made: torch.Tensor = _Attention.apply(query, key, value, attn_mask, batch)  # type: ignore[no-untyped-call]
+        return made
+
+
+def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0:
+        return value
+    made: torch.Tensor = torch.ops.aten.native_dropout(value, p, train)[0]
+    return made
+
+
+def _batch_norm(
+    value: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,  # noqa: ARG001 - torch's arguments
+) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.aten.native_batch_norm(
+        value, weight, bias, running_mean, running_var, training, momentum, eps
+    )[0]
+    return made
+
+
+_STATELESS: Final[dict[str, Callable[..., torch.Tensor]]] = {"dropout": _dropout, "batch_norm": _batch_norm}
+
+
+def _on_fakes(operation: Any, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def called(*args: Any, **kwargs: Any) -> torch.Tensor:
+        has_data = not any(isinstance(each, FakeTensor) for each in args)
+        made: torch.Tensor = (operation.decompose if has_data else function)(*args, **kwargs)
+        return made
+
+    return called
+
+
+class _Attention(torch.autograd.Function):
+    """Makes and keeps what a fused kernel does: its arguments, its result, and one number for each row of scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        batch: torch.Size,
+    ) -> torch.Tensor:
+        length, width = query.shape[-2], value.shape[-1]
+        if len(batch) < 2:
+            output = query.new_empty((*batch, length, width))
+        else:  # heads beside each other, as the layer after it takes them: it would make a copy otherwise
+            output = query.new_empty((*batch[:-1], length, batch[-1], width)).transpose(-2, -3)
+        sums = query.new_empty((*batch, length), dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, output, sums)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = ctx.saved_tensors[:4]
+        needed = ctx.needs_input_grad[:4]
+        return (*(torch.empty_like(t) if need else None for t, need in zip(tensors, needed, strict=True)), None)
