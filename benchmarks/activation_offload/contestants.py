@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -45,6 +46,15 @@ class Contestant:
     is_checkpointed: bool
     enter: Callable[[Decoder], Entry]
     """Raises Absent."""
+    package: str | None = None
+    """What it takes besides torch and smpkit."""
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it cannot take part on this machine, as far as can be told without it."""
+        if self.package is None or importlib.util.find_spec(self.package) is not None:
+            return None
+        return f"{self.package} is not installed"
 
 
 def _plain(_: Decoder) -> Entry:
@@ -94,9 +104,9 @@ CONTESTANTS = (
     Contestant("torch checkpoint", True, _plain),
     Contestant("torch save_on_cpu", False, _save_on_cpu),
     Contestant("torch save_on_cpu over checkpoint", True, _save_on_cpu),
-    Contestant("torchtune over checkpoint", True, _torchtune),
-    Contestant("TRL over checkpoint", True, _trl),
-    Contestant("DeepSpeed over checkpoint", True, _deepspeed),
+    Contestant("torchtune over checkpoint", True, _torchtune, "torchtune"),
+    Contestant("TRL over checkpoint", True, _trl, "trl"),
+    Contestant("DeepSpeed over checkpoint", True, _deepspeed, "deepspeed"),
     Contestant("smpkit", False, _smpkit),
     Contestant("smpkit over checkpoint", True, _smpkit),
 )

@@ -1,20 +1,18 @@
-"""What needs a GPU: its constants, training steps of all contestants in turns, and a stage of a pipeline."""
+"""What needs a GPU: its constants, training steps of all contestants, and a stage of a pipeline."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import statistics
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from benchmarks.activation_offload.blocks import Block, Decoder, gradients_of, train_step
-from benchmarks.activation_offload.contestants import CONTESTANTS, Absent, Contestant, Entry
+from benchmarks.activation_offload.blocks import Block
 from benchmarks.activation_offload.stage import run_stage
+from benchmarks.activation_offload.training import Sizes, training_rows
 from smpkit.plan.offload_simulate import Rules, peak_without_offloading, simulate_offload
 from smpkit.plan.offload_work import LayerCost, LinkSpeed, Window, auto_window, work_of
 from smpkit.plan.schedule import one_f_one_b
@@ -23,25 +21,32 @@ from smpkit.torch.offload.build import make_engine
 __all__ = ["gpu_tables"]
 
 _MIB: Final = 1 << 20
-_WIDTH, _HEADS, _LAYERS = 4096, 32, 16
-_TOKENS: Final = (8 << 10, 16 << 10, 32 << 10)
-_WARM_UP, _STEPS = 3, 10
+_WIDTH, _HEADS = 4096, 32
 _RANKS, _MICROBATCHES, _STAGE_LAYERS, _STAGE_TOKENS = 8, 16, 8, 8 << 10
 _RING: Final = 2
 
 Row = dict[str, Any]
 
 
-def gpu_tables() -> list[Row]:
-    """Return the rows of all tables; nothing without a GPU."""
-    if not torch.cuda.is_available():
-        return [{"table": "not run", "reason": "no GPU"}]
+def gpu_tables(sizes: Sizes, *, only_steps: bool) -> list[Row]:
+    """Return the rows of all tables, each printed at once; without a GPU those of training steps only."""
+    rows = []
+    for row in _rows(sizes, only_steps=only_steps or not torch.cuda.is_available()):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def _rows(sizes: Sizes, *, only_steps: bool) -> Iterator[Row]:
+    if only_steps:
+        yield from training_rows(sizes)
+        return
     torch.manual_seed(0)
     constants = _constants()
-    rows = [{"table": "Constants", **constants}]
-    for tokens in _TOKENS:
-        rows += _training(tokens)
-    return rows + _pipeline(LinkSpeed(constants["out GB/s"] * 1e9, constants["back GB/s"] * 1e9))
+    yield {"table": "Constants", **constants}
+    torch.cuda.empty_cache()
+    yield from training_rows(sizes)
+    yield from _pipeline(LinkSpeed(constants["out GB/s"] * 1e9, constants["back GB/s"] * 1e9))
 
 
 # --- constants --------------------------------------------------------------------------------------------------------
@@ -99,75 +104,14 @@ def _seconds(run: Callable[[], object], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-# --- table A ----------------------------------------------------------------------------------------------------------
+# --- a stage of a pipeline --------------------------------------------------------------------------------------------
 
 
-def _training(tokens: int) -> list[Row]:
-    """Return a row per contestant: they take turns, step by step, and are compared with plain checkpointing."""
-    model = Decoder(_WIDTH, _HEADS, _LAYERS).to("cuda", torch.bfloat16)
-    x = torch.randn(1, tokens, _WIDTH, device="cuda", dtype=torch.bfloat16)
-    model.is_checkpointed = True
-    train_step(model, x, contextlib.nullcontext)
-    expected = [each.cpu() for each in gradients_of(model)]
-    rows, ready = [], []
-    for contestant in CONTESTANTS:
-        title = f"Training step, {_LAYERS} blocks of width {_WIDTH}, {tokens} tokens"
-        row: Row = {"table": title, "contestant": contestant.name}
-        rows.append(row)
-        try:
-            ready.append((contestant, row, _tried(contestant, model, x, row, expected)))
-        except Absent as reason:
-            row["note"] = f"not run: {reason}"
-        except torch.OutOfMemoryError:
-            row["note"] = "out of memory"
-    times: dict[str, list[float]] = {contestant.name: [] for contestant, _, _ in ready}
-    for _ in range(_WARM_UP + _STEPS):
-        for contestant, _, entry in ready:
-            times[contestant.name].append(_timed(contestant, model, x, entry))
-    for contestant, row, entry in ready:
-        row["ms"] = 1e3 * statistics.median(times[contestant.name][_WARM_UP:])
-        entry.close()
-    return rows
-
-
-def _tried(contestant: Contestant, model: Decoder, x: Tensor, row: Row, expected: list[Tensor]) -> Entry:
-    """Run two steps by itself: note memory, and whether the gradients are those of plain checkpointing."""
-    entry = contestant.enter(model)
-    _timed(contestant, model, x, entry)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    _timed(contestant, model, x, entry)
-    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    row |= {"peak GiB": allocated / 2**30, "reserved / allocated": reserved / allocated}
-    row["pinned GiB"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) / 2**30
-    if entry.report is not None:
-        step = entry.report().steps[-1]
-        row |= {"out GiB": step.bytes_out / 2**30, "back GiB": step.bytes_back / 2**30}
-        row |= {"stall ms": 1e3 * step.stall_seconds, "pinned GiB": step.peak_host_bytes / 2**30}
-    row["same gradients"] = all(map(torch.equal, (each.cpu() for each in gradients_of(model)), expected))
-    return entry
-
-
-def _timed(contestant: Contestant, model: Decoder, x: Tensor, entry: Entry) -> float:
-    """Return the seconds of one step."""
-    model.is_checkpointed, model.before_layer = contestant.is_checkpointed, entry.before_layer
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    train_step(model, x, entry.around)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-# --- table C ----------------------------------------------------------------------------------------------------------
-
-
-def _pipeline(link: LinkSpeed) -> list[Row]:
-    """Return a row per horizon for the first stage of a pipeline, run alone; measured and predicted."""
+def _pipeline(link: LinkSpeed) -> Iterator[Row]:
+    """Yield a row per horizon for the first stage of a pipeline, run alone; measured and predicted."""
     title = f"First stage of {_RANKS}, {_MICROBATCHES} microbatches of {_STAGE_TOKENS} tokens, {_STAGE_LAYERS} blocks"
-    layers = [Block(_WIDTH, _HEADS).to("cuda", torch.bfloat16) for _ in range(_STAGE_LAYERS)]
+    with torch.device("cuda"):
+        layers = [Block(_WIDTH, _HEADS).to(torch.bfloat16) for _ in range(_STAGE_LAYERS)]
     actions = one_f_one_b(_RANKS, _MICROBATCHES).actions[0]
     boundary = 2 * _STAGE_TOKENS * _WIDTH
 
@@ -191,23 +135,20 @@ def _pipeline(link: LinkSpeed) -> list[Row]:
     work = work_of(actions, [[LayerCost(forward, backward, boundary, forward)] * _STAGE_LAYERS])
     seconds, peak = measured(None, offloads=False)
     resident = peak_without_offloading(work) / 2**30
-    rows: list[Row] = [{"table": title, "horizon": "no offloading", "ms": 1e3 * seconds, "peak GiB": peak}]
-    rows[0] |= {"predicted ms": 1e3 * sum(each.seconds for each in work), "predicted boundaries GiB": resident}
+    predicted = {"predicted ms": 1e3 * sum(each.seconds for each in work), "predicted boundaries GiB": resident}
+    yield {"table": title, "horizon": "no offloading", "ms": 1e3 * seconds, "peak GiB": peak, **predicted}
     for horizon in (1, 2, 4, 8, None):
         seconds, peak = measured(horizon, offloads=True)
         window = auto_window(work, link, Window(horizon=horizon))
         timeline = simulate_offload(work, link, window, rules=Rules(ring=_RING))
-        rows.append(
-            {
-                "table": title,
-                "horizon": horizon or "auto",
-                "ms": 1e3 * seconds,
-                "peak GiB": peak,
-                "predicted ms": 1e3 * timeline.makespan_seconds,
-                "predicted boundaries GiB": timeline.peak_bytes / 2**30,
-            }
-        )
-    return rows
+        yield {
+            "table": title,
+            "horizon": horizon or "auto",
+            "ms": 1e3 * seconds,
+            "peak GiB": peak,
+            "predicted ms": 1e3 * timeline.makespan_seconds,
+            "predicted boundaries GiB": timeline.peak_bytes / 2**30,
+        }
 
 
 def _layer_seconds(layer: Block, x: Tensor) -> tuple[float, float]:

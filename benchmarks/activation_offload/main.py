@@ -12,6 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from benchmarks.activation_offload.counted import bytes_table
 from benchmarks.activation_offload.emulated import link_table
 from benchmarks.activation_offload.gpu import gpu_tables
 from benchmarks.activation_offload.overhead import overhead_table
+from benchmarks.activation_offload.training import FULL, TINY
 
 HERE: Final = Path(__file__).parent
 
@@ -32,12 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(_PARTS)}; none: all that can run here")
     parser.add_argument("--results", type=Path, help="also write each part's rows and environment to this folder")
     parser.add_argument("--dry", action="store_true", help="leave README.md as it is")
+    parser.add_argument("--tokens", type=int, nargs="+", help="gpu: of a training step, in place of 8192, 16384, 32768")
+    parser.add_argument("--only-steps", action="store_true", help="gpu: training steps only")
+    parser.add_argument("--tiny", action="store_true", help="gpu: sizes that prove nothing, for the CPU too")
     options = parser.parse_args(arguments)
+    sizes = TINY if options.tiny else FULL
+    if options.tokens:
+        sizes = replace(sizes, tokens=tuple(options.tokens))
     if unknown := sorted(set(options.parts) - _PARTS.keys()):
         parser.error(f"no part `{unknown[0]}`; there are {', '.join(_PARTS)}")
-    for name in options.parts or [each for each in _PARTS if each != "gpu" or torch.cuda.is_available()]:
+    chosen = options.parts or [each for each in _PARTS if each != "gpu" or torch.cuda.is_available()]
+    for name in chosen:
         make, show = _PARTS[name]
-        rows = make()
+        rows = gpu_tables(sizes, only_steps=options.only_steps) if make is None else make()
         text = f"{show(rows)}\n\n{environment()}"
         print(f"\n{name}\n\n{text}")
         if options.results is not None:
@@ -117,11 +126,11 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-_PARTS: Final[Mapping[str, tuple[Callable[[], list[Row]], Callable[[Sequence[Row]], str]]]] = {
+_PARTS: Final[Mapping[str, tuple[Callable[[], list[Row]] | None, Callable[[Sequence[Row]], str]]]] = {
     "bytes": (bytes_table, _bytes),
     "python": (overhead_table, _python),
     "link": (link_table, _link),
-    "gpu": (gpu_tables, _gpu),
+    "gpu": (None, _gpu),  # takes sizes
 }
 
 

@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +27,46 @@ OPTIMIZER_SECONDS = 25.0  # per number of threads, so that this part ends within
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes; the README stays as it is")
+    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
     parser.add_argument("--only", choices=["optimizer", "words", "sizes"], help="run one part")
     parser.add_argument("--fairscale-python", default=sys.executable, help="a Python that has fairscale 0.4.13")
     parser.add_argument("--build-seconds", type=float, default=60, help="the most that compiling DeepSpeed may take")
     parser.add_argument("--width", type=int, help="of FairScale's model; 2048 on a GPU, 512 without one")
     parser.add_argument("--rounds", type=int, default=3, help="how often the libraries take turns at words")
     parser.add_argument("--steps", type=int, default=5, help="that are timed, behind two that warm up")
+    parser.add_argument("--models", nargs="+", choices=[*sizes.SIZES], help="of sizes; all if not given")
+    parser.add_argument("--tokens", type=int, nargs="+", help=f"of a step of sizes, in place of {sizes.TOKENS}")
     options = parser.parse_args(arguments)
+    save = not (options.quick or options.dry)
     if options.only in (None, "optimizer"):
-        table = optimizer_table(1 << 20 if options.quick else 32 << 20, options.build_seconds)
-        report("optimizer", table, save=not options.quick)
+        table = optimizer_table(1 << 20 if options.quick else 32 << 20, options.build_seconds, quick=options.quick)
+        report("optimizer", table, save=save)
     if options.only in (None, "words"):
         width = options.width or (128 if options.quick else FAIRSCALE_WIDTH if torch.cuda.is_available() else 512)
         rounds = 1 if options.quick else options.rounds
         table = words_table(width, rounds, options.steps, options.fairscale_python)
-        report("words" if width != FAIRSCALE_WIDTH else "words of its own width", table, save=not options.quick)
+        report("words" if width != FAIRSCALE_WIDTH else "words of its own width", table, save=save)
     if options.only in (None, "sizes"):
-        if torch.cuda.is_available():
-            report("sizes", sizes_table(), save=not options.quick)
+        if torch.cuda.is_available() or options.quick:
+            chosen = (
+                sizes.TINY if options.quick else {name: sizes.SIZES[name] for name in options.models or sizes.SIZES}
+            )
+            report("sizes", sizes_table(chosen, [1024] if options.quick else options.tokens or sizes.TOKENS), save=save)
         else:
             print("the large models are left out: torch sees no GPU")
     return 0
 
 
-def optimizer_table(num_parameters: int, build_seconds: float) -> str:
+def optimizer_table(num_parameters: int, build_seconds: float, *, quick: bool) -> str:
     missing = deepspeed_adam.why_not(build_seconds)
     if missing is not None:
         print(f"DeepSpeedCPUAdam is left out: {missing}", flush=True)
     found, turns = [], []
     for count in (1, 2):
         print(f"AdamW in {count} threads ...", flush=True)
-        times, number = optimizers.measure(num_parameters, count, OPTIMIZER_SECONDS, deepspeed=missing is None)
+        times, number = optimizers.measure(
+            num_parameters, count, 1.0 if quick else OPTIMIZER_SECONDS, deepspeed=missing is None, compiled=not quick
+        )
         found.append(times)
         turns.append(number)
     lines = ["| | ns per parameter, 1 thread | / torch | 2 threads | / torch |", "|---|---|---|---|---|"]
@@ -84,9 +93,10 @@ def words_table(width: int, rounds: int, steps: int, fairscale_python: str) -> s
             command = [python, "-W", "ignore", str(HERE / "worker.py"), name, f"--width={width}", f"--steps={steps}"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
             if done.returncode:
-                print(f"{name} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+                print(f"{name} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}", flush=True)
             else:
                 runs.append(json.loads(done.stdout.splitlines()[-1]))
+                print(f"{name}: {runs[-1]['words_per_second']:.1f} words/s", flush=True)
     head = "| | words/s, best | median | CPU s/step | peak host | peak device | reserved | loss after 1 step"
     lines = [f"{head} | after {steps} |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
@@ -105,19 +115,20 @@ def words_table(width: int, rounds: int, steps: int, fairscale_python: str) -> s
     )
 
 
-def sizes_table() -> str:
+def sizes_table(models: Mapping[str, tuple[int, int]], tokens: Sequence[int]) -> str:
     lines = ["| model | tokens | clipped | s/step | planned | TFLOP/s (6PN) | peak | planned | reserved |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    for name in sizes.SIZES:
-        for num_tokens in sizes.TOKENS:
+    for name, (width, layers) in models.items():
+        for num_tokens in tokens:
             for clip in (None, 1.0):
-                cell = sizes.measure(name, num_tokens, Machine(), clip=clip)
+                cell = sizes.measure(width, layers, num_tokens, Machine(), clip=clip)
                 peaks = [size(cell[key]) for key in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes")]
                 lines.append(
                     f"| {name} | {num_tokens} | {'no' if clip is None else 'yes'} | {cell['seconds']:.2f} "
                     f"| {cell['predicted_seconds']:.2f} | {cell['useful_flops_per_second'] / 1e12:.0f} "
                     f"| {' | '.join(peaks)} |"
                 )
+                print(lines[-1], flush=True)
     return "\n".join(lines)
 
 

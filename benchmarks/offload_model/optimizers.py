@@ -21,7 +21,9 @@ TURNS, FEWEST_TURNS = 30, 5
 TOLD_SECONDS = 5.0
 
 
-def measure(num_parameters: int, num_threads: int, seconds: float, *, deepspeed: bool) -> tuple[dict[str, float], int]:
+def measure(
+    num_parameters: int, num_threads: int, seconds: float, *, deepspeed: bool, compiled: bool = True
+) -> tuple[dict[str, float], int]:
     """Return, by contestant, the least seconds of a step, and the number of steps of each.
 
     They take turns on the same weights and gradients, thirty times, or until the time is up.
@@ -31,9 +33,10 @@ def measure(num_parameters: int, num_threads: int, seconds: float, *, deepspeed:
         num_threads: that work on it.
         seconds: for all turns; there are five at least.
         deepspeed: whether its step is there.
+        compiled: whether torch.compile takes part, which takes a minute to compile.
     """
     torch.set_num_threads(num_threads)
-    contestants = make_contestants(num_parameters, num_threads, deepspeed=deepspeed)
+    contestants = make_contestants(num_parameters, num_threads, deepspeed=deepspeed, compiles=compiled)
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for name, step in contestants.items():
         start = time.perf_counter()
@@ -51,7 +54,9 @@ def measure(num_parameters: int, num_threads: int, seconds: float, *, deepspeed:
     return {name: min(times) for name, times in found.items()}, len(found[BASE])
 
 
-def make_contestants(num_parameters: int, num_threads: int, *, deepspeed: bool) -> dict[str, Callable[[], object]]:
+def make_contestants(
+    num_parameters: int, num_threads: int, *, deepspeed: bool, compiles: bool
+) -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     gradient, master, first, second, wide = (zeros(num_parameters) for _ in range(5))
     narrow, weight = (zeros(num_parameters, torch.bfloat16) for _ in range(2))
@@ -108,7 +113,7 @@ def make_contestants(num_parameters: int, num_threads: int, *, deepspeed: bool) 
         "torch fused AdamW, cast": two_passes,
         "cast, torch fused AdamW, cast": three_passes,
     }
-    if num_threads == 1:  # it runs in the thread that calls it
+    if num_threads == 1 and compiles:  # it runs in the thread that calls it
         compiled = torch.compile(inductor_step, dynamic=True, fullgraph=True)
         constants = [torch.tensor(each) for each in rule.constants]
         contestants["torch.compile, one pass with both casts"] = lambda: compiled(

@@ -12,18 +12,25 @@ from benchmarks.offload_model.worker import Decoder
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.plan.offload_model import Machine, OffloadedModel, Update, device_peak_bytes, step_time
 
+TINY = {"tiny": (128, 3)}
 SIZES = {"1.3 B": (2048, 52), "3 B": (3072, 53), "6.7 B": (4096, 67)}
 """Width and layers; a Decoder has 6 d² parameters."""
 TOKENS = (8 * 1024, 32 * 1024, 128 * 1024)
 LENGTH = 1024
 
 
-def measure(name: str, num_tokens: int, machine: Machine, steps: int = 3, clip: float | None = None) -> dict[str, Any]:
-    """Return measured and predicted figures of one cell."""
-    width, layers = SIZES[name]
-    device = torch.device("cuda")
-    torch.cuda.reset_peak_memory_stats()
-    plain = nn.Sequential(*[Decoder(width, width // 128) for _ in range(layers)])
+def measure(
+    width: int, layers: int, num_tokens: int, machine: Machine, steps: int = 3, clip: float | None = None
+) -> dict[str, Any]:
+    """Return measured and predicted figures of one cell; without a GPU it runs on the CPU, which has no peaks."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peaks = {}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with torch.device(device):  # numbers are drawn faster there
+        plain = nn.Sequential(*[Decoder(width, width // 128) for _ in range(layers)])
+    plain.cpu()
     microbatches = max(1, num_tokens // (8 * 1024))
     model = OffloadModel(
         plain,
@@ -37,12 +44,14 @@ def measure(name: str, num_tokens: int, machine: Machine, steps: int = 3, clip: 
     inputs = torch.randn(num_tokens // LENGTH, LENGTH, width, dtype=torch.bfloat16)
     seconds = []
     for _ in range(steps + 1):
-        torch.cuda.synchronize()
+        settle(device)
         start = time.perf_counter()
         model(inputs).float().square().mean().backward()
         optimizer.step()
-        torch.cuda.synchronize()
+        settle(device)
         seconds.append(time.perf_counter() - start)
+    if device.type == "cuda":
+        peaks = {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
     num_parameters = sum(parameter.numel() for parameter in plain.parameters())
     planned = OffloadedModel(
         num_parameters, layers, num_tokens, num_microbatches=microbatches, num_layers=layers, width=width
@@ -52,7 +61,14 @@ def measure(name: str, num_tokens: int, machine: Machine, steps: int = 3, clip: 
         "seconds": sorted(seconds[1:])[len(seconds[1:]) // 2],
         "predicted_seconds": step_time(planned, machine, update).total_seconds,
         "useful_flops_per_second": 6 * num_parameters * num_tokens / sorted(seconds[1:])[len(seconds[1:]) // 2],
-        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "peak_bytes": None,
         "predicted_peak_bytes": device_peak_bytes(planned),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "reserved_bytes": None,
+        **peaks,
     }
+
+
+def settle(device: torch.device) -> None:
+    """Wait until all of it is computed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -28,6 +28,7 @@ Cell = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small cell of each kind; the README stays as it is")
+    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
     parser.add_argument("--only", choices=["gpt", "sleep", "schedules"], help="run one of the parts")
     parser.add_argument("--sizes", type=int, nargs="+", help="of the sleeping stages, only cells of so many ranks")
     parser.add_argument("--counts", type=int, nargs="+", help="and of so many microbatches")
@@ -35,20 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=5, help="counted steps of each (default: %(default)s)")
     options = parser.parse_args(arguments)
     repetitions = 2 if options.quick else options.repetitions
+    save = not (options.quick or options.dry)
     if options.only in (None, "gpt"):
-        report("gpt", gpt_table(run(2, repetitions)[0]), repetitions, save=not options.quick)
+        report("gpt", gpt_table(run(2, repetitions, None, *["--quick"] * options.quick)[0]), repetitions, save=save)
     if options.only in (None, "sleep"):
         chosen = options.sizes or options.counts or options.messages
         sizes, counts = ([2], [8]) if options.quick else (options.sizes or [2, 4, 8], options.counts or [8, 16, 32])
         messages = {"small": [SMALL], "large": [LARGE]}.get(options.messages, [SMALL, LARGE])
         cells = [[count, num_bytes // 4] for num_bytes in messages for count in counts]
         found = [cell for size in sizes for cell in run(size, repetitions, cells)]
-        report("sleep", sleep_table(found), repetitions, save=not (options.quick or chosen))
+        report("sleep", sleep_table(found), repetitions, save=save and not chosen)
     if options.only in (None, "schedules"):
         sizes, counts = ([2], [4]) if options.quick else ([2, 4], [8, 16])
         cells = [[count, SMALL // 4] for count in counts]
         found = [cell for size in sizes for cell in run(size, repetitions, cells, "--schedules")]
-        report("schedules", schedules_table(found), repetitions, save=not options.quick)
+        report("schedules", schedules_table(found), repetitions, save=save)
     return 0
 
 
@@ -58,7 +60,7 @@ def run(size: int, repetitions: int, cells: list[list[int]] | None = None, *more
         out = Path(folder, "times.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         command += ["--module", "benchmarks.pipeline.worker", f"--out={out}", f"--repetitions={repetitions}"]
-        command += [f"--cells={json.dumps(cells)}", *more] if cells else []
+        command += [*([f"--cells={json.dumps(cells)}"] if cells else []), *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, cwd=HERE.parent.parent, timeout=1800)
         found: list[Cell] = json.loads(out.read_text())
@@ -105,6 +107,7 @@ def schedules_table(cells: Sequence[Cell]) -> str:
 def gpt_table(cell: Cell) -> str:
     """Return a row per contestant: seconds of a step, and the loss of the first and last step."""
     lines = ["| | fastest step | median step | first loss | last loss |", "|---|---|---|---|---|"]
+    lines += [f"| {name} | not run: {why} | | | |" for name, why in cell.get("absent", {}).items()]
     for name, times in cell["times"].items():
         seconds, losses = times["seconds"], times["losses"]
         lines.append(
@@ -124,10 +127,14 @@ def report(part: str, table: str, repetitions: int, *, save: bool) -> None:
         readme.write_text(before + begin + text + end + rest.split(end)[1])
 
 
+def _device() -> str:
+    return f"one {torch.cuda.get_device_name()} that all ranks share, " if torch.cuda.is_available() else ""
+
+
 def environment(repetitions: int) -> str:
     return (
-        f"{repetitions} counted steps of each contestant, on {os.cpu_count()} cores ({platform.machine()}) with a load "
-        f"average of {os.getloadavg()[1]:.1f} over five minutes; {platform.system()}, Python "
+        f"{repetitions} counted steps of each contestant, on {_device()}{os.cpu_count()} cores ({platform.machine()}) "
+        f"with a load average of {os.getloadavg()[1]:.1f} over five minutes; {platform.system()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, gloo over the loopback interface."
     )
 

@@ -123,6 +123,11 @@ class GPTSize:
     microbatch_size: int = 2
 
 
+TINY = GPTSize(64, 16, 32, num_layers=6, num_heads=2, num_microbatches=4)
+ON_A_GPU = GPTSize(32_768, 1024, 1024, num_layers=16, num_heads=16, microbatch_size=4)
+"""Enough for a microbatch to take longer than the launches of its kernels."""
+
+
 class Embedding(nn.Module):
     def __init__(self, size: GPTSize) -> None:
         super().__init__()

@@ -17,7 +17,18 @@ from torch import nn
 
 import smpkit.torch as smp
 from benchmarks.pipeline.contestants import TORCH_SCHEDULES, Step, one_process, smpkit_step, torch_step
-from benchmarks.pipeline.models import GPTSize, HalvedSleepLayer, SleepLayer, cut, gpt, gpt_batch, gpt_loss, sleep_loss
+from benchmarks.pipeline.models import (
+    ON_A_GPU,
+    TINY,
+    GPTSize,
+    HalvedSleepLayer,
+    SleepLayer,
+    cut,
+    gpt,
+    gpt_batch,
+    gpt_loss,
+    sleep_loss,
+)
 from smpkit.torch.state import state
 
 Times = dict[str, dict[str, Any]]
@@ -31,6 +42,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, required=True)
     parser.add_argument("--cells", type=json.loads, help="[[microbatches, num_floats], ...]; none: the GPT")
+    parser.add_argument("--quick", action="store_true", help="the GPT: a tiny one")
     parser.add_argument("--schedules", action="store_true", help="compare all kinds of schedules in the cells")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -39,7 +51,7 @@ def main() -> None:
         cell = schedules_cell if arguments.schedules else sleep_cell
         results = [cell(count, num_floats, arguments.repetitions) for count, num_floats in arguments.cells]
     else:
-        results = [gpt_cell(GPTSize(), arguments.repetitions)]
+        results = [gpt_cell(arguments.repetitions, quick=arguments.quick)]
     if state.rank == 0:
         arguments.out.write_text(json.dumps(results))
     smp.shutdown()
@@ -121,20 +133,27 @@ def even(num_layers: int, num_chunks: int) -> list[range]:
     return [range(size * chunk, size * (chunk + 1)) for chunk in range(num_chunks)]
 
 
-def gpt_cell(size: GPTSize, repetitions: int) -> dict[str, Any]:
+def gpt_cell(repetitions: int, *, quick: bool) -> dict[str, Any]:
+    """Time the GPT on this rank's device: on a GPU that ranks share, values go over gloo."""
+    size = TINY if quick else ON_A_GPU if torch.cuda.is_available() else GPTSize()
     init(size.num_microbatches)
-    inputs, targets = gpt_batch(size)
+    device = state.device
+    inputs, targets = (each.to(device) for each in gpt_batch(size))
     lr = 0.05
     contestants: dict[str, Step] = {}
+    absent = {}
     for name, (_, per_rank) in TORCH_SCHEDULES.items():
+        if device.type == "cuda" and dist.get_backend() == "gloo":
+            absent[f"torch {name}"] = "gloo sends no tensors of a GPU from rank to rank"
+            continue
         chunks = cut(size.num_layers, per_rank * smp.size())
         contestants[f"torch {name}"] = torch_step(
             name, gpt(size), chunks, gpt_loss, inputs, targets, num_microbatches=size.num_microbatches, lr=lr
         )
     contestants["smpkit"] = smpkit_step(gpt(size), cut(size.num_layers, smp.size()), gpt_loss, inputs, targets, lr)
-    alone = one_process(gpt(size), gpt_loss, inputs, targets, num=size.num_microbatches, lr=lr)
+    alone = one_process(gpt(size).to(device), gpt_loss, inputs, targets, num=size.num_microbatches, lr=lr)
     contestants["one process"] = lambda: alone() if state.rank == 0 else None
-    return {"size": smp.size(), "times": measure(contestants, repetitions), **about()}
+    return {"size": smp.size(), "times": measure(contestants, repetitions), "absent": absent, **about()}
 
 
 def measure(contestants: Mapping[str, Step], repetitions: int) -> Times:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
@@ -21,13 +23,15 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the small width only; the README stays as it is")
+    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
     parser.add_argument("--repetitions", type=int, default=30, help="counted steps of each (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: %(default)s)")
     options = parser.parse_args(arguments)
-    found = run(options.ranks, 3 if options.quick else options.repetitions, [64] if options.quick else [64, 512])
+    widths = [64] if options.quick else [512, 2048] if torch.cuda.is_available() else [64, 512]
+    found = run(options.ranks, 3 if options.quick else options.repetitions, widths)
     text = table(found["cells"]) + "\n\n" + environment(options, found)
     print(text)
-    if not options.quick:
+    if not (options.quick or options.dry):
         readme = HERE / "README.md"
         before, _, rest = readme.read_text().partition(BEGIN)
         readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
@@ -67,8 +71,8 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
 def environment(options: argparse.Namespace, found: Mapping[str, Any]) -> str:
     python = f"{platform.system()}, Python {platform.python_version()}"
     return (
-        f"Medians of {options.repetitions} steps each, on {os.cpu_count()} cores ({platform.machine()}) with a load"
-        f" average of {found['load']:.1f} over five minutes; {python}, torch"
+        f"Medians of {options.repetitions} steps each, on {os.cpu_count()} cores ({platform.machine()}), {found['device']},"
+        f" with a load average of {found['load']:.1f} over five minutes; {python}, torch"
         f" {found['torch']}, gloo over the loopback interface."
     )
 

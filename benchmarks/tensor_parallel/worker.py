@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import smpkit.torch as smp
 from benchmarks.tensor_parallel.contestants import Block, dtensor_block, dtensor_mlp, mlp, smpkit_block, smpkit_mlp
 from benchmarks.tensor_parallel.counted import counted
+from smpkit.torch.devices import wait_for_stream
+from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.boundary import Boundary
 
 LENGTH = 64
@@ -38,7 +40,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     size = int(os.environ["WORLD_SIZE"])
     smp.init({"tensor_parallel_degree": size, "ddp": True, "optimize": "speed"})
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(state.device.type, (size,))
     cells = [
         cell(kind, width, boundary, mesh, options.repetitions)
         for kind in ("MLP", "transformer layer")
@@ -46,21 +48,25 @@ def main() -> None:
         for boundary in (Boundary.REPLICATE, Boundary.BATCH)
     ]
     if smp.rank() == 0:
-        options.out.write_text(json.dumps({"cells": cells, "load": os.getloadavg()[1], "torch": torch.__version__}))
+        device = torch.cuda.get_device_name() if state.device.type == "cuda" else "no GPU"
+        about = {"load": os.getloadavg()[1], "torch": torch.__version__, "device": device}
+        options.out.write_text(json.dumps({"cells": cells, **about}))
     smp.shutdown()
 
 
 def cell(kind: str, width: int, boundary: Boundary, mesh: DeviceMesh, repetitions: int) -> dict[str, Any]:
     """Measure one block: both contestants have the same weights and input."""
     torch.manual_seed(0)
-    plain = mlp(width) if kind == "MLP" else Block(width)
+    with state.device:
+        plain = mlp(width) if kind == "MLP" else Block(width)
     make, divide = (smpkit_mlp, dtensor_mlp) if kind == "MLP" else (smpkit_block, dtensor_block)
-    modules = {"smpkit": make(plain, width, boundary), "DTensor": divide(copy.deepcopy(plain), mesh, boundary)}
+    ours = make(plain, width, boundary).to(state.device)
+    modules = {"smpkit": ours, "DTensor": divide(copy.deepcopy(plain), mesh, boundary)}
     torch.manual_seed(1 + smp.rank() * (boundary is Boundary.BATCH))
-    x = torch.randn(SAMPLES, LENGTH, width)
+    x = torch.randn(SAMPLES, LENGTH, width).to(state.device)
     steps = {name: step_of(module, x) for name, module in modules.items()}
-    ours, theirs = (module(x) for module in modules.values())
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    outputs = [module(x) for module in modules.values()]
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
     for _ in range(WARM_UPS):
         for step in steps.values():
             step()
@@ -93,6 +99,7 @@ def timed(step: Callable[[], None]) -> float:
     dist.barrier()
     start = time.perf_counter()
     step()
+    wait_for_stream(state.device)
     seconds = torch.tensor(time.perf_counter() - start)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds.item()
