@@ -12,6 +12,10 @@ import pytest
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
 
+# Ranks are forked from a server. Had that asked CUDA itself for GPUs, as `torch.cuda.is_available()` does otherwise,
+# its children could not use them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # Folders whose tests start whole jobs or worlds of ranks, longest tests first.
 LONG = ("end_to_end", "transparency", "compat", "container", "torch")
 

@@ -7,6 +7,7 @@ ever raced for.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
@@ -74,11 +76,18 @@ def run_ranks(
             connection.close()
 
 
+class _OnHost(pickle.Pickler):
+    """Takes tensors to the host: the test compares there, and shall not need a GPU of its own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
 def _rank_main(
     connection: Connection, variables: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    import torch
-
     for name in [name for name in os.environ if name.startswith(("SM_", "SMP_", "SMPKIT_", "OMPI_", "PMI"))]:
         del os.environ[name]
     os.environ.update(variables)
@@ -89,7 +98,9 @@ def _rank_main(
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
         os._exit(1)
     # Plain pickle, not `connection.send`: torch teaches that to pass tensors as files of a process that ends now.
-    connection.send_bytes(pickle.dumps((True, result)))
+    content = io.BytesIO()
+    _OnHost(content).dump((True, result))
+    connection.send_bytes(content.getvalue())
     if dist.is_initialized():
         dist.destroy_process_group()
 

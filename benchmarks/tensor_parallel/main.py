@@ -70,9 +70,10 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
 
 def environment(options: argparse.Namespace, found: Mapping[str, Any]) -> str:
     python = f"{platform.system()}, Python {platform.python_version()}"
+    machine = f"{os.cpu_count()} cores ({platform.machine()}), {found['device']}"
     return (
-        f"Medians of {options.repetitions} steps each, on {os.cpu_count()} cores ({platform.machine()}), {found['device']},"
-        f" with a load average of {found['load']:.1f} over five minutes; {python}, torch"
+        f"Medians of {options.repetitions} steps each, on {machine}, with a load"
+        f" average of {found['load']:.1f} over five minutes; {python}, torch"
         f" {found['torch']}, gloo over the loopback interface."
     )
 

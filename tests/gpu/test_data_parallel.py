@@ -1,0 +1,49 @@
+"""Replicas on the GPU: averaged gradients in buckets and views, sharded optimizer states, sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.ranks import run_on_gpu
+from tests.transparency import test_data_parallel, test_sharded_data_parallel
+from tests.transparency.models import assert_same, train_plainly
+from tests.transparency.test_data_parallel import STEPS, train_with_smpkit
+
+_TOLERANCE = 1e-8  # float64 beside the CPU's; AdamW magnifies
+
+
+def train_replicas(options: dict[str, Any]) -> list[Any]:
+    return [train_with_smpkit(2, accumulation, bucket_cap_mb=0.001, **options) for accumulation in (1, 2)]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["at the end", "overlapping"])
+def test_replicas_equal_plain_pytorch(overlap: bool, view: bool) -> None:
+    plain = [train_plainly(STEPS, accumulation) for accumulation in (1, 2)]
+    options = {"overlapping_allreduce": overlap, "gradient_as_bucket_view": view}
+    for traces in run_on_gpu(train_replicas, options):
+        for trace, expected in zip(traces, plain, strict=True):
+            assert_same(trace, expected, _TOLERANCE)
+
+
+def test_training_without_a_step_function_equals_plain_pytorch() -> None:
+    for trace in run_on_gpu(test_data_parallel.train_plain_style, 2, True):
+        assert_same(trace, train_plainly(STEPS, 2), _TOLERANCE)
+
+
+def train_sharded(accumulation: int) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"microbatches": 2, "sdp_param_persistence_threshold": 0}
+    return test_sharded_data_parallel.train(2, accumulation, checkpointed=True, **options)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sharded_parameters_equal_plain_pytorch(accumulation: int) -> None:
+    expected = test_sharded_data_parallel.train_plainly(accumulation, 1.0)
+    for found in run_on_gpu(train_sharded, accumulation):
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=_TOLERANCE, atol=_TOLERANCE, msg=name)
