@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
-__all__ = ["Outcome", "Record", "Test", "outcome_of", "tests_in"]
+__all__ = ["Outcome", "Record", "Result", "outcome_of", "tests_in"]
 
 _MOST_OUTPUT: Final = 24 << 10
-_MOST_TEXTS: Final = 512 << 10
+_MOST_OUTPUTS: Final = 160 << 10
+_MOST_TEXTS: Final = 200 << 10
+"""Of all parts, and all tests. Both are on several pages, and a folder is to be committed: 2 MiB at most."""
 _FORMAT: Final = 1
 BAD: Final = ("failed", "error")
 
 
 @dataclass(frozen=True)
-class Test:
+class Result:
     """How a test ended: passed, failed, error, skipped, or not run."""
 
     name: str
@@ -41,7 +43,7 @@ class Outcome:
     """`passed`, `failed`, `over its limit`, or `not run`: no time was left."""
     seconds: float
     status: int | None
-    tests: tuple[Test, ...] = ()
+    tests: tuple[Result, ...] = ()
     output: str = ""
     """The end of what it printed; of a benchmark its tables."""
 
@@ -66,7 +68,7 @@ class Record:
             if content["format"] != _FORMAT:
                 raise ValueError(f"format {content['format']}")
             found = [
-                Outcome(**{**each, "tests": tuple(Test(**test) for test in each["tests"])})
+                Outcome(**{**each, "tests": tuple(Result(**test) for test in each["tests"])})
                 for each in content["outcomes"]
             ]
             return cls(dict(content["facts"]), {each.name: each for each in found})
@@ -76,7 +78,7 @@ class Record:
     def write(self, folder: Path) -> None:
         """Write all pages; each is replaced at once, so that who is killed meanwhile leaves the ones before."""
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes = list(self.outcomes.values())
+        outcomes = _fitting(list(self.outcomes.values()))
         content = {"format": _FORMAT, "facts": self.facts, "outcomes": [asdict(each) for each in outcomes]}
         pages = {
             "results.json": json.dumps(content, indent=1) + "\n",
@@ -94,34 +96,35 @@ class Record:
             made.replace(folder / name)
 
 
-def tests_in(journal: Path, *, ended: str) -> tuple[Test, ...]:
+def tests_in(journal: Path, *, ended: str) -> tuple[Result, ...]:
     """Return what a part's tests have reported.
 
     Args:
         journal: written by `journal.py`.
         ended: why a test that began has not reported.
     """
-    found: dict[str, Test] = {}
+    found: dict[str, Result] = {}
     for line in journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []:
         event = json.loads(line)
         for name in event.get("collected", ()):
-            found[name] = Test(name, "not run", 0.0)
+            found[name] = Result(name, "not run", 0.0)
         if "test" in event:
             _note(found, event)
     return tuple(
-        Test(test.name, "error", test.seconds, ended) if test.outcome == "started" else test for test in found.values()
+        Result(test.name, "error", test.seconds, ended) if test.outcome == "started" else test
+        for test in found.values()
     )
 
 
-def _note(found: dict[str, Test], event: Mapping[str, Any]) -> None:
+def _note(found: dict[str, Result], event: Mapping[str, Any]) -> None:
     name, known = event["test"], found.get(event["test"])
     if known is not None and known.outcome in BAD and event["outcome"] not in BAD:
         return
-    found[name] = Test(name, event["outcome"], event["seconds"], event.get("text", ""), event.get("found", {}))
+    found[name] = Result(name, event["outcome"], event["seconds"], event.get("text", ""), event.get("found", {}))
 
 
 def outcome_of(
-    name: str, title: str, tests: tuple[Test, ...], *, status: int, seconds: float, late: bool, output: str
+    name: str, title: str, tests: tuple[Result, ...], *, status: int, seconds: float, late: bool, output: str
 ) -> Outcome:
     """Return how a part that ran has ended."""
     good = status == 0 or (status == _NO_TESTS and not tests)
@@ -132,6 +135,23 @@ def outcome_of(
 
 _NO_TESTS: Final = 5
 """Pytest's status where all of a file's tests are left out by its `-m`."""
+
+
+def _fitting(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Cut texts of which there are many; the ends of them say most."""
+    texts = sum(bool(test.text) for outcome in outcomes for test in outcome.tests)
+    outputs = sum(bool(outcome.output) for outcome in outcomes)
+    text, output = _MOST_TEXTS // max(1, texts), _MOST_OUTPUTS // max(1, outputs)
+    return [
+        replace(
+            each, output=_cut(each.output, output), tests=tuple(replace(t, text=_cut(t.text, text)) for t in each.tests)
+        )
+        for each in outcomes
+    ]
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else text[-size:]
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -189,13 +209,13 @@ def _rows(outcomes: Iterable[Outcome]) -> Iterator[list[str]]:
         yield _row(f"all: {len(files)} files", states, tests, sum(each.seconds for each in files))
 
 
-def _row(name: str, state: str, tests: Sequence[Test], seconds: float) -> list[str]:
+def _row(name: str, state: str, tests: Sequence[Result], seconds: float) -> list[str]:
     counts = _counts(tests)
     cells = [str(counts[each]) if tests else "" for each in ("passed", "failed", "skipped", "not run")]
     return [name, state, *cells, f"{seconds:.0f}"]
 
 
-def _counts(tests: Iterable[Test]) -> Counter[str]:
+def _counts(tests: Iterable[Result]) -> Counter[str]:
     return Counter("failed" if test.outcome in BAD else test.outcome for test in tests)
 
 
@@ -234,7 +254,7 @@ def _failures(outcomes: Iterable[Outcome]) -> str:
         if outcome.state in ("failed", "over its limit") and outcome.output:
             texts.append(f"=== {outcome.name}: {outcome.state}, status {outcome.status}\n\n{outcome.output}\n")
         texts += [f"--- {test.name}\n\n{test.text}\n" for test in outcome.tests if test.outcome in BAD]
-    return "\n".join(texts)[:_MOST_TEXTS] or "Nothing has failed.\n"
+    return "\n".join(texts) or "Nothing has failed.\n"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

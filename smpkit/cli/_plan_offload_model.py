@@ -86,6 +86,7 @@ def run(values: dict[str, Any], count_parameters: Callable[[], int] | None, *, a
 
 def _plan(values: dict[str, Any], count_parameters: Callable[[], int] | None) -> _Plan:
     from smpkit.plan.offload_model import (
+        WORKSPACE_BYTES,
         Machine,
         OffloadedModel,
         Update,
@@ -116,7 +117,7 @@ def _plan(values: dict[str, Any], count_parameters: Callable[[], int] | None) ->
         model,
         machine,
         {str(update): step_time(model, machine, update) for update in Update},
-        device_peak_bytes(model),
+        device_peak_bytes(model) + WORKSPACE_BYTES,
         host_peak_bytes(model),
         values["memory_gib"],
         host_gib,

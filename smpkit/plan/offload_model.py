@@ -16,6 +16,7 @@ from smpkit.errors import UsageError
 from smpkit.plan.memory import OPTIMIZERS
 
 __all__ = [
+    "WORKSPACE_BYTES",
     "Machine",
     "OffloadedModel",
     "StepTime",
@@ -32,6 +33,10 @@ _BLOCK_PARAMETERS: Final = 12.25
 _SAVED_UNITS: Final = 25.04
 """What a dense block keeps for its backward, in tokens * width * bytes of a number (counted on such a block)."""
 _MASTER_BYTES: Final = 4
+
+WORKSPACE_BYTES: Final = 2 * (32 << 20)
+"""What cuBLAS takes of the memory of a Hopper GPU for itself, through torch's allocator: as much for the thread of
+forward as for autograd's. Earlier GPUs have 8 MiB each."""
 
 
 class Update(str, Enum):
@@ -230,7 +235,7 @@ def _host_seconds(model: OffloadedModel, machine: Machine) -> float:
 def device_peak_bytes(model: OffloadedModel) -> float:
     """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, two borders.
 
-    A model of one slice has one of each.
+    A model of one slice has one of each. On a GPU `WORKSPACE_BYTES` come on top.
     """
     slice_bytes = model.imbalance * model.weights_bytes / model.num_slices
     border = model.border_bytes / model.num_microbatches

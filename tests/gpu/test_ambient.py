@@ -101,19 +101,26 @@ def test_offloading_works_where_the_gpu_is_the_default_device() -> None:
 def test_an_offloaded_model_has_taken_what_the_caller_overwrites(checkpoint: bool) -> None:
     """The GPU is behind when the model is called, and the input is another batch's by the time it gets there."""
     model = OffloadModel(layers(), _GPU, num_slices=4, checkpoint_activation=checkpoint)
-    x = batch(0).pin_memory()
-    expected = model(x.clone())
-    expected.square().mean().backward()
-    gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-    model.zero_grad()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_CYCLES)
-    found = model(x)
-    x.fill_(float("nan"))
-    found.square().mean().backward()
-    assert found.equal(expected)
-    model_gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    assert all(map(torch.equal, model_gradients, gradients))
+
+    def passed(x: Tensor, other: Tensor, *, refills: bool) -> list[Tensor]:
+        """Return the output without gradients, that of training, and gradients."""
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_CYCLES)
+        with torch.no_grad():
+            plain = model(x)
+        if refills:
+            x.fill_(float("nan"))
+        torch.cuda._sleep(_CYCLES)
+        y = model(other)
+        y.square().mean().backward()
+        if refills:  # not before: backward reads it again, and says so if it has changed
+            other.fill_(float("nan"))
+        return [plain, y.detach(), *[each.grad.clone() for each in model.parameters() if each.grad is not None]]
+
+    expected = passed(batch(0), batch(1), refills=False)
+    found = passed(batch(0).pin_memory(), batch(1).pin_memory(), refills=True)
+    assert all(map(torch.equal, found, expected))
 
 
 def losses_of_refilled_memory(degree: int) -> list[list[float]]:

@@ -20,6 +20,7 @@ from smpkit.torch.containers import children
 from smpkit.torch.partitioning.trace import units_of
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.step_output import StepOutput, collate
+from tests.transparency.models import at_least
 from tests.transparency.pipeline_models import Case
 
 TOLERANCE = 1e-12  # float64; what differs is the order in which microbatches, users and ranks are added up
@@ -217,6 +218,8 @@ def check_same(ours: Trace, plain: Trace, tolerance: float = TOLERANCE) -> None:
 def _check_close(what: str, ours: Any, plain: Any, tolerance: float) -> None:
     if isinstance(plain, Tensor | float) and isinstance(ours, Tensor | float):
         assert type(ours) is type(plain), f"{what} is {type(ours)}"
+        if isinstance(ours, Tensor) and isinstance(plain, Tensor) and ours.device != plain.device:
+            ours, tolerance = ours.to(plain.device), at_least(tolerance)
         torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
     else:
         assert ours == plain, f"{what}: {ours} instead of {plain}"
