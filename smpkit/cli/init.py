@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ __all__ = ["JOB", "SCRIPT", "init"]
 
 JOB = """\
 # A training job for smpkit. `smpkit validate job.yaml` checks it, `smpkit run job.yaml` runs it on this machine,
-# `smpkit submit job.yaml` on SageMaker. `smpkit schema > job.schema.json` lets editors complete it:
+# `smpkit submit job.yaml` on SageMaker. With the schema beside it, editors complete and check it:
 # yaml-language-server: $schema=job.schema.json
 
 entry_point: train.py
@@ -86,9 +87,12 @@ for step in range(1, steps + 1):
 def init(folder: Path, force: bool) -> None:
     """Write a job file and a script to begin with.
 
-    They go to FOLDER (default: here), and are ready to run.
+    They, and the schema of the job file for editors, go to FOLDER (default: here), and are ready to run.
     """
-    files = {folder / "job.yaml": JOB, folder / "train.py": SCRIPT}
+    from smpkit.config.schema import json_schema
+
+    schema = json.dumps(json_schema("job"), indent=2) + "\n"
+    files = {folder / "job.yaml": JOB, folder / "job.schema.json": schema, folder / "train.py": SCRIPT}
     there = [path for path in files if path.exists() or path.is_symlink()]
     if there and not force:
         raise UsageError(f"{there[0]} is there already", hint="`--force` overwrites it, another FOLDER leaves it alone")

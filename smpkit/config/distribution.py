@@ -39,6 +39,12 @@ class Switched(Section):
         raise validation_error(cls.__name__, [Problem((), message, "write `enabled: true`")])
 
 
+def _belongs_below(name: str, where: str) -> Problem | None:
+    if name not in {*ModelParallelConfig.keys(), "partitions"}:
+        return None
+    return Problem((name,), f"belongs to {where}", f"write `parameters: {{{name}: ...}}`")
+
+
 class ModelParallelBlock(Switched):
     """SMP v1, on or off, and its parameters."""
 
@@ -47,6 +53,11 @@ class ModelParallelBlock(Switched):
 
     An empty mapping means all defaults (SageMaker's SDK switches the library off for it).
     """
+
+    @classmethod
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+        """Send a parameter that stands beside `parameters` there."""
+        return _belongs_below(name, "`parameters`") or super().unknown(name, data)
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -62,6 +73,11 @@ class SmDistributed(Section):
 
     modelparallel: ModelParallelBlock
     """The model-parallel library."""
+
+    @classmethod
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+        """Send a parameter that stands beside `modelparallel` where it belongs."""
+        return _belongs_below(name, "`parameters` of `modelparallel`") or super().unknown(name, data)
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "dataparallel": (

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from smpkit.config.document import Document, refuse
 from smpkit.config.json_text import parse_json
-from smpkit.config.words import printable
+from smpkit.config.words import printable, suggestion
 from smpkit.config.yaml_text import parse_yaml
 
-__all__ = ["read_document"]
+__all__ = ["read_document", "similar"]
 
 _MAX_BYTES = 1 << 20
 
@@ -25,7 +25,11 @@ def read_document(path: Path, name: str | None = None) -> Document:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        refuse(shown, f"cannot be read: {_reason(error)}")
+        refuse(
+            shown,
+            f"cannot be read: {_reason(error)}",
+            hint=similar(path) if isinstance(error, FileNotFoundError) else None,
+        )
     if len(data) > _MAX_BYTES:
         refuse(shown, f"is too large for a configuration (more than {_MAX_BYTES >> 20} MiB)")
     try:
@@ -35,6 +39,15 @@ def read_document(path: Path, name: str | None = None) -> Document:
         line = before.count(b"\n") + 1
         refuse(shown, f"is not UTF-8 text: byte 0x{data[error.start]:02x} on line {line}", hint="save it as UTF-8")
     return (parse_json if path.suffix.lower() == ".json" else parse_yaml)(text, shown)
+
+
+def similar(path: Path) -> str | None:
+    """The hint `did you mean ...?` for a path that is not there: a name beside it that looks like it."""
+    try:
+        found = suggestion(path.name, (each.name for each in path.parent.iterdir() if each.name.isprintable()))
+    except OSError:
+        return None
+    return found
 
 
 def _reason(error: Exception) -> str:

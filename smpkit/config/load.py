@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from smpkit.config.distribution import Distribution
 from smpkit.config.document import Document
 from smpkit.config.explain import explain
-from smpkit.config.files import read_document
+from smpkit.config.files import read_document, similar
 from smpkit.config.job import JobConfig
 from smpkit.config.locate import LocatedProblem
 from smpkit.config.migrate import HISTORIC, V2_KEYS
@@ -181,9 +181,15 @@ def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
         return
     source_dir = folder / config.source_dir
     if not _is_there(source_dir.is_dir):
-        yield Problem(("source_dir",), f"no such folder: {quoted(str(source_dir))}", "it is relative to the job file")
+        yield Problem(("source_dir",), f"no such folder: {quoted(str(source_dir))}", similar(source_dir) or _RELATIVE)
     elif not _is_there((source_dir / config.entry_point).is_file):
-        yield Problem(("entry_point",), f"no such file: {quoted(str(source_dir / config.entry_point))}")
+        script = source_dir / config.entry_point
+        where = "`source_dir`" if "source_dir" in named else "the folder of the job file, or to `source_dir`"
+        hint = similar(script) or f"it is relative to {where}"
+        yield Problem(("entry_point",), f"no such file: {quoted(str(script))}", hint)
+
+
+_RELATIVE = "it is relative to the job file"
 
 
 def _is_there(look: Callable[[], bool]) -> bool:

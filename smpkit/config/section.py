@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from smpkit.config.explain import MISSING, explain, validation_error
-from smpkit.config.words import quoted, suggestion, typed
+from smpkit.config.words import closest, quoted, suggestion, typed
 from smpkit.errors import Problem
 
 if TYPE_CHECKING:
@@ -109,7 +109,10 @@ class Section(BaseModel):
         try:
             section = handler(known)
         except ValidationError as error:
+            meant = {(closest(str(name), cls.keys()),) for name in prepared if name not in known}
             found = [cls._with_hint(problem) for problem in explain(error)]
+            # A required field whose name is misspelt is told once, at the name that was written.
+            found = [problem for problem in found if problem.message != MISSING or problem.path not in meant]
             problems += found
             section = cls._second_try(handler, known, [problem.path for problem in found])
         if section is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -147,7 +148,12 @@ class Sources:
     def in_order(self, problems: Iterable[LocatedProblem]) -> tuple[LocatedProblem, ...]:
         """Sort problems by document and line, the job file first."""
         names = {document.name: position for position, (_, document) in reversed(list(enumerate(self.layers)))}
-        return tuple(sorted(problems, key=lambda problem: (names.get(problem.source, len(names)), problem.line or 0)))
+        found = sorted(problems, key=lambda problem: (names.get(problem.source, len(names)), problem.line or 0))
+        # Several on one line are told apart by a mark below it.
+        shown = Counter((problem.source, problem.line) for problem in found if problem.text)
+        return tuple(
+            replace(each, exact=each.exact or bool(each.text and shown[each.source, each.line] > 1)) for each in found
+        )
 
 
 def _at(place: LocatedProblem, problem: Problem) -> Problem:

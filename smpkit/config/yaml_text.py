@@ -11,6 +11,7 @@ from smpkit.config.document import MAX_DEPTH, Document, Position, check_text, re
 from smpkit.config.locate import LocatedProblem
 from smpkit.config.section import KeyPath
 from smpkit.config.words import printable, quoted
+from smpkit.config.yaml_errors import explain_syntax
 
 __all__ = ["parse_value", "parse_yaml"]
 
@@ -36,7 +37,9 @@ def parse_yaml(text: str, name: str) -> Document:
         reader = _YamlReader(text, name)
         value = None if node is None else reader.value(node, (), ())
     except yaml.MarkedYAMLError as error:
-        _refuse_yaml(error, text, name)
+        found = explain_syntax(error, text)
+        message = f"is not YAML: {found.message}"
+        refuse(name, message, line=found.line, column=found.column, text=text, hint=found.hint)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = printable(text[error.position : error.position + 1])
@@ -44,16 +47,6 @@ def parse_yaml(text: str, name: str) -> Document:
     except RecursionError:
         refuse(name, f"is nested more than {MAX_DEPTH} levels deep")
     return Document(name, text, value, reader.positions, tuple(reader.problems))
-
-
-def _refuse_yaml(error: Any, text: str, name: str) -> NoReturn:
-    message = printable(" ".join(part for part in (error.context, error.problem) if part))
-    hint = None
-    if "found character '\\t'" in str(error):
-        message, hint = "a tab where only spaces may stand", "indent with spaces"
-    mark = error.problem_mark or error.context_mark
-    line, column = (mark.line + 1, mark.column + 1) if mark is not None else (None, None)
-    refuse(name, f"is not YAML: {message}", line=line, column=column, text=text, hint=hint)
 
 
 # The core schema of YAML 1.2: tag, plain scalars that have it, and the characters those can start with.

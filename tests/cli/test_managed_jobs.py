@@ -399,6 +399,9 @@ def test_init_writes_a_job_that_validates_and_overwrites_nothing(tmp_path: Path,
     assert result.exit_code == 0
     assert smpkit("validate", str(tmp_path / "new" / "job.yaml")).exit_code == 0
     compile((tmp_path / "new" / "train.py").read_text(), "train.py", "exec")
+    named = re.search(r"schema=(\S+)", (tmp_path / "new" / "job.yaml").read_text())
+    assert named is not None
+    assert json.loads((tmp_path / "new" / named[1]).read_text()) == json.loads(smpkit("schema").stdout)
     again = smpkit("init", str(tmp_path / "new"))
     assert again.exit_code == 2
     assert "is there already" in again.stderr

@@ -165,7 +165,7 @@ def test_what_was_recognised_is_said(text: str, said: str, folder: Path, smpkit:
         ("no.yaml", None, "no.yaml: cannot be read: no such file or directory"),
         ("a.yaml", b"\xff", "a.yaml: is not UTF-8 text: byte 0xff on line 1"),
         ("a.yaml", b"", "a.yaml: is empty"),
-        ("a.yaml", b"a: [", "a.yaml:1:5: is not YAML"),
+        ("a.yaml", b"a: [", "a.yaml:1:5: is not YAML: the text ends where a value should stand"),
         ("a.json", b"{'a': 1}", "a.json:1:2: is not JSON"),
         ("a.yaml", b'"\\e[31m": 1', "a.yaml:1: \\x1b[31m: unknown field"),
     ],

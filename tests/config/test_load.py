@@ -372,3 +372,44 @@ def test_a_missing_entry_point_is_reported_beside_every_other_problem(tmp_path: 
     with pytest.raises(ConfigError) as caught:
         load_job(job)
     assert [problem.where for problem in caught.value.problems] == ["entry_point", "compute.instance_cuont"]
+
+
+# --- What a newcomer writes ------------------------------------------------------------------------------------------
+
+
+def test_a_name_of_a_file_that_is_nearly_right_is_suggested(folder: Path) -> None:
+    (folder / "sources").mkdir()
+    (problem,) = problems(write(folder, "entry_point: trian.py"))
+    assert problem.endswith("hint: did you mean `train.py`?")
+    (problem,) = problems(write(folder, "entry_point: train.py\nsource_dir: source"))
+    assert problem.endswith("hint: did you mean `sources`?")
+    (problem,) = problems(write(folder, "entry_point: xyz.py"))
+    assert problem.endswith("hint: it is relative to the folder of the job file, or to `source_dir`")
+    (problem,) = problems(folder / "jobs.yaml")
+    assert "hint: did you mean `job.yaml`?" in problem
+
+
+@pytest.mark.parametrize("above", ["smdistributed: {modelparallel: {enabled: true, %s}}", "enabled: true\n  %s"])
+def test_a_degree_beside_parameters_is_sent_there(folder: Path, above: str) -> None:
+    text = "entry_point: train.py\ndistribution:\n  " + above % "parameters: {}, pipeline_parallel_degree: 2".replace(
+        ", ", "\n  " if "\n" in above else ", "
+    )
+    (problem,) = problems(write(folder, text))
+    assert "pipeline_parallel_degree: belongs to `parameters`" in problem
+    assert problem.endswith("hint: write `parameters: {pipeline_parallel_degree: ...}`")
+
+
+def test_a_required_name_that_is_misspelt_is_one_problem(folder: Path) -> None:
+    (problem,) = problems(write(folder, "entrypoint: train.py"))
+    assert "entrypoint: unknown field" in problem
+    assert problem.endswith("hint: did you mean `entry_point`?")
+    (problem,) = problems(write(folder, "entry_point: train.py\ndistribution: {mpi: {enable: true}}"))
+    assert "distribution.mpi.enable: unknown field" in problem
+
+
+def test_several_problems_on_one_line_are_marked(folder: Path) -> None:
+    text = "entry_point: train.py\ncompute: {instance_count: two, spot: 3}"
+    first, second = problems(write(folder, text))
+    assert first.startswith("job.yaml:2:11: compute.instance_count")
+    assert second.startswith("job.yaml:2:32: compute.spot")
+    assert [text.splitlines()[2] for text in (first, second)] == [f"      | {' ' * 10}^", f"      | {' ' * 31}^"]

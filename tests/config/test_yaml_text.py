@@ -90,10 +90,10 @@ LAUGHS = "a: &a [1]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1, 2", "job.yaml:1:9: is not YAML: while parsing a flow sequence expected ',' or ']'"),
-        ("a:\n\tb: 1", "job.yaml:2:1: is not YAML: a tab where only spaces may stand"),
+        ("a: [1, 2", "job.yaml:1:4: is not YAML: the `[` here is not closed by `]`, or a `,` is missing after it"),
+        ("a:\n\tb: 1", "job.yaml:2:1: is not YAML: a tab used for indentation"),
         ("a: 1\n---\nb: 2", "job.yaml:2:1: is not YAML: expected a single document"),
-        ("a: *nowhere", "job.yaml:1:4: is not YAML: found undefined alias"),
+        ("a: *nowhere", "job.yaml:1:4: is not YAML: undefined alias"),
         ("a: &x [*x]", "job.yaml:1: has an alias that refers to the value it stands in"),
         ("a: !!python/object:os.system x", "job.yaml:1: has a value of an unknown kind"),
         ("a: !!int x", "job.yaml:1: has a value that is no int: `x`"),
