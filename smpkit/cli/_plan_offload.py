@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from smpkit.cli import _console
+from smpkit.cli._layout import table, width
 
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
@@ -31,9 +32,7 @@ def report(forecasts: Sequence[Forecast], cfg: ModelParallelConfig, speed: Speed
     yield f"offload   at horizon {horizon}, over a link of {rate:g} GB/s each way, by devices of {flops:g} TFLOP/s"
     head = ["GiB", "boundaries", "on device", "on host", "out", "back", "stalls", "of a step of"]
     rows = [head, *([f"stage {stage}", *_cells(each)] for stage, each in enumerate(forecasts))]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    for row in rows:
-        yield "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+    yield from table(rows, width())
 
 
 def _cells(each: Forecast) -> Iterator[str]:

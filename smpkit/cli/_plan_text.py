@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from smpkit.cli import _console, _plan_offload
+from smpkit.cli._layout import fold, table, width
 from smpkit.cli._planned import GIB, Plan
 
 __all__ = ["advise", "report"]
 
 _MIB: Final = 1024**2
 _MAX_GROUPS: Final = 8
+_INDENT: Final = " " * len("schedule  ")
 
 
 def report(made: Plan) -> Iterator[str]:
@@ -23,7 +23,7 @@ def report(made: Plan) -> Iterator[str]:
     yield f"{f'{world.name}: ' if world.name else ''}{ranks} on {hosts}"
     yield ""
     yield f"mesh      pipeline {mesh.pp_size} × tensor {mesh.tp_size} × data {mesh.rdp_size}, {mesh.strategy}"
-    yield from _indented(mesh.draw())
+    yield from _indented(mesh.draw(width() - len(_INDENT)))
     yield ""
     yield from _groups(made)
     yield ""
@@ -39,7 +39,7 @@ def report(made: Plan) -> Iterator[str]:
 
 
 def _indented(text: str) -> Iterator[str]:
-    yield from (f"          {line}".rstrip() for line in text.splitlines())
+    yield from (f"{_INDENT}{line}".rstrip() for line in text.splitlines())
 
 
 def _groups(made: Plan) -> Iterator[str]:
@@ -47,15 +47,15 @@ def _groups(made: Plan) -> Iterator[str]:
 
     per_host = made.world.per_host
     hosts = [range(host * per_host, (host + 1) * per_host) for host in range(made.world.hosts)]
-    yield f"hosts     {_listed([tuple(ranks) for ranks in hosts])}"
+    yield from fold("hosts     ", _listed([tuple(ranks) for ranks in hosts]), width())
     for name, kind in (("mp", CommGroup.MP_GROUP), ("dp", CommGroup.DP_GROUP), ("tp", CommGroup.TP_GROUP)):
-        yield f"{name} groups {_listed(made.mesh.groups(kind))}"
+        yield from fold(f"{name} groups ", _listed(made.mesh.groups(kind)), width())
 
 
-def _listed(groups: Sequence[Sequence[int]]) -> str:
+def _listed(groups: Sequence[Sequence[int]]) -> list[str]:
     shown = [_span(group) for group in groups[:_MAX_GROUPS]]
     more = [f"and {len(groups) - _MAX_GROUPS} more"] if len(groups) > _MAX_GROUPS else []
-    return "  ".join(shown + more)
+    return shown + more
 
 
 def _span(ranks: Sequence[int]) -> str:
@@ -73,11 +73,9 @@ def _picture(made: Plan) -> Iterator[str]:
     cfg, schedule = made.world.parameters, made.timeline.schedule
     count = f"{schedule.num_microbatches} microbatches, at most {cfg.active_microbatches} active"
     yield f"schedule  {schedule.name}, {count}, predicted bubble {made.timeline.bubble:.1%}"
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    for line in draw(schedule).splitlines():
-        yield line if len(line) <= width else f"{line[: width - 1]}…"
-    live = "  ".join(map(str, made.timeline.peak_live_microbatches))
-    yield f"live      {live}   (microbatches that each stage holds at its peak)"
+    yield from draw(schedule, width=width()).splitlines()
+    live = [*map(str, made.timeline.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]
+    yield from fold("live      ", live, width())
 
 
 def _partition(made: Plan) -> Iterator[str]:
@@ -88,17 +86,20 @@ def _partition(made: Plan) -> Iterator[str]:
     for stage, memory in enumerate(made.memory):
         names = made.assignment.names(stage)
         count = _count(memory.num_parameters)
-        yield f"stage {stage}   {count:>8} parameters in {len(names)} units: {_shortened(names)}"
+        head = f"stage {stage}   {count:>8} parameters in {len(names)} units: "
+        yield from fold(head, _shortened(names), width(), " ")
     shared = sorted({name for unit in made.model.units for name in unit.cost.shared})
     if shared:
-        yield f"shared    {_shortened(shared)}"
+        yield from fold("shared    ", _shortened(shared), width(), " ")
 
 
-def _shortened(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Return the first names and the last, each but the last with its comma."""
     from smpkit.config.words import printable
 
     shown = [printable(name) for name in names]
-    return ", ".join(shown) if len(shown) <= 4 else f"{shown[0]}, {shown[1]}, … {shown[-1]}"
+    chosen = shown if len(shown) <= 4 else [shown[0], shown[1], f"… {shown[-1]}"]
+    return [*(f"{name}," for name in chosen[:-1]), *chosen[-1:]]
 
 
 def _count(number: int) -> str:
@@ -133,9 +134,7 @@ def _memory(made: Plan) -> Iterator[str]:
         cells.append(f"{memory.total_bytes / size:.1f}")
         fits = [] if made.limit_gib is None else ["fits" if made.fits(stage) else "does not fit"]
         rows.append([f"stage {stage}", *cells, *fits])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+    yield from table(rows, width())
     dtypes = sorted({dtype for memory in made.memory for dtype in memory.dtypes})
     peak = "at the peak of live microbatches"
     if any(memory.step_bytes > memory.gathered_bytes + (memory.activations_bytes or 0) for memory in made.memory):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from smpkit.cli import _console
+from smpkit.cli._layout import table, width
 from smpkit.errors import SmpkitError, UsageError
 
 if TYPE_CHECKING:
@@ -111,11 +110,11 @@ def _pictures(step: ExecutedStep) -> Iterator[str]:
     column = _column_seconds(step)
     if step.planned is not None:
         yield f"planned   {_summary(step.planned)}"
-        yield from _cut(draw(step.planned, column))
+        yield from draw(step.planned, column, width()).splitlines()
         yield ""
     remark = "" if step.follows_plan else ", without a schedule" if step.planned is None else ", NOT in planned order"
     yield f"executed  {_summary(step.executed)}{remark}"
-    yield from _cut(draw(step.executed, column))
+    yield from draw(step.executed, column, width()).splitlines()
     yield f"(a column is {_duration(column)}; `.` is idle, `--` goes on with the action before it)"
 
 
@@ -130,18 +129,8 @@ def _column_seconds(step: ExecutedStep) -> float:
     spans = [span for stage in timelines[0].spans for span in stage]
     shortest = min((span.end_seconds - span.start_seconds for span in spans), default=0.0)
     cell = 1 + max((len(str(span.action)) for span in spans), default=2)
-    columns = max(20, (_width() - len("stage 00  ")) // cell)
+    columns = max(20, (width() - len("stage 00  ")) // cell)
     return max(shortest, longest / columns, 1e-9)
-
-
-def _width() -> int:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
-
-
-def _cut(picture: str) -> list[str]:
-    """Keep lines in one row of the terminal: short actions each take a column, whatever the scale."""
-    width = max(_width(), 40)
-    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in picture.splitlines()]
 
 
 def _idle_table(step: ExecutedStep) -> Iterator[str]:
@@ -156,7 +145,7 @@ def _idle_table(step: ExecutedStep) -> Iterator[str]:
         live = str(step.executed.peak_live_microbatches[stage])
         busy = f"{1 - idle / makespan:.1%}" if makespan else "–"
         rows.append([str(stage), str(rank), busy, _duration(idle), *causes, _duration(step.other_seconds(stage)), live])
-    yield from _table(rows)
+    yield from table(rows, width())
 
 
 def _link_table(step: ExecutedStep) -> Iterator[str]:
@@ -164,13 +153,7 @@ def _link_table(step: ExecutedStep) -> Iterator[str]:
     for link in step.links:
         name = f"{link.sender} → {link.receiver}"
         rows.append([name, str(link.num_messages), _size(link.num_bytes), _duration(link.waited_seconds)])
-    yield from _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from table(rows, width())
 
 
 def _duration(seconds: float) -> str:

@@ -72,8 +72,9 @@ def _lines(text: str, last: int) -> Iterator[_Line]:
 
 def _misplaced(text: str, number: int) -> SyntaxProblem | None:
     """Find a line that is indented like none of the blocks it could belong to."""
-    *above, line = list(_lines(text, number)) or [None]
-    if line is None or line.number != number or not above or (line.name is None and not line.text.startswith("- ")):
+    *above, line = [_Line(0, 0, ""), *_lines(text, number)]
+    above = above[1:]
+    if line.number != number or not above or (line.name is None and not line.text.startswith("- ")):
         return None
     open_blocks: list[_Line] = []
     for other in above:

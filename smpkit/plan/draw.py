@@ -28,21 +28,28 @@ _UNIT_SPLIT: Final = Costs(forward_seconds=1, backward_seconds=2, weight_seconds
 _MAX_COLUMNS: Final = 200
 
 
-def draw(what: Schedule | Timeline, column_seconds: float | None = None) -> str:
+def draw(what: Schedule | Timeline, column_seconds: float | None = None, width: int | None = None) -> str:
     """Return the picture of a schedule, in unit time, or of a timeline, to scale.
 
     Args:
         column_seconds: the time of one column; by default the shortest action, or more where that makes the picture
             wider than 200 columns. An action gets at least one column.
+        width: characters of a line; a longer picture goes on below itself, after an empty line.
     """
     if isinstance(what, Schedule):
-        return draw(simulate(what, _UNIT_SPLIT if what.splits_backward else _UNIT), 1.0)
+        return draw(simulate(what, _UNIT_SPLIT if what.splits_backward else _UNIT), 1.0, width)
     column_seconds = column_seconds or _column_seconds(what)
     rows = [_cells(spans, column_seconds) for spans in what.spans]
     num_columns = max(round(what.makespan_seconds / column_seconds), *(len(row) for row in rows), 0)
-    width = max((len(cell) for row in rows for cell in row), default=1)
+    cell = max((len(cell) for row in rows for cell in row), default=1)
     heads = [f"stage {rank}".ljust(len(f"stage {len(rows) - 1}")) for rank in range(len(rows))]
-    return "\n".join(_line(head, row, num_columns, width) for head, row in zip(heads, rows, strict=True))
+    lines = [[*row, *["."] * (num_columns - len(row))] for row in rows]
+    at_once = num_columns if width is None else max(1, (width - len(heads[0]) - 1) // (cell + 1))
+    blocks = [
+        "\n".join(_line(head, line[start : start + at_once], cell) for head, line in zip(heads, lines, strict=True))
+        for start in range(0, max(num_columns, 1), max(at_once, 1))
+    ]
+    return "\n\n".join(blocks)
 
 
 def _column_seconds(timeline: Timeline) -> float:
@@ -61,6 +68,5 @@ def _cells(spans: Sequence[Span], column_seconds: float) -> list[str]:
     return cells
 
 
-def _line(head: str, cells: Sequence[str], num_columns: int, width: int) -> str:
-    padded = [*cells, *["."] * (num_columns - len(cells))]
-    return f"{head}  {' '.join(cell.ljust(width) for cell in padded)}".rstrip()
+def _line(head: str, cells: Sequence[str], width: int) -> str:
+    return f"{head}  {' '.join(cell.ljust(width) for cell in cells)}".rstrip()

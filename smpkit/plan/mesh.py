@@ -164,16 +164,26 @@ class Mesh:
     def _group_of(self) -> dict[CommGroup, dict[int, tuple[int, ...]]]:
         return {kind: {rank: group for group in groups for rank in group} for kind, groups in self._groups.items()}
 
-    def draw(self) -> str:
-        """Return the grid as text: a line per replica, a column per pipeline and tensor rank."""
+    def draw(self, columns: int | None = None) -> str:
+        """Return the grid as text: a line per replica, a column per pipeline and tensor rank.
+
+        Args:
+            columns: characters of a line; further pipeline ranks stand below, after an empty line.
+        """
         width = max(len(f"tp {self.tp_size - 1}"), len(str(self.size - 1)))
         label = len(f"rdp {self.rdp_size - 1}") + 2
-        heads = [f" pp {pp}".ljust(self.tp_size * (width + 1)) for pp in range(self.pp_size)]
+        block = self.tp_size * (width + 1)
         tensors = "".join(f" {f'tp {tp}':>{width}}" for tp in range(self.tp_size))
-        lines = [" " * label + " ".join(heads), " " * label + " ".join([tensors] * self.pp_size)]
-        for rdp in range(self.rdp_size):
-            blocks = ["".join(f" {rank:>{width}}" for rank in self._row(pp, rdp)) for pp in range(self.pp_size)]
-            lines.append(f"rdp {rdp}".ljust(label) + " ".join(blocks))
+        at_once = self.pp_size if columns is None else max(1, (columns - label + 1) // (block + 1))
+        lines: list[str] = []
+        for start in range(0, self.pp_size, at_once):
+            stages = range(self.pp_size)[start : start + at_once]
+            lines += [""] * (start > 0)
+            lines.append(" " * label + " ".join(f" pp {pp}".ljust(block) for pp in stages))
+            lines.append(" " * label + " ".join([tensors] * len(stages)))
+            for rdp in range(self.rdp_size):
+                blocks = ["".join(f" {rank:>{width}}" for rank in self._row(pp, rdp)) for pp in stages]
+                lines.append(f"rdp {rdp}".ljust(label) + " ".join(blocks))
         return "\n".join(line.rstrip() for line in lines)
 
     def _row(self, pp: int, rdp: int) -> list[int]:

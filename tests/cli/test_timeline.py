@@ -24,11 +24,11 @@ stage 0  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 --
 stage 1  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .
 (a column is 1.0 ms; `.` is idle, `--` goes on with the action before it)
 
-stage  rank   busy    idle    fill  forward  backward    link   drain  other  live
-    0     0  77.9%  3.4 ms    0 µs     0 µs    3.1 ms  300 µs    0 µs   0 µs     2
-    1     1  77.9%  3.4 ms  1.0 ms   100 µs      0 µs  200 µs  2.1 ms   0 µs     1
+stage rank  busy   idle   fill forward backward   link  drain other live
+0        0 77.9% 3.4 ms   0 µs    0 µs   3.1 ms 300 µs   0 µs  0 µs    2
+1        1 77.9% 3.4 ms 1.0 ms  100 µs     0 µs 200 µs 2.1 ms  0 µs    1
 
- link  messages    bytes  waited
+link   messages    bytes  waited
 0 → 1         4  4.0 KiB  1.3 ms
 1 → 0         4  4.0 KiB  3.4 ms
 """
