@@ -25,6 +25,11 @@ PARAMETERS_NAME = "smpkit_mp_parameters.json"
 """The file in the sources that holds `mp_parameters` which are too long for a hyperparameter."""
 
 _LARGE_BYTES = 100 * 2**20
+_MAX_ARCHIVE_BYTES = 5 * 2**30
+"""The largest object that S3 takes in one call."""
+_MAX_UNPACKED_BYTES = 8 * 2**30
+"""The most that the launcher unpacks; a job with more would fail on machines that are paid for."""
+_SMALLER = "name what the job does not need in .smpkitignore; data belongs into `inputs`"
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ def plan_submission(
     if problems:
         raise ConfigError(_unique(problems), subject="job for SageMaker")
     packed = fingerprint(sources, extra) if sources is not None else None
+    if packed is not None and packed.num_bytes > _MAX_UNPACKED_BYTES:
+        message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(_MAX_UNPACKED_BYTES)}"
+        raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="job for SageMaker")
     output = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity().account}/"
     archive_uri = job.source_dir if packed is None else _archive_uri(job, output, packed.digest)
     around = Circumstances(
@@ -90,7 +98,7 @@ def send(submission: Submission, cloud: Cloud) -> str:
     """Upload the sources, unless the same ones are there already, and start the job; return its ARN.
 
     Raises:
-        ConfigError: the sources changed since the submission was planned.
+        ConfigError: the sources changed since the submission was planned, or are too large for S3.
         CloudError: the cloud refused or could not be reached.
     """
     if submission.sources is not None and not cloud.object_exists(submission.archive_uri):
@@ -116,7 +124,15 @@ def _upload(submission: Submission, sources: Sources, cloud: Cloud) -> None:
         if submission.packed is not None and packed.digest != submission.packed.digest:
             message = "changed while the job was submitted"
             raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
+        size = file.tell()
+        if size > _MAX_ARCHIVE_BYTES:
+            message = f"is packed into {_gib(size)}, and S3 takes at most {_gib(_MAX_ARCHIVE_BYTES)} at once"
+            raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="sources")
         cloud.upload(file, submission.archive_uri, submission.kms_key)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.exceptions import ReadTimeoutError
 
 from smpkit import Estimator, TrainingInput
 from smpkit.errors import CheckpointError, CloudError, ConfigError, DeadlineError, JobError, UsageError
@@ -197,19 +196,6 @@ def test_an_interrupt_never_stops_the_job(make: MakeEstimator, capsys: pytest.Ca
     assert fake.jobs[estimator.latest_training_job.name].stopped is None
 
 
-def test_a_lost_answer_starts_no_second_job(make: MakeEstimator) -> None:
-    """The request took effect, the answer did not arrive: the job is looked up by its name."""
-    fake = FakeSageMaker()
-    estimator = make(fake)
-    planned = estimator.plan(job_name="job")
-    fake.client("sagemaker").create_training_job(**planned.request.body)
-    fake.faults.raises("create_training_job", ReadTimeoutError(endpoint_url="https://x"))
-    assert estimator.fit(wait=False, job_name="job").name == "job"
-    fake.faults.raises("create_training_job", ReadTimeoutError(endpoint_url="https://x"))
-    with pytest.raises(CloudError, match="timeout"):
-        estimator.fit(wait=False, job_name="another")
-
-
 def test_stop_waits_and_attach_finds(make: MakeEstimator) -> None:
     fake = FakeSageMaker(Script(training=10_000))
     make(fake).fit(wait=False, job_name="job")
@@ -287,7 +273,7 @@ def test_the_latest_checkpoint_is_a_whole_one(
         ("create_training_job", "AccessDeniedException", "not allowed", "not allowed", "sagemaker:CreateTrainingJob"),
         ("create_training_job", "ResourceLimitExceeded", "no", "no", "Service Quotas"),
         ("put_object", "NoSuchBucket", "x", "the bucket does not exist", "aws s3 mb"),
-        ("head_object", "403", "Forbidden", "Forbidden", "s3:GetObject"),
+        ("put_object", "AccessDenied", "Access Denied", "Access Denied", "s3:PutObject"),
         ("create_training_job", "UnrecognizedClientException", "x", "does not know these credentials", "doctor"),
     ],
 )

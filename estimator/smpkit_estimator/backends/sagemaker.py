@@ -11,20 +11,24 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, BinaryIO, Protocol
 
 import smpkit
 from smpkit.config.texts import JOB_NAME
 from smpkit.config.words import quoted
-from smpkit.errors import CloudError, UsageError
+from smpkit.errors import CloudError, SmpkitError, UsageError
 from smpkit_estimator.backends.sagemaker_errors import (
     CloudProblem,
+    ForeignAnswerError,
+    UnreachableError,
     code_of,
     explained,
+    is_denied,
+    is_in_doubt,
     is_throttling,
-    is_unreachable,
 )
+from smpkit_estimator.backends.sagemaker_model import operation_name, response_shape
 from smpkit_estimator.clock import Clock, SystemClock
 
 __all__ = ["LOG_GROUP", "Cloud", "Identity", "S3Object", "Session", "open_session", "split_uri"]
@@ -33,6 +37,20 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
 _TRIES = 8
 _MAX_PAUSE_SECONDS = 20.0
+_DOUBTFUL_TRIES = 3
+"""How often a job is asked for when it is not known whether the call took effect."""
+_CLOCKS_APART = timedelta(minutes=5)
+"""By how much this machine's clock and the service's may differ: AWS refuses calls of clocks that differ by more."""
+_IDENTITY: tuple[tuple[str, ...], ...] = (
+    ("HyperParameters",),
+    ("Environment",),
+    ("RoleArn",),
+    ("AlgorithmSpecification", "TrainingImage"),
+    ("OutputDataConfig", "S3OutputPath"),
+    ("ResourceConfig", "InstanceType"),
+    ("ResourceConfig", "InstanceCount"),
+)
+"""What tells a job of this very request from one of the same name; the service returns these as they were sent."""
 
 
 class Session(Protocol):
@@ -96,7 +114,7 @@ class Cloud:
     def __init__(self, session: Session, clock: Clock | None = None) -> None:
         self._session = session
         self.clock = clock or getattr(session, "clock", None) or SystemClock()
-        self._clients: dict[str, Any] = {}
+        self._clients: dict[tuple[str, bool], Any] = {}
         self._identity: Identity | None = None
 
     @property
@@ -117,17 +135,36 @@ class Cloud:
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def create_job(self, body: Mapping[str, Any]) -> str:
-        """Start a training job and return its ARN. A lost answer is looked up, so no job is started twice."""
-        name = body["TrainingJobName"]
+        """Start a training job and return its ARN.
+
+        The name makes it safe to ask again: the service gives it to one job only. So when an answer is lost (a broken
+        connection, a timeout, an error of the service's own), the job is looked up by its name, and is ours if it is
+        of this request and not older.
+
+        Raises:
+            UnreachableError: it is not known whether the job was started; the hint says how to find out.
+        """
+        name, began = body["TrainingJobName"], self.clock.now()
         doing = f"cannot start job `{name}`"
-        try:
-            arn: str = self._tried("sagemaker", "create_training_job", **body)["TrainingJobArn"]
-        except CloudProblem as error:
-            found = self._find_job(name) if is_unreachable(error) else None
-            if found is None:
-                raise explained(error, doing, "sagemaker") from None
-            arn = found["TrainingJobArn"]
-        return arn
+        doubts = 0
+        for attempt in range(_TRIES):
+            try:
+                # Never asked again by botocore itself: the second answer would be "this name exists already".
+                arn: str = self._once("sagemaker", "create_training_job", body, retries=False)["TrainingJobArn"]
+            except CloudProblem as error:  # noqa: PERF203  a call over the network is slower
+                doubts += is_in_doubt(error)
+                missing = doubts == 0
+                if doubts:
+                    found, missing = self._find_job(name)
+                    if found is not None and _is_of(found, body, began):
+                        return str(found["TrainingJobArn"])
+                may_pass = doubts < _DOUBTFUL_TRIES if is_in_doubt(error) else is_throttling(error)
+                if not may_pass or attempt == _TRIES - 1:
+                    raise _not_started(explained(error, doing, "sagemaker"), name, missing=missing) from None
+                self._pause(attempt)
+            else:
+                return arn
+        raise AssertionError("the last attempt returns or raises")
 
     def describe_job(self, name: str) -> dict[str, Any]:
         """Return what the service knows about a job.
@@ -147,12 +184,13 @@ class Cloud:
             raise explained(error, f"cannot look up job `{name}`", "sagemaker") from None
         return answer
 
-    def _find_job(self, name: str) -> dict[str, Any] | None:
+    def _find_job(self, name: str) -> tuple[dict[str, Any] | None, bool]:
+        """Return a job, or None; and whether there is certainly none."""
         try:
             answer: dict[str, Any] = self._tried("sagemaker", "describe_training_job", TrainingJobName=name)
-        except CloudProblem:
-            return None
-        return answer
+        except CloudProblem as error:
+            return None, _is_missing_job(error)
+        return answer, False
 
     def jobs(self, **filters: Any) -> Iterator[dict[str, Any]]:
         """Yield summaries of jobs, newest first; `filters` as of `ListTrainingJobs`."""
@@ -183,12 +221,15 @@ class Cloud:
     # ---- S3 --------------------------------------------------------------------------------------------------------
 
     def object_exists(self, uri: str) -> bool:
-        """Tell whether there is an object."""
+        """Tell whether there is an object that this identity may see.
+
+        To who may not list the bucket (`s3:ListBucket`), S3 says of a missing object that access is denied.
+        """
         bucket, key = split_uri(uri)
         try:
             self._tried("s3", "head_object", Bucket=bucket, Key=key)
         except CloudProblem as error:
-            if code_of(error) in ("404", "NoSuchKey", "NotFound"):
+            if code_of(error) in ("404", "NoSuchKey", "NotFound") or is_denied(error):
                 return False
             raise explained(error, f"cannot look for {uri}", "s3") from None
         return True
@@ -274,15 +315,35 @@ class Cloud:
             if "Body" in arguments:
                 arguments["Body"].seek(0)  # else a second try would send what the first one left
             try:
-                answer: dict[str, Any] = getattr(self._client(service), operation)(**arguments)
+                return self._once(service, operation, arguments)
             except CloudProblem as error:
                 if not is_throttling(error) or attempt == _TRIES - 1:
                     raise
-                # Full jitter: many followers that were refused together must not come back together.
-                self.clock.sleep(random.uniform(0.1, min(_MAX_PAUSE_SECONDS, 0.5 * 2**attempt)))  # noqa: S311
-            else:
-                return answer
+                self._pause(attempt)
         raise AssertionError("the last attempt returns or raises")
+
+    def _pause(self, attempt: int) -> None:
+        # Full jitter: many followers that were refused together must not come back together.
+        self.clock.sleep(random.uniform(0.1, min(_MAX_PAUSE_SECONDS, 0.5 * 2**attempt)))  # noqa: S311
+
+    def _once(
+        self, service: str, operation: str, arguments: Mapping[str, Any], *, retries: bool = True
+    ) -> dict[str, Any]:
+        """Call once, or as often as botocore does by itself.
+
+        Raises:
+            ForeignAnswerError: something else than the service answered.
+        """
+        call = getattr(self._client(service, retries=retries), operation)
+        try:
+            answer: dict[str, Any] = call(**arguments)
+        except KeyError as error:
+            if not _is_of_a_parser(error):
+                raise
+            raise ForeignAnswerError(operation=operation_name(service, operation)) from None
+        if not _is_of_the_service(answer, service, operation):
+            raise ForeignAnswerError(operation=operation_name(service, operation))
+        return answer
 
     def _pages(self, service: str, operation: str, key: str, doing: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         try:
@@ -300,24 +361,66 @@ class Cloud:
                 return
             arguments[token] = page[token]
 
-    def _client(self, service: str) -> Any:
-        if service not in self._clients:
+    def _client(self, service: str, *, retries: bool = True) -> Any:
+        if (service, retries) not in self._clients:
             from botocore.config import Config
 
             config = Config(
                 connect_timeout=10,
                 read_timeout=60,
-                retries={"mode": "standard", "total_max_attempts": 3},
+                retries={"mode": "standard", "total_max_attempts": 3 if retries else 1},
                 user_agent_extra=f"smpkit/{smpkit.__version__}",
             )
             try:
-                self._clients[service] = self._session.client(service, region_name=self.region, config=config)
+                client = self._session.client(service, region_name=self.region, config=config)
+                self._clients[service, retries] = client
             except CloudProblem as error:
                 raise explained(error, "cannot use AWS", service) from None
             except ValueError as error:  # of an endpoint that is no address
                 hint = "AWS_ENDPOINT_URL, or the profile's `endpoint_url`, must be like `https://host`"
                 raise CloudError(f"cannot use AWS: {str(error).lower()}", hint=hint) from None
-        return self._clients[service]
+        return self._clients[service, retries]
+
+
+def _is_of(found: Mapping[str, Any], body: Mapping[str, Any], began: datetime) -> bool:
+    """Tell whether a job is of this request, and was not there before."""
+    same = all(_part(found, path) == _part(body, path) for path in _IDENTITY)
+    return same and found["CreationTime"] >= began - _CLOCKS_APART
+
+
+def _part(value: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        value = (value or {}).get(name)
+    return value or None  # the service may leave out what is empty
+
+
+def _not_started(error: SmpkitError, name: str, *, missing: bool) -> SmpkitError:
+    """Say of a job that could not be looked up that it may run: whoever starts another would pay for two."""
+    if missing or not isinstance(error, CloudError):
+        return error
+    hint = f"`smpkit status {name}` tells whether it was, `smpkit stop {name}` stops it; look before you start another"
+    return UnreachableError(f"{error.message}; it may have been started all the same", hint=hint)
+
+
+def _is_of_the_service(answer: Mapping[str, Any], service: str, operation: str) -> bool:
+    """Tell whether AWS gave this answer: a proxy or captive portal answers 200 as well, with a page of its own."""
+    meta = answer.get("ResponseMetadata")
+    if meta is None:  # of a session that is no boto3 session
+        return True
+    headers = meta.get("HTTPHeaders", {})
+    if meta.get("RequestId") or "x-amz-request-id" in headers or "x-amzn-requestid" in headers:
+        return True
+    shape = response_shape(service, operation_name(service, operation))
+    complete = shape is None or all(name in answer for name in getattr(shape, "required_members", ()))
+    return complete and "html" not in headers.get("content-type", "")
+
+
+def _is_of_a_parser(error: KeyError) -> bool:
+    """Tell whether botocore raised this itself, as it does where a page stands in place of a service's XML."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "botocore.parsers"
 
 
 def _is_missing_job(error: BaseException) -> bool:

@@ -16,12 +16,23 @@ from botocore.exceptions import (
     ProfileNotFound,
     TokenRetrievalError,
 )
+from botocore.parsers import ResponseParserError
 
 from smpkit.errors import CloudError, SmpkitError, UsageError
 
-__all__ = ["CloudProblem", "UnreachableError", "code_of", "explained", "is_throttling", "is_unreachable"]
+__all__ = [
+    "CloudProblem",
+    "ForeignAnswerError",
+    "UnreachableError",
+    "code_of",
+    "explained",
+    "is_denied",
+    "is_in_doubt",
+    "is_throttling",
+    "is_unreachable",
+]
 
-CloudProblem = (ClientError, BotoCoreError)
+CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
 """What boto3 raises."""
 
 _THROTTLING = frozenset(
@@ -31,6 +42,7 @@ _THROTTLING = frozenset(
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403", "Forbidden"})
 _NOT_SIGNED = frozenset({"UnrecognizedClientException", "InvalidClientTokenId", "SignatureDoesNotMatch", "AuthFailure"})
+_SKEWED = re.compile(r"Signature (?:expired|not yet current)|RequestTimeTooSkewed")
 _NO_BUCKET = frozenset({"NoSuchBucket"})
 
 _LOGIN = "renew them, for example with `aws sso login`; jobs that run are not touched"
@@ -38,12 +50,18 @@ _QUOTA = re.compile(
     r"service limit '(?P<name>[^']+)' is (?P<limit>[\d.,]+) Instances, with current utilization of (?P<used>[\d.,]+)"
     r" Instances and a request delta of (?P<asked>[\d.,]+)"
 )
-_OPERATIONS: Mapping[str, str] = {"HeadObject": "GetObject", "HeadBucket": "ListBucket", "ListObjectsV2": "ListBucket"}
+_OPERATIONS: Mapping[str, str] = {"HeadBucket": "ListBucket", "ListObjectsV2": "ListBucket"}
 """Calls whose permission has another name."""
 
 
 class UnreachableError(CloudError):
     """No answer came from the cloud; trying again may help."""
+
+
+class ForeignAnswerError(BotoCoreError):  # type: ignore[misc]  # botocore has no types
+    """The answer to a call is not the service's."""
+
+    fmt = "what answered {operation} is not AWS"
 
 
 def code_of(error: BaseException) -> str:
@@ -56,9 +74,21 @@ def is_throttling(error: BaseException) -> bool:
     return code_of(error) in _THROTTLING
 
 
+def is_denied(error: BaseException) -> bool:
+    """Tell whether the identity may not make this call."""
+    return code_of(error) in _DENIED
+
+
 def is_unreachable(error: BaseException) -> bool:
-    """Tell whether no answer came, so that it is not known whether the call took effect."""
-    return isinstance(error, (ConnectionError, HTTPClientError))
+    """Tell whether no answer came from AWS."""
+    return isinstance(error, (ConnectionError, HTTPClientError, ForeignAnswerError, ResponseParserError))
+
+
+def is_in_doubt(error: BaseException) -> bool:
+    """Tell whether the call may have taken effect all the same: no answer came, or one of a service in trouble."""
+    if isinstance(error, ClientError):
+        return bool(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500)
+    return is_unreachable(error)
 
 
 def explained(error: BaseException, doing: str, service: str) -> SmpkitError:
@@ -77,6 +107,10 @@ def explained(error: BaseException, doing: str, service: str) -> SmpkitError:
         return CloudError(f"{doing}: no region is set", hint="set AWS_REGION, or use `--region`")
     if isinstance(error, ProfileNotFound):
         return UsageError(f"{doing}: {_sentence(error)}", hint="`aws configure list-profiles` shows them")
+    if isinstance(error, (ForeignAnswerError, ResponseParserError)):
+        what = _sentence(error) if isinstance(error, ForeignAnswerError) else "what answered is not AWS"
+        hint = "a proxy or the log-in page of a network: open any page in a browser, or check HTTPS_PROXY"
+        return UnreachableError(f"{doing}: {what}", hint=hint)
     if is_unreachable(error):
         return UnreachableError(f"{doing}: {_sentence(error)}", hint="check the network, the proxy and the region")
     return CloudError(f"{doing}: {_sentence(error)}")
@@ -84,6 +118,9 @@ def explained(error: BaseException, doing: str, service: str) -> SmpkitError:
 
 def _refusal(error: ClientError, doing: str, service: str) -> SmpkitError:
     code, message = code_of(error), str(error.response.get("Error", {}).get("Message", "")).strip().rstrip(".")
+    if _SKEWED.search(f"{code} {message}"):
+        hint = "set this machine's clock, for example with `timedatectl set-ntp true`"
+        return CloudError(f"{doing}: this machine's clock differs from AWS's by more than 5 minutes", hint=hint)
     if code in _EXPIRED:
         return CloudError(f"{doing}: the AWS credentials have expired", hint=_LOGIN)
     if code in _NOT_SIGNED:

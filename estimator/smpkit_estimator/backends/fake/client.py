@@ -24,6 +24,7 @@ class _Fault:
     error: Exception
     times: int
     after: int
+    late: bool
 
 
 @dataclass
@@ -40,19 +41,31 @@ class Faults:
     """How often each method was called."""
     _waiting: dict[str, list[_Fault]] = field(default_factory=dict)
 
-    def add(self, method: str, code: str, message: str, *, times: int = 1, after: int = 0) -> None:
-        """Let `method` be refused `times` times, after `after` more calls that are not."""
+    def add(
+        self, method: str, code: str, message: str, *, times: int = 1, after: int = 0, late: bool = False,
+        status: int = 400,
+    ) -> None:  # fmt: skip
+        """Let `method` be refused `times` times with an HTTP status, after `after` more calls that are not."""
         operation = "".join(part.title() for part in method.split("_"))
-        self.raises(method, client_error(code, message, operation), times=times, after=after)
+        self.raises(method, client_error(code, message, operation, status), times=times, after=after, late=late)
 
-    def raises(self, method: str, error: Exception, *, times: int = 1, after: int = 0) -> None:
-        """Let `method` raise `error`."""
-        self._waiting.setdefault(method, []).append(_Fault(error, times, after))
+    def raises(self, method: str, error: Exception, *, times: int = 1, after: int = 0, late: bool = False) -> None:
+        """Let `method` raise `error`; with `late`, after the call has taken effect: its answer is lost."""
+        self._waiting.setdefault(method, []).append(_Fault(error, times, after, late))
 
     def meet(self, method: str) -> None:
         """Count a call, and raise the error that waits for it."""
         self.calls[method] = self.calls.get(method, 0) + 1
+        self._raise(method, late=False)
+
+    def lose(self, method: str) -> None:
+        """Raise the error that waits for the answer of a call that has taken effect."""
+        self._raise(method, late=True)
+
+    def _raise(self, method: str, *, late: bool) -> None:
         for fault in self._waiting.get(method, []):
+            if fault.late != late:
+                continue
             if fault.after > 0:
                 fault.after -= 1
             elif fault.times > 0:
@@ -80,6 +93,7 @@ class FakeClient:
             shape = response_shape(self._service, operation)
             if shape is not None:
                 validate({name: value for name, value in answer.items() if name != "Body"}, shape)  # a stream
+            self._faults.lose(method)
             return answer
 
         return call
