@@ -26,6 +26,7 @@ from smpkit_container.environment import (
 from smpkit_container.failure import MAX_FAILURE_CHARACTERS
 from smpkit_container.launch import launch, write_failure
 from smpkit_container.rank import die_with_parent
+from smpkit_container.secret_entries import secret_variables
 from smpkit_container.source import fetch_source, install_requirements
 from smpkit_container.wire import as_meant
 
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
             fetch_source(environment)
             install_requirements(environment.code)
         environment = as_meant(environment)
+        environ = {**environ, **secret_variables(environment)}
         return launch(environment, environ, Console.of_process(environ), extra)
     except KeyboardInterrupt:  # before the launcher handles it
         return 130

@@ -14,7 +14,7 @@ from typing import IO, BinaryIO
 
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
-from smpkit_estimator.ignore import is_private_key
+from smpkit_estimator.ignore import holds_secret
 from smpkit_estimator.sources import Entry, Sources
 
 __all__ = ["Packed", "fingerprint", "pack"]
@@ -37,7 +37,9 @@ class Packed:
     num_bytes: int
     """Size of the uncompressed archive."""
     secrets: tuple[str, ...] = ()
-    """Names of files left out because their content is a private key."""
+    """Names of files left out because their content is or holds a key."""
+    suspects: tuple[str, ...] = ()
+    """Names of Python files that hold a key; the job may need them, so they are packed."""
 
 
 def fingerprint(sources: Sources, extra: Mapping[str, bytes] | None = None) -> Packed:
@@ -64,14 +66,17 @@ def _pass(sources: Sources, extra: Mapping[str, bytes], take: Callable[[bytes], 
     digest = hashlib.sha256()
     size = 0
     secrets: list[str] = []
-    for chunk in _chunks(sources, extra, secrets):
+    suspects: list[str] = []
+    for chunk in _chunks(sources, extra, secrets, suspects):
         digest.update(chunk)
         size += len(chunk)
         take(chunk)
-    return Packed(digest.hexdigest(), len(sources.entries) + len(extra) - len(secrets), size, tuple(secrets))
+    return Packed(
+        digest.hexdigest(), len(sources.entries) + len(extra) - len(secrets), size, tuple(secrets), tuple(suspects)
+    )
 
 
-def _chunks(sources: Sources, extra: Mapping[str, bytes], secrets: list[str]) -> Iterator[bytes]:
+def _chunks(sources: Sources, extra: Mapping[str, bytes], secrets: list[str], suspects: list[str]) -> Iterator[bytes]:
     made = {entry.name for entry in sources.entries} & set(extra)
     if made:
         name = sorted(made)[0]
@@ -79,15 +84,18 @@ def _chunks(sources: Sources, extra: Mapping[str, bytes], secrets: list[str]) ->
     for name, content in sorted(extra.items()):
         yield from _member(_header(name, len(content), executable=False), content)
     for entry in sources.entries:
-        yield from _entry(entry, secrets)
+        yield from _entry(entry, secrets, suspects)
     yield _END
 
 
-def _entry(entry: Entry, secrets: list[str]) -> Iterator[bytes]:
+def _entry(entry: Entry, secrets: list[str], suspects: list[str]) -> Iterator[bytes]:
     try:
         with entry.path.open("rb", buffering=0) as file:
             first = file.read(_CHUNK_BYTES)
-            if is_private_key(first[:200]):
+            secret = holds_secret(first, whole=len(first) < _CHUNK_BYTES)
+            if secret and entry.name.endswith(".py"):
+                suspects.append(entry.name)
+            if secret and not entry.name.endswith(".py"):
                 secrets.append(entry.name)
             elif len(first) < _CHUNK_BYTES:
                 yield from _member(_header(entry.name, len(first), entry.executable), first)

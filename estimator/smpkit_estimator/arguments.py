@@ -22,6 +22,7 @@ PLACES: Mapping[str, KeyPath] = {
     "base_job_name": ("name",),
     "hyperparameters": ("hyperparameters",),
     "environment": ("environment",),
+    "secrets": ("secrets",),
     "distribution": ("distribution",),
     "instance_type": ("compute", "instance_type"),
     "instance_count": ("compute", "instance_count"),
@@ -150,6 +151,13 @@ def _path(value: Any) -> Any:
     return str(value) if isinstance(value, PurePath) else value
 
 
+def _lists(value: Any) -> Any:
+    """Make lists of tuples, as JSON does."""
+    if isinstance(value, Mapping):
+        return {name: _lists(item) for name, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def _pairs(key: str, item: str) -> Any:
     """Make a converter of SageMaker's lists of pairs into a mapping; what is no such list is left to validation."""
 
@@ -168,6 +176,7 @@ _CONVERTED: Mapping[str, Any] = {
     "source_dir": _path,
     "dependencies": lambda value: [_path(item) for item in value] if isinstance(value, (list, tuple)) else value,
     "tags": _pairs("Key", "Value"),
+    "hyperparameters": _lists,
     "metric_definitions": _pairs("Name", "Regex"),
     "disable_output_compression": lambda value: not value if isinstance(value, bool) else value,
 }

@@ -110,6 +110,8 @@ class Estimator:
             JobError: the job failed or was stopped, with the first failing rank's exception.
         """
         submission = self.plan(inputs, job_name)
+        for notice in self.config.secret_notices():
+            sys.stderr.write(f"warning: {notice}\n")
         for note in submission.notes:
             sys.stderr.write(f"note: {note}\n")
         send(submission, self.cloud)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
-__all__ = ["IGNORE_FILES", "IgnoreRules", "is_private_key", "is_secret"]
+__all__ = ["IGNORE_FILES", "IgnoreRules", "holds_secret", "is_secret"]
 
 IGNORE_FILES = (".gitignore", ".smpkitignore")
 """Files with patterns in git's syntax, in any folder of the sources; the second may bring back what the first hides."""
@@ -24,17 +24,26 @@ _NEVER = frozenset(
 )
 """Names that are never sources."""
 
-_SECRET_FOLDERS = frozenset({".aws", ".ssh", ".gnupg", ".azure", ".kube", ".docker", ".kaggle"})
+_SECRET_FOLDERS = frozenset({".aws", ".ssh", ".gnupg", ".azure", ".kube", ".docker", ".kaggle", "gcloud"})
 _SECRET_FILES = (
     *(".env", ".env.*", "*.env", ".netrc", "_netrc", ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".htpasswd"),
-    *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*_rsa", "*_ed25519"),
+    *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*_rsa", "*_ed25519", "*_ed25519_sk", "*_ecdsa_sk"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.ppk", "*.kdbx"),
     *("credentials", "credentials.json", "credentials.csv", "accesskeys.csv", "*_accesskeys.csv", "kaggle.json"),
-    *("service-account*.json", "service_account*.json", ".huggingface_token"),
+    *("service-account*.json", "service_account*.json", ".huggingface_token", "application_default_credentials.json"),
+    *(".vault_pass", ".vault_pass.*", ".vault_password", "vault_pass.txt", "vault_password.txt", ".vault-token"),
+    *("secrets.yaml", "secrets.yml", "secrets.json", "secrets.toml", "secrets.ini", ".secrets"),
+    *("*.tfstate", "*.tfstate.*", "*.tfvars", ".boto", ".s3cfg", ".dockercfg", ".my.cnf", ".terraformrc"),
 )
 _HARMLESS = (".env.example", ".env.sample", ".env.template", "example.env", "sample.env", "template.env")
 _SECRET = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SECRET_FILES), re.IGNORECASE)
 _PRIVATE_KEY = re.compile(rb"\s*-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-")
+_KEY_INSIDE = re.compile(
+    rb'"private_key"\s*:\s*"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY'
+    rb"|(?<![A-Z0-9])(?:AKIA|ASIA)(?![A-Z0-9]{9}EXAMPLE)[A-Z0-9]{16}(?![A-Z0-9])"
+)
+"""A key file of Google's, an access key of AWS that is not one of its documentation."""
+_SMALL_BYTES = 1 << 16
 
 
 def is_secret(name: str) -> bool:
@@ -42,9 +51,16 @@ def is_secret(name: str) -> bool:
     return name in _SECRET_FOLDERS or (_SECRET.match(name) is not None and name.lower() not in _HARMLESS)
 
 
-def is_private_key(beginning: bytes) -> bool:
-    """Tell whether a file that begins so is a private key, whatever its name."""
-    return _PRIVATE_KEY.match(beginning) is not None
+def holds_secret(beginning: bytes, *, whole: bool) -> bool:
+    """Tell by its beginning whether a file is a private key or holds one of the clouds' keys, whatever its name.
+
+    Args:
+        whole: the beginning is the whole file. Keys within are looked for in small files only: what is long is data or
+            text about keys.
+    """
+    if _PRIVATE_KEY.match(beginning[:200]) is not None:
+        return True
+    return whole and len(beginning) <= _SMALL_BYTES and _KEY_INSIDE.search(beginning) is not None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+from smpkit.config.words import coloured
 from smpkit.errors import CheckpointError, DeadlineError, JobError
 from smpkit_estimator.backends.sagemaker import Cloud
 from smpkit_estimator.backends.sagemaker_errors import UnreachableError
@@ -177,7 +178,8 @@ _follow = follow
 def show(lines: Iterator[LogLine | Notice]) -> None:
     """Write lines to stdout and notices to stderr, for notebooks and scripts."""
     for line in lines:
-        stream, text = (sys.stderr, line.text) if isinstance(line, Notice) else (sys.stdout, f"{line.host} {line.text}")
+        words = coloured(line.text)
+        stream, text = (sys.stderr, words) if isinstance(line, Notice) else (sys.stdout, f"{line.host} {words}")
         stream.write(f"{text}\n")
         stream.flush()
 

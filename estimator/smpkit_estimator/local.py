@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,6 +48,8 @@ class LocalPlan:
     hosts: int = 1
     dependencies: tuple[Path, ...] = ()
     """What lies beside the script besides its own folder."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables for the script whose values are shown nowhere."""
     notes: tuple[str, ...] = ()
 
 
@@ -71,21 +73,28 @@ class LocalRun:
         return self.exit_code == _INTERRUPTED
 
 
-def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0, hosts: int | None = None) -> LocalPlan:
+def plan_local_run(
+    job: JobConfig,
+    folder: Path,
+    num_gpus: int = 0,
+    hosts: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> LocalPlan:
     """Decide how `job` runs here; relative paths in it start at `folder`.
 
     Without `hosts`, several hosts become one with all their ranks; else each is a container. If the job does not say
     how many ranks a host has, there is one per GPU, or without GPUs as many as the degrees need. Results meant for S3
-    stay in a local folder, which a note says.
+    stay in a local folder, which a note says. Secrets are taken from `environ`; default: this process's.
 
     Raises:
-        ConfigError: sources or inputs are not on this machine, or the degrees do not fit; lists all problems.
+        ConfigError: sources, inputs or secrets are not on this machine, or the degrees do not fit; lists all problems.
     """
     problems: list[Problem] = []
     notes: list[str] = []
     source = _local_source(job, folder, problems)
     inputs = dict(_local_inputs(job, folder, problems))
     dependencies = tuple(_local_dependencies(job, folder, problems))
+    secrets = dict(_local_secrets(job, os.environ if environ is None else environ, problems))
     ranks = _num_ranks(job, num_gpus) if hosts is None else hosts * _ranks_per_host(job, num_gpus, hosts)
     problems += [Problem(("distribution", *p.path), p.message, p.hint) for p in job.distribution.world_problems(ranks)]
     if ranks > _MAX_LOCAL_RANKS * (hosts or 1):
@@ -104,6 +113,7 @@ def plan_local_run(job: JobConfig, folder: Path, num_gpus: int = 0, hosts: int |
         ranks=ranks,
         hosts=hosts or 1,
         dependencies=dependencies,
+        secrets=secrets,
         notes=tuple(notes),
     )
 
@@ -201,6 +211,17 @@ def _local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Iter
             yield name, path.absolute()
 
 
+def _local_secrets(job: JobConfig, environ: Mapping[str, str], problems: list[Problem]) -> Iterator[tuple[str, str]]:
+    for name, secret in job.secrets.items():
+        variable = secret.variable or name
+        if variable in environ:
+            yield name, environ[variable]
+        else:
+            message = f"the variable {variable} is not set on this machine"
+            hint = f"`read -rs {variable} && export {variable}`; nothing is asked of AWS for a local run"
+            problems.append(Problem(("secrets", name), message, hint))
+
+
 def _local_place(what: str, location: str | None, folder: Path, notes: list[str]) -> Path | None:
     if location is None:
         return None
@@ -264,7 +285,7 @@ def _config_files(tree: Path, plan: LocalPlan) -> dict[str, Any]:
 
 
 def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    variables = {**environ, **plan.job.environment}
+    variables = {**environ, **plan.job.environment, **plan.secrets}
     if plan.dependencies:
         # The script's own folder is found through its link, so that Python would look for imports only there.
         found = [str(tree / "code"), *filter(None, [variables.get("PYTHONPATH")])]

@@ -43,6 +43,7 @@ _OWN_HYPERPARAMETERS: Mapping[str, KeyPath] = {
     "sagemaker_mpi_custom_mpi_options": ("distribution", "mpi", "custom_mpi_options"),
     "sagemaker_program": ("entry_point",),
     "sagemaker_submit_directory": ("source_dir",),
+    "sagemaker_smpkit_secrets": ("secrets",),
 }
 
 _NAMES: Mapping[KeyPath, str] = {

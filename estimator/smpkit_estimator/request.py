@@ -7,13 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, JobConfig
 from smpkit_estimator.hyperparameters import hyperparameters
 
-__all__ = ["CODE_CHANNEL", "Circumstances", "TrainingRequest", "build_request"]
+__all__ = ["CODE_CHANNEL", "SECRETS", "Circumstances", "TrainingRequest", "build_request"]
 
 CODE_CHANNEL = "code"
 """The channel that brings the sources to a container without network."""
+
+SECRETS = "sagemaker_smpkit_secrets"
+"""Says which entries of AWS Secrets Manager the launcher puts into which variables. Ours."""
 
 _ARCHIVE_IN_CONTAINER = f"/opt/ml/input/data/{CODE_CHANNEL}/sourcedir.tar.gz"
 
@@ -36,7 +40,7 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """Exactly what is sent as `CreateTrainingJob`; `smpkit submit --dry-run` prints this very object."""
+    """Exactly what is sent as `CreateTrainingJob`; `smpkit submit --dry-run` prints it as `shown`."""
 
     body: Mapping[str, Any]
 
@@ -49,6 +53,25 @@ class TrainingRequest:
     def to_json(self) -> str:
         """The request as readable JSON."""
         return json.dumps(self.body, indent=2)
+
+    def shown(self) -> dict[str, Any]:
+        """The request as it may be shown: what is probably a secret is hidden."""
+        body = dict(self.body)
+        if "Environment" in body:
+            body["Environment"] = masked("", body["Environment"])
+        if "HyperParameters" in body:
+            body["HyperParameters"] = {name: _masked(name, text) for name, text in body["HyperParameters"].items()}
+        return body
+
+
+def _masked(name: str, text: str) -> str:
+    """Hide secrets in a hyperparameter, which is JSON unless somebody else sent it."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    hidden = masked(name, value)
+    return text if hidden == value else json.dumps(hidden)
 
 
 def build_request(job: JobConfig, around: Circumstances) -> TrainingRequest:
@@ -65,13 +88,16 @@ def build_request(job: JobConfig, around: Circumstances) -> TrainingRequest:
         "ResourceConfig": _resources(job),
         "RoleArn": around.role,
         "InputDataConfig": _channels(job, around),
-        "HyperParameters": hyperparameters(
-            job,
-            submit_directory=_ARCHIVE_IN_CONTAINER if job.network.isolation else around.source,
-            job_name=around.job_name,
-            region=around.region,
-            parameters_file=around.parameters_file,
-        ),
+        "HyperParameters": {
+            **hyperparameters(
+                job,
+                submit_directory=_ARCHIVE_IN_CONTAINER if job.network.isolation else around.source,
+                job_name=around.job_name,
+                region=around.region,
+                parameters_file=around.parameters_file,
+            ),
+            **_secrets(job),
+        },
         "Environment": dict(job.environment),
         "Tags": [{"Key": key, "Value": value} for key, value in job.tags.items()],
         "VpcConfig": _vpc(job),
@@ -85,6 +111,14 @@ def build_request(job: JobConfig, around: Circumstances) -> TrainingRequest:
         "RetryStrategy": {"MaximumRetryAttempts": job.compute.retries} if job.compute.retries else {},
     }
     return TrainingRequest({name: value for name, value in body.items() if value not in ({}, [], False)})
+
+
+def _secrets(job: JobConfig) -> dict[str, str]:
+    """Say where the container finds the secrets; their values are not known here."""
+    if not job.secrets:
+        return {}
+    places = {name: secret.model_dump(include={"entry", "key"}) for name, secret in job.secrets.items()}
+    return {SECRETS: json.dumps(places)}
 
 
 def _algorithm(job: JobConfig) -> dict[str, Any]:

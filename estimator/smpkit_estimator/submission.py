@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
+from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.archive import Packed, fingerprint, pack
 from smpkit_estimator.backends.sagemaker import Cloud, split_uri
@@ -140,6 +142,9 @@ def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
     if job.image is None:
         hint = "push an image with smpkit to ECR, and name it `<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>`"
         yield Problem(("image",), "is required for a managed job", hint)
+    elif re.match(r"[^/\s]+[.:][^/\s]*/", job.image) is None:
+        message = f"names no registry, so SageMaker cannot pull it: `{printable(job.image)}`"
+        yield Problem(("image",), message, "`<account>.dkr.ecr.<region>.amazonaws.com/<repository>:<tag>`")
     if job.role is None:
         yield Problem(("role",), "is required for a managed job", "the IAM role that SageMaker takes, by name or ARN")
     if job.compute.instance_type == "local":
@@ -154,6 +159,13 @@ def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
         if "://" not in uri:
             hint = f"copy it with `aws s3 cp --recursive {uri} s3://...`" if path[0] == "inputs" else "name an S3 URI"
             yield Problem(path, f"is a folder of this machine, `{uri}`, which SageMaker does not see", hint)
+    for name, secret in job.secrets.items():
+        if secret.entry is None:
+            hint = f"write `{name}: <name or ARN of the entry>`"
+            yield Problem(("secrets", name), "names no entry in AWS Secrets Manager", hint)
+        if job.network.isolation:
+            hint = "SageMaker brings only channels there: put the secret in one, or give the container its network"
+            yield Problem(("secrets", name), "cannot be read by a container without network", hint)
     if job.network.isolation and CODE_CHANNEL in job.inputs:
         yield Problem(("inputs", CODE_CHANNEL), "is the channel that brings the sources without network", "rename it")
 
@@ -222,6 +234,8 @@ def _notes(sources: Sources, packed: Packed) -> Iterator[str]:
     secrets = sorted([*sources.secrets, *packed.secrets])
     if secrets:
         yield f"left out, as secrets are never packed: {_some(secrets)}"
+    if packed.suspects:
+        yield f"packed, though there seems to be a key in it: {_some(packed.suspects)}"
     if sources.specials:
         yield f"left out, as they are no files: {_some(sources.specials)}"
     if packed.num_bytes > _LARGE_BYTES:

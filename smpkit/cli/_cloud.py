@@ -25,7 +25,7 @@ import click
 from click.core import ParameterSource
 
 from smpkit.cli import _console
-from smpkit.config.words import printable, quoted
+from smpkit.config.words import coloured, printable, quoted
 from smpkit.errors import SmpkitError, UsageError
 
 if TYPE_CHECKING:
@@ -124,17 +124,17 @@ def follow_job(job: Job) -> int:
 
 
 def print_lines(lines: Iterator[LogLine | Notice]) -> None:
-    """Print lines to stdout with their host, and notices to stderr."""
+    """Print lines to stdout with their host, and notices to stderr; nothing in them that a terminal would obey."""
     from smpkit_estimator.follow import Notice
 
     console = _console.current()
     colors: dict[str, str] = {}
     for line in lines:
         if isinstance(line, Notice):
-            (console.warn if line.warning else console.note)(line.text)
+            (console.warn if line.warning else console.note)(coloured(line.text))
             continue
         color = colors.setdefault(line.host, _HOST_COLORS[len(colors) % len(_HOST_COLORS)])
-        click.echo(f"{click.style(line.host, fg=color)} {line.text}")
+        click.echo(f"{click.style(line.host, fg=color)} {coloured(line.text)}")
 
 
 # ---- the demonstration ----------------------------------------------------------------------------------------------

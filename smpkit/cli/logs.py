@@ -10,6 +10,7 @@ import click
 
 from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job, print_lines
 from smpkit.cli._time import LENGTH
+from smpkit.config.words import coloured
 from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _print_json(lines: Iterator[LogLine | Notice]) -> None:
 
     for line in lines:
         if isinstance(line, Notice):
-            _console.current().note(line.text)
+            _console.current().note(coloured(line.text))
             continue
         plain = {"time": line.time.isoformat(), "host": line.host, "rank": line.rank, "text": line.text}
         click.echo(json.dumps(plain))

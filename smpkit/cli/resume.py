@@ -49,7 +49,7 @@ def resume(
     }
     request = checked(old.resumed(name, {key: value for key, value in given.items() if value is not None}))
     if dry_run:
-        click.echo(request.to_json())
+        click.echo(json.dumps(request.shown(), indent=2))
         return 0
     console = _console.current()
     newest = old.latest_checkpoint

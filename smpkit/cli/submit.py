@@ -100,10 +100,10 @@ def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:
 
 def _printed(submission: Submission, as_json: bool) -> str:
     if as_json:
-        return submission.request.to_json() + "\n"
+        return json.dumps(submission.request.shown(), indent=2) + "\n"
     import yaml
 
-    text: str = yaml.safe_dump(dict(submission.request.body), sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.safe_dump(submission.request.shown(), sort_keys=False, allow_unicode=True, width=120)
     return text
 
 

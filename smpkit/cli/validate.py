@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from smpkit.config.section import KeyPath
 
 __all__ = ["validate"]
-
-_SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 
 
 @click.command()
@@ -94,8 +91,9 @@ def _settings(loaded: Loaded) -> list[dict[str, Any]]:
 
 def _shown(path: KeyPath, value: Any) -> Any:
     """Keep what is probably a secret out of terminals and logs."""
-    free_form = path[0] in ("environment", "hyperparameters")
-    return "(hidden)" if free_form and _SECRET.search(str(path[-1])) else value
+    from smpkit.config.confidential import masked
+
+    return masked(str(path[-1]), value) if path[0] in ("environment", "hyperparameters") else value
 
 
 def _at(value: Any, path: Iterable[str | int]) -> Any:

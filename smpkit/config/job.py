@@ -9,11 +9,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from smpkit.config.compute import Compute
+from smpkit.config.confidential import masked
 from smpkit.config.distribution import Distribution
-from smpkit.config.mappings import Hyperparameters, Variables, channel_problems
+from smpkit.config.mappings import Hyperparameters, Variables, channel_problems, tag_problems, variable_problems
 from smpkit.config.places import Channel, Checkpoints, InputMode
 from smpkit.config.section import KeyPath, Section, free_form
-from smpkit.config.service import Container, Encryption, Network
+from smpkit.config.service import Container, Encryption, Network, Secret
 from smpkit.config.texts import BucketUri, JobName, Location, Pattern, Script, Word, name_from
 from smpkit.errors import Problem
 
@@ -36,10 +37,13 @@ class JobConfig(Section):
     """Name of the job, the beginning of its name in the cloud. Default: made of the entry point's name."""
 
     hyperparameters: Hyperparameters = Field(default_factory=dict)
-    """Arguments of the script: `{"epochs": 3}` becomes `--epochs 3`."""
+    """Arguments of the script: `{"epochs": 3}` becomes `--epochs 3`; null an empty text; lists and mappings JSON."""
 
     environment: Variables = Field(default_factory=dict)
-    """Variables for the script. All values are text: put numbers in quotes."""
+    """Variables for the script. All values are text: put numbers in quotes. Whoever may describe the job reads them."""
+
+    secrets: Annotated[dict[str, Secret], free_form(variable_problems)] = Field(default_factory=dict, max_length=50)
+    """Variables for the script whose values stay out of job files, requests and logs: name -> where the value is."""
 
     distribution: Distribution = Field(default_factory=Distribution)
     """SageMaker's `distribution` dict: model parallelism and launcher."""
@@ -71,7 +75,7 @@ class JobConfig(Section):
     checkpoints: Checkpoints | None = None
     """Where checkpoints are kept."""
 
-    tags: dict[str, str] = Field(default_factory=dict, max_length=50)
+    tags: Annotated[dict[str, str], free_form(tag_problems)] = Field(default_factory=dict, max_length=50)
     """Tags of the job, for finding it and for the bill."""
 
     metrics: dict[str, Pattern] = Field(default_factory=dict, max_length=40)
@@ -101,7 +105,14 @@ class JobConfig(Section):
     }
 
     def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Check the degrees against the number of ranks, where that is known."""
+        """Check variables that are given twice, and the degrees against the number of ranks where that is known."""
+        twice = [name for name in self.secrets if name in self.environment]
+        hint = "keep one of them"
+        return [Problem(("secrets", name), "is in `environment` too", hint) for name in twice] + [
+            *self._world_problems(broken)
+        ]
+
+    def _world_problems(self, broken: frozenset[KeyPath]) -> Iterable[Problem]:
         if self.distribution.processes_per_host is None or any(path[-1:] in _SIZES for path in broken):
             return ()
         problems = self.distribution.world_problems(self.num_processes(1))
@@ -112,10 +123,30 @@ class JobConfig(Section):
         return self.compute.instance_count * (self.distribution.processes_per_host or default_per_host)
 
     def notices(self) -> list[Problem]:
-        """Say which settings have no effect."""
+        """Say which settings have no effect, and which show a secret to others."""
         found = self.distribution.notices()
-        return [Problem(("distribution", *problem.path), problem.message, problem.hint) for problem in found]
+        below = [Problem(("distribution", *problem.path), problem.message, problem.hint) for problem in found]
+        return [*self.secret_notices(), *self._overwritten(), *below]
 
+    def secret_notices(self) -> list[Problem]:
+        """Say which values are probably secrets, and are about to be sent in clear."""
+        message = "looks like a secret, and whoever may describe the job can read it"
+        values: dict[tuple[str, str], object] = {
+            ("environment", name): value for name, value in self.environment.items()
+        }
+        values |= {("hyperparameters", name): value for name, value in self.hyperparameters.items()}
+        return [
+            Problem(path, message, f"write `secrets: {{{path[1]}: <entry in AWS Secrets Manager>}}` instead")
+            for path, value in values.items()
+            if masked(path[1], value) != value
+        ]
+
+    def _overwritten(self) -> list[Problem]:
+        names = [name for name in self.environment if name.startswith("SM_") or name in _OF_THE_LAUNCHER]
+        return [Problem(("environment", name), "is set by the launcher, which overwrites it") for name in names]
+
+
+_OF_THE_LAUNCHER = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"})
 
 _SIZES = frozenset(
     (name,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smpkit.config.confidential import hide_in_line
 from smpkit.config.words import printable
 from smpkit.errors import Problem
 
@@ -37,7 +38,8 @@ class LocatedProblem(Problem):
         return self.source + "".join(f":{number}" for number in numbers if number is not None)
 
     def __str__(self) -> str:
-        where = f"{printable(self.where)}: " if self.path else ""
+        known = self.source == f"--set {printable(self.where)}"
+        where = f"{printable(self.where)}: " if self.path and not known else ""
         lines = [f"{self.place}: {where}{self.message}"]
         shown = excerpt(self.text, self.line, self.column if self.exact else None) if self.line is not None else ""
         if shown:
@@ -50,12 +52,16 @@ class LocatedProblem(Problem):
 def excerpt(text: str, line: int, column: int | None = None) -> str:
     """Show one line of `text` behind its number, with a mark under `column`; empty if there is nothing to show.
 
+    What is probably a secret is shown as stars.
+
     ::
 
             3 | {"microbatches": four}
               |                  ^
     """
     lines = text.splitlines()
+    if 1 <= line <= len(lines):
+        lines[line - 1] = hide_in_line(lines[line - 1])
     if not 1 <= line <= len(lines) or not lines[line - 1].strip():
         return ""
     # Long lines (a whole JSON document on one) are cut to the part around the column.

@@ -13,7 +13,7 @@ from smpkit.config.section import KeyPath, free_form
 from smpkit.config.words import quoted, typed
 from smpkit.errors import Problem
 
-__all__ = ["Hyperparameters", "Variables", "channel_problems"]
+__all__ = ["Hyperparameters", "Variables", "channel_problems", "tag_problems", "variable_problems"]
 
 _MAX_DEPTH = 64
 
@@ -49,7 +49,8 @@ def _json_problems(path: KeyPath, value: object, depth: int) -> Iterable[Problem
         yield Problem(path, f"must be something that JSON can hold, got {quoted(value)}")
 
 
-def _variable_problems(name: object, _: object) -> Iterable[Problem]:
+def variable_problems(name: object, _: object) -> Iterable[Problem]:
+    """Say what is wrong with the name of a variable."""
     if not isinstance(name, str) or re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) is None:
         message = "a variable's name must have at most 512 letters, digits and underscores, and not start with a digit"
         yield Problem((_shown(name),), f"{message}, got {quoted(name)}")
@@ -62,9 +63,17 @@ def channel_problems(name: object, _: object) -> Iterable[Problem]:
         yield Problem((_shown(name),), f"{message}, got {quoted(name)}")
 
 
+def tag_problems(name: object, _: object) -> Iterable[Problem]:
+    """Say what is wrong with the key of a tag."""
+    if not isinstance(name, str) or not 1 <= len(name) <= 128:
+        yield Problem((quoted(name),), f"the key of a tag must have 1 to 128 characters, got {quoted(name)}")
+    elif name.lower().startswith("aws:"):
+        yield Problem((name,), "is a key that AWS keeps for itself", "choose one that does not begin with `aws:`")
+
+
 def _shown(name: object) -> str:
     return name if isinstance(name, str) else quoted(name)
 
 
 Hyperparameters = Annotated[dict[str, JsonValue], free_form(_hyperparameter_problems)]
-Variables = Annotated[dict[str, str], free_form(_variable_problems)]
+Variables = Annotated[dict[str, str], free_form(variable_problems)]

@@ -54,6 +54,7 @@ _TITLES: Mapping[str, str] = {
     "Network": "`network`",
     "Encryption": "`encryption`",
     "Container": "`container`",
+    "Secret": "`secrets.<name>`",
     "Distribution": "`distribution`",
     "SmDistributed": "`distribution.smdistributed`",
     "ModelParallelBlock": "`distribution.smdistributed.modelparallel`",

@@ -1,17 +1,26 @@
-"""What only a managed job has: its network, its keys, the container's command."""
+"""What only a managed job has: its network, its keys, the container's command; and where secrets come from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from smpkit.config.explain import validation_error
+from smpkit.config.mappings import variable_problems
 from smpkit.config.section import KeyPath, Section
 from smpkit.config.texts import Word
 from smpkit.errors import Problem
 
-__all__ = ["Container", "Encryption", "Network"]
+__all__ = ["Container", "Encryption", "Network", "Secret"]
+
+
+def _variable(value: str) -> str:
+    problems = [Problem((), problem.message, problem.hint) for problem in variable_problems(value, None)]
+    if problems:
+        raise validation_error("variable", problems)
+    return value
 
 
 class Network(Section):
@@ -61,3 +70,30 @@ class Container(Section):
 
     remote_debug: bool | None = None
     """Allow a shell in the running container through AWS Systems Manager."""
+
+
+class Secret(Section):
+    """A value for a variable of the script that neither the job file nor the request holds.
+
+    A text alone is the `entry`.
+    """
+
+    entry: Word | None = None
+    """On SageMaker: the entry in AWS Secrets Manager, by name or ARN. The job's role needs
+    `secretsmanager:GetSecretValue` for it; the container reads it, and SageMaker never sees its value."""
+
+    key: str | None = Field(default=None, min_length=1, max_length=256)
+    """The key to take if the entry holds a JSON object, as those made in the console do. Default: the whole text."""
+
+    variable: Annotated[str, AfterValidator(_variable)] | None = None
+    """On this machine and in Docker: the variable of your environment to take. Default: the one of the same name."""
+
+    @classmethod
+    def prepare(cls, data: object) -> object:
+        """Read a text as the entry."""
+        return {"entry": data} if isinstance(data, str) else data
+
+    @classmethod
+    def as_written(cls, problem: Problem, data: Any) -> Problem:
+        """Tell a problem of the entry at the text itself, if it was written as one."""
+        return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem

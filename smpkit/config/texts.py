@@ -26,7 +26,9 @@ def _refuse(message: str, hint: str | None = None) -> Exception:
 def _job_name(value: str) -> str:
     if re.fullmatch(JOB_NAME, value) is None:
         message = "must have 1 to 63 letters, digits and hyphens, the first and last no hyphen"
-        raise _refuse(f"{message}, got {quoted(value)}", f"for example `{name_from(value)}`")
+        example = name_from(value)
+        hint = f"for example `{example}`" if len(value) <= 63 else "shorten it"
+        raise _refuse(f"{message}, got {quoted(value)}", hint)
     return value
 
 
@@ -87,9 +89,11 @@ def _bucket_uri(value: str) -> str:
 
 def _pattern(value: str) -> str:
     try:
-        re.compile(value)
+        groups = re.compile(value).groups
     except re.error as error:
         raise _refuse(f"is not a regular expression: {error}, got {quoted(value)}") from None
+    if not groups:
+        raise _refuse(f"must have a group around the number, got {quoted(value)}", "for example `loss=([0-9.]+)`")
     return value
 
 

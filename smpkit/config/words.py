@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["closest", "printable", "quoted", "suggestion", "typed"]
+from smpkit.config.confidential import hide_known
+
+__all__ = ["closest", "coloured", "printable", "quoted", "suggestion", "typed"]
+
+_COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
+_OBEYED = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_RESET = "\x1b[0m"
 
 
 def closest(name: str, candidates: Iterable[str]) -> str | None:
@@ -44,14 +51,33 @@ def quoted(value: object) -> str:
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, str):
+        value = hide_known(value)
         return f"`{printable(value if len(value) <= 60 else value[:57] + '...')}`"
     if isinstance(value, Mapping):
         return "a mapping"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return "a list"
+    if isinstance(value, tuple):
+        return "a tuple"
     return f"an object of type {type(value).__name__}"
 
 
 def printable(text: str) -> str:
     """Escape what a terminal would obey or could not show, so that a file's content is never more than text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def coloured(text: str) -> str:
+    """Escape all that a terminal would obey but colours: a log may hold what sets titles, clipboards or the cursor.
+
+    A colour that the line leaves switched on ends with it.
+    """
+    parts = _COLOUR.split(text)
+    if len(parts) == 1:
+        return _escaped(text)
+    shown = "".join(part if index % 2 else _escaped(part) for index, part in enumerate(parts))
+    return shown if parts[-2] in (_RESET, "\x1b[m") else shown + _RESET
+
+
+def _escaped(text: str) -> str:
+    return _OBEYED.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)

@@ -87,7 +87,7 @@ def test_problems_have_the_files_line(use: Use, smpkit: Smpkit) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "job.yaml:4: output: is a folder of this machine, `./out`" in result.stderr
     assert "job.yaml:7: environment.A: has 600 characters, SageMaker takes at most 512" in result.stderr
-    assert "--set compute.instance_type: compute.instance_type: `ml.p4d.24xlage` is not one of" in result.stderr
+    assert "\n--set compute.instance_type: `ml.p4d.24xlage` is not one of" in result.stderr
     assert "did you mean `ml.p4d.24xlarge`?" in result.stderr
     assert result.stderr.rstrip().endswith("3 problems in the job for SageMaker")
 
@@ -96,6 +96,68 @@ def test_a_secret_that_is_left_out_is_told(use: Use, smpkit: Smpkit) -> None:
     use()
     Path(".env").write_text("TOKEN=1")
     assert "note: left out, as secrets are never packed: `.env`" in smpkit("submit", "job.yaml").stderr
+
+
+SECRET_VALUES = ("s3cr3t-1", "hf_" + "a1B2" * 9)
+
+
+def test_secrets_are_shown_nowhere_and_warned_of(use: Use, smpkit: Smpkit) -> None:
+    fake = use()
+    name, token = SECRET_VALUES
+    lines = f"environment: {{WANDB_API_KEY: {name}, OK: fine}}\nhyperparameters: {{note: {token}, password: {name}}}\n"
+    Path("job.yaml").write_text(JOB + lines)
+    said = ""
+    for command in (
+        *("validate job.yaml", "validate job.yaml --show-origin", "validate job.yaml --show-origin --json"),
+        *("submit job.yaml --dry-run", "submit job.yaml --dry-run --json", "submit job.yaml --name job"),
+        *("resume job --dry-run", "submit job.yaml --set environment.A=" + "x" * 600),
+    ):
+        result = smpkit(*command.split())
+        said += result.stdout + result.stderr
+    assert not [value for value in SECRET_VALUES if value in said]
+    assert "fine" in said
+    assert "(hidden)" in said
+    assert fake.jobs["job"].request["Environment"]["WANDB_API_KEY"] == name
+    warned = smpkit("submit", "job.yaml", "--dry-run").stderr
+    assert "warning: job.yaml:7: environment.WANDB_API_KEY: looks like a secret, and whoever may describe" in warned
+    assert "hyperparameters.password: looks like a secret" in warned
+    assert "environment.OK" not in warned
+
+
+def test_declared_secrets_are_named_and_never_sent(use: Use, smpkit: Smpkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use()
+    monkeypatch.setenv("HF_TOKEN", "s3cr3t")
+    Path("job.yaml").write_text(JOB + "secrets: {HF_TOKEN: team/hf, W: {entry: team/all, key: wandb}}\n")
+    result = smpkit("submit", "job.yaml", "--name", "job")
+    assert result.exit_code == 0, result.stderr
+    assert "looks like" not in result.stderr
+    sent = fake.jobs["job"].request
+    assert json.loads(sent["HyperParameters"]["sagemaker_smpkit_secrets"]) == {
+        "HF_TOKEN": {"entry": "team/hf", "key": None},
+        "W": {"entry": "team/all", "key": "wandb"},
+    }
+    assert "s3cr3t" not in json.dumps(sent)
+    refused = smpkit("submit", "job.yaml", "--set", "secrets={A: {variable: B}}", "--set", "network.isolation=true")
+    assert "secrets.A: names no entry in AWS Secrets Manager" in refused.stderr
+    refused = smpkit("submit", "job.yaml", "--set", "network.isolation=true")
+    assert "secrets.HF_TOKEN: cannot be read by a container without network" in refused.stderr
+
+
+def test_an_image_without_a_registry_is_refused(use: Use, smpkit: Smpkit) -> None:
+    use()
+    refused = smpkit("submit", "job.yaml", "--set", "image=foo")
+    assert "names no registry, so SageMaker cannot pull it: `foo`" in refused.stderr
+    assert smpkit("submit", "job.yaml", "--dry-run", "--set", "image=localhost:5000/a").exit_code == 0
+
+
+def test_log_text_does_not_drive_the_terminal(use: Use, smpkit: Smpkit) -> None:
+    fake = use(Script(lines=(Line(1, "\x1b]52;c;AAAA\x07\x1b[2J\x1b[31mred\x1b[0m a\rb"),), training=10))
+    smpkit("submit", "job.yaml", "--name", "job")
+    fake.clock.advance(1000)
+    shown = "\\x1b]52;c;AAAA\\x07\\x1b[2J\x1b[31mred\x1b[0m a\\rb"
+    for command in (["logs", "job"], ["logs", "-f", "job"]):
+        assert smpkit(*command, color=True).stdout.partition(" ")[2].strip() == shown
+    assert json.loads(smpkit("logs", "job", "--json").stdout)["text"].startswith("\x1b]52")
 
 
 def test_follow_shows_the_log_and_the_end(use: Use, smpkit: Smpkit) -> None:

@@ -159,6 +159,14 @@ def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:
     assert [problem.split(":")[0] for problem in found] == ["compute.instance_count"]
 
 
+def test_variables_of_the_launcher_are_told() -> None:
+    made = job(environment={"SM_HPS": "x", "RANK": "1", "LD_PRELOAD": "/lib/x.so", "SMP": "x"})
+    assert [str(notice) for notice in made.notices()] == [
+        "environment.SM_HPS: is set by the launcher, which overwrites it",
+        "environment.RANK: is set by the launcher, which overwrites it",
+    ]
+
+
 def test_notices_start_at_the_job() -> None:
     distribution = {"enabled": True, "parameters": {"activation_loading_horizon": 2}}
     assert [notice.where for notice in job(distribution=distribution).notices()] == [

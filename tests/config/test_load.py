@@ -155,7 +155,7 @@ job.yaml:6: distribution.parameters.tensor_parallel_degree: must be at least 1, 
 SMPKIT_JOB__NMAE: nmae: unknown field
     hint: did you mean `name`?
 
---set compute.spot: compute.spot: must be true or false, got 1
+--set compute.spot: must be true or false, got 1
 
 --set foo: must have the form `key=value`
     hint: for example `compute.spot=true`"""
@@ -174,7 +174,7 @@ def test_keys_written_twice_are_told_beside_other_problems(folder: Path) -> None
         ("name", "--set name: must have the form `key=value`"),
         ("=3", "--set : must have the form `key=value`"),
         ("a..b=3", "--set a..b: must have the form `key=value`"),
-        ("entry_point.x=3", "--set entry_point.x: entry_point.x: cannot be set inside `train.py`, which is no mapping"),
+        ("entry_point.x=3", "--set entry_point.x: cannot be set inside `train.py`, which is no mapping"),
         ("name=[", "--set name:1:2: is not YAML"),
         ("name=\ud800", "--set name"),
         ("environment.A=\ud800", "--set environment.A: has text with half a character"),

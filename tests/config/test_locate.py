@@ -24,7 +24,7 @@ def test_an_exact_place_has_a_column_and_a_mark() -> None:
 
 def test_a_source_without_lines_has_no_excerpt() -> None:
     problem = LocatedProblem(("name",), "must be text", "put it in quotes", "--set name")
-    assert str(problem) == "--set name: name: must be text\n    hint: put it in quotes"
+    assert str(problem) == "--set name: must be text\n    hint: put it in quotes"
 
 
 def test_long_lines_are_cut_around_the_column() -> None:

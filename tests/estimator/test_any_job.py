@@ -93,6 +93,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "network": maybe(
         subnets=st.lists(name, max_size=2), security_groups=st.lists(name, max_size=2), isolation=st.booleans()
     ),
+    "secrets": st.dictionaries(name | text, text | maybe(entry=text, key=text, variable=name | text), max_size=3),
     "encryption": maybe(output_key=text, volume_key=text),
     "container": maybe(entry_point=st.lists(text, max_size=2), arguments=st.lists(text, max_size=2)),
     "distribution": st.sampled_from(DISTRIBUTIONS),
@@ -159,7 +160,7 @@ def test_ordinary_jobs_are_accepted(folder: Path, hyperparameters: dict[str, Any
     )
     written = {
         "entry_point": "train.py",
-        "image": "image",
+        "image": "registry.example.com/image",
         "role": "arn:aws:iam::123456789012:role/SM",
         "output": "s3://bucket/out",
         "compute": {"instance_type": "ml.p4d.24xlarge", "instance_count": count},

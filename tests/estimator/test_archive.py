@@ -111,6 +111,8 @@ def test_our_short_way_to_a_header_is_tarfiles_own(name: str, size: int) -> None
         *(".env", ".env.production", "prod.env", "id_rsa", "deploy_rsa", "server.key", "cert.pem", "store.p12"),
         *(".netrc", ".npmrc", ".aws/credentials", ".aws/config", ".ssh/config", "pkg/.env", "credentials.json"),
         *("service-account-prod.json", "ID_RSA", ".git-credentials", "kaggle.json"),
+        *(".config/gcloud/application_default_credentials.json", "id_ed25519_sk", "id_ecdsa_sk", ".vault_pass"),
+        *("secrets.yaml", "terraform.tfstate", "prod.tfvars"),
     ],
 )
 def test_secrets_are_never_packed_not_even_when_asked_for(tmp_path: Path, name: str) -> None:
@@ -124,6 +126,23 @@ def test_secrets_are_never_packed_not_even_when_asked_for(tmp_path: Path, name: 
 @pytest.mark.parametrize("name", [".env.example", "environment.py", "keys.py", "monkey", "tokens.txt", ".envrc.md"])
 def test_harmless_names_are_packed(tmp_path: Path, name: str) -> None:
     assert names(fill(tmp_path, **{name: "x"})) == [name]
+
+
+GOOGLE = '{"type": "service_account",\n "private_key": "-----BEGIN PRIVATE KEY-----\\nAAAA"}'
+AKIA = "AKIA" + "ABCDEFGH12345678"
+
+
+@pytest.mark.parametrize("content", [GOOGLE, f"aws: {AKIA}\n", f"[default]\naws_access_key_id={AKIA}"])
+def test_a_key_inside_a_small_file_keeps_it_out(tmp_path: Path, content: str) -> None:
+    fill(tmp_path, **{"train.py": "", "notes.txt": content, "use.py": content, "corpus.txt": content + "x" * 70_000})
+    result = pack(collect(tmp_path), io.BytesIO())
+    assert result.secrets == ("notes.txt",)
+    assert result.suspects == ("use.py",)  # the job may need it, so it is packed, and told
+    assert result == fingerprint(collect(tmp_path))
+
+
+def test_the_key_of_aws_own_documentation_is_harmless(tmp_path: Path) -> None:
+    assert names(fill(tmp_path, **{"readme.md": "AKIAIOSFODNN7EXAMPLE", "b.txt": f"X{AKIA}"})) == ["b.txt", "readme.md"]
 
 
 def test_a_private_key_under_any_name_is_left_out(tmp_path: Path) -> None:
@@ -247,7 +266,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path, monkeypatc
     (tmp_path / "growing").write_bytes(b"x" * 4096)
     monkeypatch.setattr(archive, "_CHUNK_BYTES", 1024)
     sources = collect(tmp_path)
-    chunks = archive._chunks(sources, {}, [])
+    chunks = archive._chunks(sources, {}, [], [])
     next(chunks)  # the header, with the size of now
     (tmp_path / "growing").write_bytes(b"")
     with pytest.raises(ConfigError, match="became shorter"):

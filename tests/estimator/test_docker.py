@@ -54,14 +54,19 @@ def test_dependencies_lie_beside_the_script(tmp_path: Path) -> None:
     assert f"type=bind,source={tmp_path}/tree/code,target=/opt/ml/code,readonly" in words
 
 
-def test_values_of_variables_are_in_no_command_line_and_no_file(tmp_path: Path) -> None:
+def test_values_of_variables_are_in_no_command_line_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Surprise 10: SDK v2 writes keys into a Compose file that it leaves; here nothing is written."""
-    run = run_of(tmp_path, 1, environment={"TOKEN": "secret"})
+    monkeypatch.setenv("MINE", "secret too")
+    run = run_of(tmp_path, 1, environment={"TOKEN": "secret"}, secrets={"HIDDEN": {"variable": "MINE"}})
     lay_out(run)
     assert not any("secret" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     command = start_command(run, run.hosts[0], ["--epochs", "2"], {})
     assert "compose" not in command.words
     assert command.environ["TOKEN"] == "secret"
+    assert command.environ["HIDDEN"] == "secret too"
+    assert command.words[command.words.index("HIDDEN") - 1] == "--env"
     assert not any("secret" in word for word in command.words)
     assert command.words[-5:] == ("image", "train", "--", "--epochs", "2")
 

@@ -52,6 +52,13 @@ def test_every_form_of_distribution_reaches_the_job(make: MakeEstimator, argumen
         ({"distribution": {"mpi": {"enabled": True, "process_per_host": 8}}}, "did you mean `processes_per_host`?"),
         ({"distribution": DISTRIBUTION, "mpi_options": MPI}, "mpi_options: is given twice"),
         ({"tags": {"a": 1}}, "tags.a: "),
+        ({"tags": [{"Key": "aws:team", "Value": "x"}]}, "tags.aws:team: is a key that AWS keeps for itself"),
+        ({"tags": {"": "x"}}, "tags.``: the key of a tag must have 1 to 128 characters"),
+        ({"metric_definitions": [{"Name": "x", "Regex": "loss=.*"}]}, "must have a group around the number"),
+        ({"environment": {"A": "x"}, "secrets": {"A": "y"}}, "secrets.A: is in `environment` too"),
+        ({"secrets": {"A": {"variable": "a b"}}}, "secrets.A.variable: a variable's name must have"),
+        ({"secrets": {"1": "y"}}, "secrets.1: a variable's name must have"),
+        ({"base_job_name": "a" * 80}, "hint: shorten it"),
         ({"metric_definitions": [{"Name": "x", "Regex": "("}]}, "metric_definitions.x: is not a regular expression"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -194,6 +201,18 @@ def test_an_interrupt_never_stops_the_job(make: MakeEstimator, capsys: pytest.Ca
     assert "goes on" in capsys.readouterr().err
     assert "stop_training_job" not in fake.faults.calls
     assert fake.jobs[estimator.latest_training_job.name].stopped is None
+
+
+def test_tuples_are_lists_as_in_json(make: MakeEstimator) -> None:
+    sent = make(FakeSageMaker(), hyperparameters={"betas": (0.9, (1, 2))}).plan().request.body["HyperParameters"]
+    assert sent["betas"] == "[0.9, [1, 2]]"
+
+
+def test_a_notebook_is_warned_of_secrets_too(make: MakeEstimator, capsys: pytest.CaptureFixture[str]) -> None:
+    make(FakeSageMaker(), environment={"HF_TOKEN": "abc123"}, secrets={"B": "x"}).fit(wait=False)
+    said = capsys.readouterr().err
+    assert "warning: environment.HF_TOKEN: looks like a secret" in said
+    assert "abc123" not in said
 
 
 def test_stop_waits_and_attach_finds(make: MakeEstimator) -> None:

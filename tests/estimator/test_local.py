@@ -32,6 +32,22 @@ def test_more_ranks_than_a_machine_takes_are_refused(tmp_path: Path) -> None:
         plan(tmp_path, compute={"instance_count": 100_000})
 
 
+def test_secrets_come_from_the_users_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {"HF_TOKEN": "team/hf", "W": {"entry": "team/all", "key": "wandb", "variable": "MY_W"}}
+    monkeypatch.setenv("MY_W", "s3cr3t-2")
+    with pytest.raises(ConfigError, match=r"secrets\.HF_TOKEN: the variable HF_TOKEN is not set on this machine"):
+        plan(tmp_path, secrets=secrets)
+    monkeypatch.setenv("HF_TOKEN", "s3cr3t-1")
+    assert "s3cr3t" not in repr(plan(tmp_path, secrets=secrets))
+    source = (
+        "import os, pathlib\n"
+        "assert (os.environ['HF_TOKEN'], os.environ['W']) == ('s3cr3t-1', 's3cr3t-2')\n"
+        "config = pathlib.Path(os.environ['SM_INPUT_CONFIG_DIR'])\n"
+        "assert not [path for path in config.iterdir() if 's3cr3t' in path.read_text()]\n"
+    )
+    assert run(tmp_path, source, secrets=secrets).exit_code == 0
+
+
 def run(folder: Path, source: str, keep: bool = False, **settings: Any) -> LocalRun:
     return run_local(plan(folder, source, **settings), ("--more",), keep=keep)
 

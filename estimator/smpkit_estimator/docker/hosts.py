@@ -116,6 +116,7 @@ def start_command(run: Run, host: Host, arguments: Sequence[str], variables: Map
     ]
     passed = {
         **run.plan.job.environment,
+        **run.plan.secrets,
         "TRAINING_JOB_NAME": run.name,
         "TRAINING_JOB_ARN": f"arn:aws:sagemaker:local:000000000000:training-job/{run.name}",
         **variables,
