@@ -1,4 +1,8 @@
-"""Turn hyperparameters into the script's command-line arguments, as the AWS training toolkit maps them."""
+"""Turn hyperparameters into the script's command-line arguments, as the AWS training toolkit maps them.
+
+Lists and mappings are the exception: they are JSON, which SDK v3's scripts give too. The toolkit writes lists as Python
+does (`[1, None]`), and mappings as `a=1,b=None`, which nothing can read back.
+"""
 
 from __future__ import annotations
 
@@ -36,5 +40,7 @@ def compact(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return the argument's text: containers as JSON, everything else as Python prints it (`True`, `0.001`, `None`)."""
+    """Return the argument's text: containers as JSON, null as an empty text, else as Python prints it (`True`)."""
+    if value is None:
+        return ""
     return json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else str(value)

@@ -28,6 +28,10 @@ __all__ = [
 DEFAULT_BASE = Path("/opt/ml")
 
 _FRAMEWORK_PREFIX = "sagemaker_"
+_TUNING_METRIC = "_tuning_objective_metric"
+"""What SageMaker adds to the hyperparameters of a tuning job; it is not for the script."""
+_FROM_VARIABLES = {"sagemaker_program": "SAGEMAKER_PROGRAM", "sagemaker_submit_directory": "SAGEMAKER_SUBMIT_DIRECTORY"}
+"""What an image may say itself, as with `ENV SAGEMAKER_PROGRAM train.py`; a hyperparameter goes before it."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,14 @@ class Environment:
             problems.append(Problem(("hyperparameters", "mp_parameters"), "must be a JSON object"))
         if problems:
             raise ConfigError(problems, subject=f"job files in {folders.config}")
-        framework = {name: value for name, value in values.items() if name.startswith(_FRAMEWORK_PREFIX)}
+        own = {name: value for name, value in values.items() if _is_of_the_platform(name)}
+        from_variables = {
+            name: environ[variable] for name, variable in _FROM_VARIABLES.items() if environ.get(variable)
+        }
+        framework = {**from_variables, **own}
         return cls(
             folders=folders,
-            hyperparameters={name: value for name, value in values.items() if name not in framework},
+            hyperparameters={name: value for name, value in values.items() if name not in own},
             framework=framework,
             resources=resources,
             channels=channels,
@@ -263,6 +271,10 @@ def _decoded(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return value
+
+
+def _is_of_the_platform(name: str) -> bool:
+    return name.startswith(_FRAMEWORK_PREFIX) or name == _TUNING_METRIC
 
 
 def _unpassable(values: Mapping[str, Any]) -> list[Problem]:

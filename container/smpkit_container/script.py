@@ -37,7 +37,7 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
             code = compile(file.read(), str(path), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # noqa: S102  this is what a launcher is for
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if error.code is not None and _exit_code(error) != 0:  # of 256 Python itself makes 0
             _report(report, error)
         raise
     except BaseException as error:

@@ -10,7 +10,15 @@ from typing import Any, Literal
 from smpkit.errors import ConfigError, Problem
 from smpkit_container.environment import Environment
 
-__all__ = ["DEFAULT_PORT", "TORCHRUN_PROCESSES_PER_HOST", "Launcher", "Topology", "read_topology"]
+__all__ = [
+    "DEFAULT_PORT",
+    "INSTANCE_GROUPS",
+    "TORCHRUN_PROCESSES_PER_HOST",
+    "Launcher",
+    "Topology",
+    "distribution_hosts",
+    "read_topology",
+]
 
 Launcher = Literal["mpirun", "torchrun"]
 
@@ -20,6 +28,9 @@ DEFAULT_PORT = 7777
 TORCHRUN_PROCESSES_PER_HOST = "sagemaker_smpkit_processes_per_host"
 """SageMaker's SDK has no such hyperparameter for torchrun; the prefix keeps it from the script."""
 
+INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
+"""The groups of hosts that the ranks are on, in a job with different machines."""
+
 _PROCESSES_PER_HOST: Mapping[Launcher, str] = {
     "mpirun": "sagemaker_mpi_num_of_processes_per_host",
     "torchrun": TORCHRUN_PROCESSES_PER_HOST,
@@ -28,7 +39,11 @@ _PROCESSES_PER_HOST: Mapping[Launcher, str] = {
 
 @dataclass(frozen=True)
 class Topology:
-    """The hosts in platform order; a host's place in that order is its node rank, and the first host is the master."""
+    """The hosts in platform order; a host's place in that order is its node rank, and the first host is the master.
+
+    Of a job with groups of different machines, these are the hosts of the groups that the distribution names; each
+    other host is alone, with one rank of its own.
+    """
 
     hosts: tuple[str, ...]
     node_rank: int
@@ -60,17 +75,51 @@ def read_topology(environment: Environment) -> Topology:
     """Derive the topology; hosts keep the order given (the platform sorts them as text: algo-1, algo-10, algo-2).
 
     Raises:
-        ConfigError: a number of processes or the port is not a whole number in its range.
+        ConfigError: a number of processes or the port is not a whole number in its range; the switch for MPI is none;
+            or the distribution names a group that there is not.
     """
-    framework, resources = environment.framework, environment.resources
-    launcher: Launcher = "mpirun" if framework.get("sagemaker_mpi_enabled") is True else "torchrun"
+    resources = environment.resources
+    hosts = distribution_hosts(environment)
+    if resources.current_host not in hosts:
+        return Topology((resources.current_host,), 0, 1, "torchrun", interface=resources.interface)
+    launcher: Launcher = "mpirun" if _is_on(environment, "sagemaker_mpi_enabled") else "torchrun"
     return Topology(
-        hosts=resources.hosts,
-        node_rank=resources.hosts.index(resources.current_host),
+        hosts=hosts,
+        node_rank=hosts.index(resources.current_host),
         processes_per_host=_processes_per_host(environment, launcher),
         launcher=launcher,
         port=_port(environment.mp_parameters),
         interface=resources.interface,
+    )
+
+
+def distribution_hosts(environment: Environment) -> tuple[str, ...]:
+    """Return the hosts that the ranks are on: those of the groups that the distribution names, or all.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
+    named = environment.framework.get(INSTANCE_GROUPS) or []
+    if not named:
+        return environment.resources.hosts
+    groups = {str(group.get("instance_group_name")): group.get("hosts") for group in environment.resources.groups}
+    if not isinstance(named, list) or not all(isinstance(groups.get(str(name)), list) for name in named):
+        message = f"must be names of the job's instance groups ({', '.join(groups) or 'there are none'}), got {named!r}"
+        raise ConfigError([Problem(("hyperparameters", INSTANCE_GROUPS), message)], subject="job files")
+    chosen = {host for name in named for host in groups[str(name)] or []}
+    return tuple(host for host in environment.resources.hosts if host in chosen)
+
+
+def _is_on(environment: Environment, name: str) -> bool:
+    """Read a switch: SDK v2 sends on whatever the user wrote for `enabled`, such as 1 or `"true"`."""
+    value = environment.framework.get(name)
+    text = str(value).lower() if isinstance(value, (str, bool, int)) else value
+    if text in ("true", "1"):
+        return True
+    if text in (None, "false", "0", ""):
+        return False
+    raise ConfigError(
+        [Problem(("hyperparameters", name), f"must be true or false, got {value!r}")], subject="job files"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from smpkit_container.arguments import compact
 from smpkit_container.environment import Environment
-from smpkit_container.topology import DEFAULT_PORT, Topology
+from smpkit_container.topology import DEFAULT_PORT, INSTANCE_GROUPS, Topology, distribution_hosts
 
 __all__ = ["export", "platform_variables", "process_variables"]
 
@@ -71,17 +71,17 @@ def _mapping(environment: Environment, topology: Topology, arguments: Sequence[s
     return {
         "channels": sorted(environment.channels),
         "current_host": topology.host,
-        "current_host_rank": topology.node_rank,
+        "current_host_rank": resources.hosts.index(topology.host) if topology.host in resources.hosts else 0,
         "current_instance_group": resources.group_name,
         "current_instance_group_hosts": groups.get(resources.group_name, {}).get("hosts", []),
         "current_instance_type": resources.instance_type,
         "distributed_config": {},
-        "distribution_instance_groups": environment.framework.get("sagemaker_distribution_instance_groups", []),
+        "distribution_instance_groups": environment.framework.get(INSTANCE_GROUPS) or [resources.group_name],
         "entry_script": script,
         "framework_module": "smpkit_container",
         "framework_params": environment.framework,
-        "host_count": len(topology.hosts),
-        "hosts": list(topology.hosts),
+        "host_count": len(resources.hosts),
+        "hosts": list(resources.hosts),
         "hps": environment.hyperparameters,
         "input_config_dir": str(folders.config),
         "input_data_config": environment.channels,
@@ -116,6 +116,11 @@ def _training_env(environment: Environment, named: Mapping[str, Any]) -> dict[st
     """Return the toolkit's own picture of the job: the same facts, some under older names."""
     renamed = {
         "additional_framework_parameters": named["framework_params"],
+        "distribution_hosts": list(distribution_hosts(environment)),
+        "is_modelparallel_enabled": bool(environment.mp_parameters),
+        "is_smddpmprun_installed": False,
+        "is_smddprun_installed": False,
+        "topology": environment.resources.raw.get("topology"),
         "channel_input_dirs": {channel: str(environment.folders.data / channel) for channel in environment.channels},
         "hyperparameters": named["hps"],
         "is_master": named["current_host_rank"] == 0,
@@ -127,11 +132,15 @@ def _training_env(environment: Environment, named: Mapping[str, Any]) -> dict[st
 
 def _legacy_variables(environment: Environment, topology: Topology) -> dict[str, str]:
     """Return the variables outside SM_* that the toolkit sets too, and ours."""
-    return {
-        "CURRENT_HOST": topology.host,
+    known = {
         "SAGEMAKER_JOB_NAME": environment.job_name,
         "SAGEMAKER_REGION": str(environment.framework.get("sagemaker_region") or ""),
+    }
+    return {
+        "CURRENT_HOST": topology.host,
         "SMPKIT_CHECKPOINT_DIR": str(environment.checkpoints),
+        # An empty text would hide what the platform or the user has set.
+        **{name: value for name, value in known.items() if value},
     }
 
 
@@ -142,4 +151,6 @@ def _spellings(name: str) -> set[str]:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return ""  # as the toolkit has it: `null` would be a text that counts as true
     return value if isinstance(value, str) else compact(value)

@@ -44,6 +44,7 @@ __all__ = ["Smpkit"]
 _CODE = "/opt/ml/input/data/code"
 _DRIVERS = "/opt/ml/input/data/sm_drivers/distributed_drivers"
 _DRIVER = "smpkit_driver.py"
+_UNKNOWN = frozenset({"sagemaker_job_name", "sagemaker_region", "sagemaker_instance_type"})
 
 
 class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are not read
@@ -94,7 +95,9 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
         settings = {"entry_point": entry_script, "hyperparameters": dict(values or {})}
         own = validated(JobConfig, settings, subject="hyperparameters")
         job = own.model_copy(update={"distribution": self._job.distribution})
-        sent = packed(hyperparameters(job, submit_directory=_CODE, job_name="", region=""))
+        everything = hyperparameters(job, submit_directory=_CODE, job_name="", region="")
+        # Not known before the trainer submits; an empty or wrong one would hide what the platform says.
+        sent = packed({name: value for name, value in everything.items() if name not in _UNKNOWN})
         problems = preflight({"HyperParameters": sent}, request_shape("sagemaker", "CreateTrainingJob"))
         found = [problem for problem in problems if problem.message != "is required"]
         if found:

@@ -6,7 +6,7 @@ from smpkit_container.arguments import compact, script_arguments
 def test_hyperparameters_become_sorted_arguments() -> None:
     values = {"lr": 0.001, "epochs": 3, "flag": True, "name": "a b", "e": 1, "none": None}
     assert script_arguments(values) == [
-        "-e", "1", "--epochs", "3", "--flag", "True", "--lr", "0.001", "--name", "a b", "--none", "None",
+        "-e", "1", "--epochs", "3", "--flag", "True", "--lr", "0.001", "--name", "a b", "--none", "",
     ]  # fmt: skip
 
 

@@ -178,3 +178,20 @@ def test_nccls_plugin_is_looked_for_where_nccl_does(tmp_path: Path) -> None:
     assert find_nccl_plugin({**path, "NCCL_NET_PLUGIN": "ofi"}, nothing)
     (tmp_path / "libnccl-net-ofi.so.0").touch()
     assert find_nccl_plugin(path, nothing)
+
+
+def test_what_a_tuner_adds_does_not_reach_the_script(tmp_path: Path) -> None:
+    """SageMaker adds it to every tuning job; argparse scripts would end with "unrecognized arguments"."""
+    write(tmp_path, "hyperparameters", {"_tuning_objective_metric": '"loss"', "lr": "0.1"})
+    environment = read(tmp_path)
+    assert dict(environment.hyperparameters) == {"lr": 0.1}
+    assert environment.framework["_tuning_objective_metric"] == "loss"
+
+
+def test_an_image_may_name_its_own_entry_point(tmp_path: Path) -> None:
+    variables = {"SAGEMAKER_PROGRAM": "own.py", "SAGEMAKER_SUBMIT_DIRECTORY": "s3://bucket/own.tar.gz"}
+    environment = read(tmp_path, variables)
+    assert environment.script == "own.py"
+    assert environment.framework["sagemaker_submit_directory"] == "s3://bucket/own.tar.gz"
+    write(tmp_path, "hyperparameters", {"sagemaker_program": '"train.py"'})
+    assert read(tmp_path, variables).script == "train.py"

@@ -123,3 +123,12 @@ def test_a_plugin_that_is_missing_is_told_by_one_host_of_several(monkeypatch: py
     assert notices(machine(8), replace(TWO_HOSTS, hosts=("algo-1",)), EFA) == []
     monkeypatch.setattr("smpkit_container.launch.find_nccl_plugin", lambda environ: True)
     assert notices(machine(8), TWO_HOSTS, EFA) == []
+
+
+def test_an_exit_code_that_python_makes_zero_is_no_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text("import sys; sys.exit(256)")
+    environment = job(tmp_path, {"sagemaker_program": "train.py"})
+    console = Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False)
+    assert launch(environment, dict(os.environ), console) == 0
+    assert not environment.folders.failure.exists()

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from smpkit_container.environment import Environment, Folders, Resources, find_efa
-from smpkit_container.topology import Topology
+from smpkit_container.topology import Topology, read_topology
 from smpkit_container.variables import export, platform_variables, process_variables
 
 GROUP = {"instance_group_name": "main", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-1", "algo-2"]}
@@ -148,3 +149,40 @@ def test_the_fast_network_is_known_by_its_device(tmp_path: Path) -> None:
     assert "FI_PROVIDER" not in process_variables({}, topology, 8)
     assert process_variables({}, topology, 8, has_efa=True)["FI_PROVIDER"] == "efa"
     assert "FI_PROVIDER" not in process_variables({"FI_PROVIDER": "tcp"}, topology, 8, has_efa=True)
+
+
+def test_null_is_an_empty_text_as_in_the_toolkit() -> None:
+    """Else `if args.resume_from:` of a ported script changes its meaning."""
+    environment = replace(ENVIRONMENT, hyperparameters={"resume_from": None, "list": [None]})
+    variables = platform_variables(environment, TOPOLOGY, [])
+    assert variables["SM_HP_RESUME_FROM"] == ""
+    assert variables["SM_HP_LIST"] == "[null]"
+    assert json.loads(variables["SM_HPS"])["resume_from"] is None
+
+
+def test_what_is_not_known_does_not_hide_what_is_set() -> None:
+    variables = platform_variables(replace(ENVIRONMENT, framework={}, job_name=""), TOPOLOGY, [])
+    assert not {"SAGEMAKER_REGION", "SAGEMAKER_JOB_NAME"} & set(variables)
+
+
+def test_the_toolkits_own_picture_has_its_keys() -> None:
+    variables = platform_variables(ENVIRONMENT, TOPOLOGY, [])
+    known = json.loads(variables["SM_TRAINING_ENV"])
+    assert known["distribution_hosts"] == ["algo-1", "algo-2"]
+    assert known["is_modelparallel_enabled"] is True
+    assert {"is_smddprun_installed", "is_smddpmprun_installed", "topology"} <= set(known)
+    assert json.loads(variables["SM_DISTRIBUTION_INSTANCE_GROUPS"]) == ["main"]
+
+
+def test_a_host_outside_the_distribution_knows_all_hosts() -> None:
+    groups = ({**GROUP, "hosts": ["algo-1"]}, {**GROUP, "instance_group_name": "data", "hosts": ["algo-2"]})
+    environment = replace(
+        ENVIRONMENT,
+        framework={"sagemaker_distribution_instance_groups": ["main"]},
+        resources=replace(ENVIRONMENT.resources, groups=groups, group_name="data"),
+    )
+    variables = platform_variables(environment, read_topology(environment), [])
+    assert json.loads(variables["SM_HOSTS"]) == ["algo-1", "algo-2"]
+    assert (variables["SM_CURRENT_HOST_RANK"], variables["SM_HOST_COUNT"]) == ("1", "2")
+    assert variables["SM_IS_HETERO"] == "true"
+    assert json.loads(variables["SM_TRAINING_ENV"])["distribution_hosts"] == ["algo-1"]

@@ -66,6 +66,7 @@ def test_the_request_of_a_model_trainer(tmp_path: Path) -> None:
     assert json.loads(got["mp_parameters"]) == SMP
     assert (got["sagemaker_mpi_enabled"], got["sagemaker_mpi_num_of_processes_per_host"]) == ("true", "8")
     assert got["sagemaker_program"] == '"train.py"'
+    assert not {"sagemaker_region", "sagemaker_job_name", "sagemaker_instance_type"} & set(got)
     assert request["ResourceConfig"]["InstanceCount"] == 2
     driver = next(key for key in uploads if key.endswith("distributed_drivers/smpkit_driver.py"))
     assert b"smpkit_container" in uploads[driver]
