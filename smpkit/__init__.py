@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
     from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
     from smpkit_estimator.estimator import Estimator
-    from smpkit_estimator.inputs import TrainingInput
+    from smpkit_estimator.inputs import FileSystemInput, TrainingInput
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Distribution",
     "Estimator",
+    "FileSystemInput",
     "JobConfig",
     "ModelParallelConfig",
     "OffloadModel",
@@ -31,6 +32,7 @@ __all__ = [
 _HOMES = {
     "Distribution": "smpkit.config.distribution",
     "Estimator": "smpkit_estimator.estimator",
+    "FileSystemInput": "smpkit_estimator.inputs",
     "JobConfig": "smpkit.config.job",
     "ModelParallelConfig": "smpkit.config.modelparallel",
     "OffloadModel": "smpkit.torch.offload_model",

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from smpkit.config.mpi_options import Option, merged, parse_custom_options
 from smpkit.errors import LaunchError
 from smpkit.modules import module_command
-from smpkit_container.mpi_options import Option, merged, parse_custom_options
 from smpkit_container.topology import DEFAULT_PORT, Topology
 
 __all__ = ["RANK_MODULE", "find_mpirun", "mpirun_command", "runs_as_root", "torchrun_command"]

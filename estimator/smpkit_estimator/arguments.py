@@ -10,10 +10,11 @@ from typing import Any
 from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.config.section import KeyPath
+from smpkit.config.service import Experiment
 from smpkit.config.words import suggestion
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["PLACES", "job_from_arguments"]
+__all__ = ["PLACES", "experiment_from", "job_from_arguments"]
 
 PLACES: Mapping[str, KeyPath] = {
     "entry_point": ("entry_point",),
@@ -52,6 +53,8 @@ PLACES: Mapping[str, KeyPath] = {
     "container_entry_point": ("container", "entry_point"),
     "container_arguments": ("container", "arguments"),
     "container_log_level": ("container", "log_level"),
+    "training_repository_access_mode": ("container", "registry_access"),
+    "training_repository_credentials_provider_arn": ("container", "registry_credentials"),
     "enable_remote_debug": ("container", "remote_debug"),
     "disable_output_compression": ("compress_output",),
 }
@@ -74,8 +77,6 @@ _REFUSED: Mapping[str, str] = {
     "model_uri": "make it a channel: `fit({'model': uri})`",
     "model_channel_name": "make it a channel: `fit({'model': uri})`",
     "compiler_config": "SageMaker's training compiler has ended",
-    "training_repository_access_mode": "push the image to ECR",
-    "training_repository_credentials_provider_arn": "push the image to ECR",
     "instance_placement_config": "placement is left to SageMaker",
     "enable_sagemaker_metrics": "use `metric_definitions`",
     "enable_session_tag_chaining": "set tags with `tags`",
@@ -109,6 +110,29 @@ def job_from_arguments(
     if problems:
         raise ConfigError(problems, subject="arguments of Estimator")
     return job
+
+
+_EXPERIMENT: Mapping[str, str] = {
+    "ExperimentName": "name",
+    "TrialName": "trial",
+    "TrialComponentDisplayName": "display_name",
+    "RunName": "run",
+}
+
+
+def experiment_from(config: Mapping[str, str]) -> Experiment:
+    """Read SDK v2's `experiment_config`.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    unknown = [name for name in config if name not in _EXPERIMENT]
+    if unknown:
+        problems = [Problem((name,), "unknown key", suggestion(name, _EXPERIMENT)) for name in unknown]
+        raise ConfigError(problems, subject="experiment_config")
+    return validated(
+        Experiment, {_EXPERIMENT[name]: value for name, value in config.items()}, subject="experiment_config"
+    )
 
 
 def _with_mpi(distribution: Any, mpi_options: Mapping[str, Any] | None) -> Any:

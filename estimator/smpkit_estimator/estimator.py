@@ -10,7 +10,7 @@ from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import UsageError
-from smpkit_estimator.arguments import job_from_arguments
+from smpkit_estimator.arguments import experiment_from, job_from_arguments
 from smpkit_estimator.backends.sagemaker import Cloud, Session, open_session
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.inputs import channels
@@ -82,7 +82,9 @@ class Estimator:
         job.describe()
         return job
 
-    def plan(self, inputs: Any = None, job_name: str | None = None) -> Submission:
+    def plan(
+        self, inputs: Any = None, job_name: str | None = None, experiment_config: Mapping[str, str] | None = None
+    ) -> Submission:
         """Return what `fit` would send, without sending anything: its `request` is the very object.
 
         Raises:
@@ -91,25 +93,36 @@ class Estimator:
         found = {**self.config.inputs, **channels(inputs)}
         updates: dict[str, Any] = {"inputs": found}
         mode = getattr(inputs, "mode", None) or getattr(inputs, "config", {}).get("InputMode")
+        if experiment_config is not None:
+            updates["experiment"] = experiment_from(experiment_config)
         if mode is not None:  # as SDK v2 does with one input that is no mapping
             updates["input_mode"] = mode
         config = self.config.model_copy(update=updates)
         return plan_submission(config, Path(), self.cloud, job_name=job_name, script_only=self._script_only)
 
-    def fit(self, inputs: Any = None, wait: bool = True, logs: bool = True, job_name: str | None = None) -> Job:
+    def fit(
+        self,
+        inputs: Any = None,
+        wait: bool = True,
+        logs: bool = True,
+        job_name: str | None = None,
+        experiment_config: Mapping[str, str] | None = None,
+    ) -> Job:
         """Start the job; with `wait`, stay until it is over, with `logs` showing its lines.
 
         An interrupt (Ctrl-C) ends the waiting, never the job.
 
         Args:
-            inputs: an S3 URI or `TrainingInput`, which becomes the channel `training`; or a mapping of names to them.
+            inputs: an S3 URI, `TrainingInput` or `FileSystemInput`, which becomes the channel `training`; or a mapping
+                of names to them.
+            experiment_config: `ExperimentName`, `TrialName`, `TrialComponentDisplayName` and `RunName`, as in SDK v2.
 
         Raises:
             ConfigError: the job cannot be sent as it is; lists all problems.
             CloudError: the cloud refused or could not be reached.
             JobError: the job failed or was stopped, with the first failing rank's exception.
         """
-        submission = self.plan(inputs, job_name)
+        submission = self.plan(inputs, job_name, experiment_config)
         for notice in self.config.secret_notices():
             sys.stderr.write(f"warning: {notice}\n")
         for note in submission.notes:

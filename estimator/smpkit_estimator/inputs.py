@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from smpkit.config.explain import validated
 from smpkit.config.job import Channel
+from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["TrainingInput", "channels"]
+__all__ = ["FileSystemInput", "TrainingInput", "channels"]
 
 _DEFAULT_CHANNEL = "training"
 
@@ -21,27 +22,73 @@ def TrainingInput(  # noqa: N802  SDK v2's name
     content_type: str | None = None,
     record_wrapping: str | None = None,
     s3_data_type: str = "S3Prefix",
+    instance_groups: list[str] | None = None,
     input_mode: str | None = None,
     attribute_names: list[str] | None = None,
-    shuffle_seed: int | None = None,
+    target_attribute_name: str | None = None,
+    shuffle_config: Any = None,
+    hub_access_config: Mapping[str, Any] | None = None,
+    model_access_config: Mapping[str, Any] | None = None,
 ) -> Channel:
     """Describe one input as SDK v2's class of this name does.
+
+    Args:
+        shuffle_config: SDK v2's `ShuffleConfig`, or `{"Seed": 1}`, or the seed alone.
+        hub_access_config: `{"HubContentArn": ...}`.
+        model_access_config: `{"AcceptEula": True}`.
 
     Raises:
         ConfigError: with all problems.
     """
-    source: dict[str, Any] = {"S3Uri": s3_data, "S3DataType": s3_data_type}
-    source |= {"S3DataDistributionType": distribution} if distribution else {}
-    source |= {"AttributeNames": attribute_names} if attribute_names else {}
+    source = {
+        "S3Uri": s3_data,
+        "S3DataType": s3_data_type,
+        "S3DataDistributionType": distribution,
+        "AttributeNames": attribute_names,
+        "InstanceGroupNames": instance_groups,
+        "HubAccessConfig": hub_access_config,
+        "ModelAccessConfig": model_access_config,
+    }
     options = {
         "CompressionType": compression,
         "ContentType": content_type,
         "RecordWrapperType": record_wrapping,
         "InputMode": input_mode,
-        "ShuffleConfig": {"Seed": shuffle_seed} if shuffle_seed is not None else None,
+        "ShuffleConfig": _shuffle(shuffle_config),
+        "TargetAttributeName": target_attribute_name,
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    return _channel("TrainingInput", {"DataSource": {"S3DataSource": source}, **given})
+    return _channel("TrainingInput", {"DataSource": {"S3DataSource": _given(source)}, **_given(options)})
+
+
+def FileSystemInput(  # noqa: N802  SDK v2's name
+    file_system_id: str,
+    file_system_type: str,
+    directory_path: str,
+    file_system_access_mode: str = "ro",
+    content_type: str | None = None,
+) -> Channel:
+    """Describe an input on FSx for Lustre or EFS as SDK v2's class of this name does.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    source = {
+        "FileSystemId": file_system_id,
+        "FileSystemType": file_system_type,
+        "DirectoryPath": directory_path,
+        "FileSystemAccessMode": file_system_access_mode,
+    }
+    options = _given({"ContentType": content_type})
+    return _channel("FileSystemInput", {"DataSource": {"FileSystemDataSource": source}, **options})
+
+
+def _shuffle(config: Any) -> Any:
+    seed = getattr(config, "seed", config)
+    return {"Seed": seed} if isinstance(seed, int) else seed
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value not in (None, [])}
 
 
 def channels(inputs: object) -> dict[str, Channel]:
@@ -69,22 +116,52 @@ def _one(name: str, value: Any) -> Channel:
     raise ConfigError([Problem((name,), message)], subject="inputs")
 
 
+_PLACES: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("DataSource", "S3DataSource", "S3Uri"): ("uri",),
+    ("DataSource", "S3DataSource", "S3DataType"): ("data_type",),
+    ("DataSource", "S3DataSource", "AttributeNames"): ("attribute_names",),
+    ("DataSource", "S3DataSource", "InstanceGroupNames"): ("instance_groups",),
+    ("DataSource", "S3DataSource", "ModelAccessConfig", "AcceptEula"): ("accept_eula",),
+    ("DataSource", "S3DataSource", "HubAccessConfig", "HubContentArn"): ("hub_content",),
+    ("DataSource", "FileSystemDataSource", "FileSystemId"): ("file_system", "id"),
+    ("DataSource", "FileSystemDataSource", "FileSystemType"): ("file_system", "type"),
+    ("DataSource", "FileSystemDataSource", "DirectoryPath"): ("file_system", "path"),
+    ("DataSource", "FileSystemDataSource", "FileSystemAccessMode"): ("file_system", "access"),
+    ("CompressionType",): ("compression",),
+    ("ContentType",): ("content_type",),
+    ("RecordWrapperType",): ("record_wrapping",),
+    ("InputMode",): ("mode",),
+    ("ShuffleConfig", "Seed"): ("shuffle_seed",),
+}
+"""Place in a request -> place in a channel."""
+
+_SHARDED = ("DataSource", "S3DataSource", "S3DataDistributionType")
+
+
 def _channel(name: str, config: Mapping[str, Any]) -> Channel:
-    """Make a channel of its form in a request, which is what SDK v2's inputs hold."""
-    source = config.get("DataSource", {}).get("S3DataSource")
-    if source is None:
-        message = "is a file system, which smpkit does not mount"
-        raise ConfigError([Problem((name,), message, "put the data in S3")], subject="inputs")
-    data = {
-        "uri": source.get("S3Uri"),
-        "sharded": source.get("S3DataDistributionType") == "ShardedByS3Key",
-        "data_type": source.get("S3DataType"),
-        "attribute_names": source.get("AttributeNames"),
-        "compression": config.get("CompressionType"),
-        "content_type": config.get("ContentType"),
-        "record_wrapping": config.get("RecordWrapperType"),
-        "mode": config.get("InputMode"),
-        "shuffle_seed": config.get("ShuffleConfig", {}).get("Seed"),
-    }
-    given = {key: value for key, value in data.items() if value is not None}
-    return validated(Channel, given, subject=f"input `{name}`")
+    """Make a channel of its form in a request, which is what SDK v2's inputs hold; what has no place is refused."""
+    data: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for path, value in _leaves(config, ()):
+        if path == _SHARDED and value in ("ShardedByS3Key", "FullyReplicated"):
+            data["sharded"] = value == "ShardedByS3Key"
+        elif path in _PLACES:
+            *outer, last = _PLACES[path]
+            target = data
+            for part in outer:
+                target = target.setdefault(part, {})
+            target[last] = value
+        else:
+            hint = "remove it: no channel of a training job has it here, so it would be lost"
+            problems.append(Problem((name, path[-1]), f"cannot be sent, got {quoted(value)}", hint))
+    if problems:
+        raise ConfigError(problems, subject="inputs")
+    return validated(Channel, data, subject=f"input `{name}`")
+
+
+def _leaves(value: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _leaves(item, (*path, name))
+        elif item is not None:
+            yield (*path, name), item

@@ -201,8 +201,11 @@ def _local_dependencies(job: JobConfig, folder: Path, problems: list[Problem]) -
 
 def _local_inputs(job: JobConfig, folder: Path, problems: list[Problem]) -> Iterator[tuple[str, Path]]:
     for name, channel in job.inputs.items():
-        path = folder / channel.uri
         hint = f"name a local one with `--set inputs.{name}=./data`"
+        if channel.uri is None:
+            problems.append(Problem(("inputs", name), "is a file system of AWS, not on this machine", hint))
+            continue
+        path = folder / channel.uri
         if _is_remote(channel.uri):
             problems.append(Problem(("inputs", name), f"is not on this machine: `{channel.uri}`", hint))
         elif not path.exists():

@@ -17,6 +17,14 @@ _PLACES: Mapping[KeyPath, KeyPath] = {
     ("AlgorithmSpecification", "MetricDefinitions"): ("metrics",),
     ("AlgorithmSpecification", "ContainerEntrypoint"): ("container", "entry_point"),
     ("AlgorithmSpecification", "ContainerArguments"): ("container", "arguments"),
+    (
+        *("AlgorithmSpecification", "TrainingImageConfig", "TrainingRepositoryAuthConfig"),
+        "TrainingRepositoryCredentialsProviderArn",
+    ): ("container", "registry_credentials"),
+    ("ExperimentConfig", "ExperimentName"): ("experiment", "name"),
+    ("ExperimentConfig", "TrialName"): ("experiment", "trial"),
+    ("ExperimentConfig", "TrialComponentDisplayName"): ("experiment", "display_name"),
+    ("ExperimentConfig", "RunName"): ("experiment", "run"),
     ("RoleArn",): ("role",),
     ("InputDataConfig",): ("inputs",),
     ("OutputDataConfig", "S3OutputPath"): ("output",),
@@ -56,6 +64,9 @@ _NAMES: Mapping[KeyPath, str] = {
 _ENDINGS: Mapping[KeyPath, KeyPath] = {
     ("DataSource", "S3DataSource", "S3Uri"): ("uri",),
     ("DataSource", "S3DataSource", "AttributeNames"): ("attribute_names",),
+    ("DataSource", "S3DataSource", "HubAccessConfig", "HubContentArn"): ("hub_content",),
+    ("DataSource", "FileSystemDataSource", "FileSystemId"): ("file_system", "id"),
+    ("DataSource", "FileSystemDataSource", "DirectoryPath"): ("file_system", "path"),
     ("ContentType",): ("content_type",),
 }
 

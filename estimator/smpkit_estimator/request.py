@@ -9,6 +9,7 @@ from typing import Any
 
 from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, JobConfig
+from smpkit.config.places import FileSystem
 from smpkit_estimator.hyperparameters import hyperparameters
 
 __all__ = ["CODE_CHANNEL", "SECRETS", "Circumstances", "TrainingRequest", "build_request"]
@@ -105,6 +106,7 @@ def build_request(job: JobConfig, around: Circumstances) -> TrainingRequest:
         "EnableInterContainerTrafficEncryption": job.network.encrypt_traffic,
         "EnableManagedSpotTraining": job.compute.spot,
         "CheckpointConfig": _checkpoints(job),
+        "ExperimentConfig": _experiment(job),
         "ProfilerConfig": {"DisableProfiler": True},
         "RemoteDebugConfig": _switch("EnableRemoteDebug", job.container.remote_debug),
         "InfraCheckConfig": _switch("EnableInfraCheck", job.compute.infra_check),
@@ -127,9 +129,30 @@ def _algorithm(job: JobConfig) -> dict[str, Any]:
         spec["ContainerEntrypoint"] = list(job.container.entry_point)
     if job.container.arguments:
         spec["ContainerArguments"] = list(job.container.arguments)
+    if job.container.registry_access is not None:
+        spec["TrainingImageConfig"] = _registry(job)
     if job.metrics:
         spec["MetricDefinitions"] = [{"Name": name, "Regex": regex} for name, regex in job.metrics.items()]
     return spec
+
+
+def _registry(job: JobConfig) -> dict[str, Any]:
+    credentials = job.container.registry_credentials
+    given = {"TrainingRepositoryCredentialsProviderArn": credentials}
+    return {
+        "TrainingRepositoryAccessMode": job.container.registry_access,
+        **({"TrainingRepositoryAuthConfig": given} if credentials is not None else {}),
+    }
+
+
+def _experiment(job: JobConfig) -> dict[str, Any]:
+    names = {
+        "ExperimentName": job.experiment.name,
+        "TrialName": job.experiment.trial,
+        "TrialComponentDisplayName": job.experiment.display_name,
+        "RunName": job.experiment.run,
+    }
+    return {name: value for name, value in names.items() if value is not None}
 
 
 def _output(job: JobConfig, around: Circumstances) -> dict[str, Any]:
@@ -168,6 +191,8 @@ def _channels(job: JobConfig, around: Circumstances) -> list[dict[str, Any]]:
 
 
 def _channel(name: str, channel: Channel) -> dict[str, Any]:
+    if channel.file_system is not None:
+        return {"ChannelName": name, "DataSource": _mounted(channel.file_system), **dict(_channel_options(channel))}
     source: dict[str, Any] = {
         "S3DataType": channel.data_type,
         "S3Uri": channel.uri,
@@ -175,7 +200,22 @@ def _channel(name: str, channel: Channel) -> dict[str, Any]:
     }
     if channel.attribute_names:
         source["AttributeNames"] = list(channel.attribute_names)
+    if channel.accept_eula is not None:
+        source["ModelAccessConfig"] = {"AcceptEula": channel.accept_eula}
+    if channel.hub_content is not None:
+        source["HubAccessConfig"] = {"HubContentArn": channel.hub_content}
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}, **dict(_channel_options(channel))}
+
+
+def _mounted(system: FileSystem) -> dict[str, Any]:
+    return {
+        "FileSystemDataSource": {
+            "FileSystemId": system.id,
+            "FileSystemType": system.type,
+            "DirectoryPath": system.path,
+            "FileSystemAccessMode": system.access,
+        }
+    }
 
 
 def _channel_options(channel: Channel) -> Iterator[tuple[str, Any]]:

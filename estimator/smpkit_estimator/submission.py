@@ -150,7 +150,9 @@ def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
     if job.compute.instance_type == "local":
         hint = "set it to an instance type such as `ml.p4d.24xlarge`, or use `smpkit run`"
         yield Problem(("compute", "instance_type"), "is `local`, which is this machine", hint)
-    places: dict[KeyPath, str] = {("inputs", name, "uri"): channel.uri for name, channel in job.inputs.items()}
+    places: dict[KeyPath, str] = {
+        ("inputs", name, "uri"): channel.uri for name, channel in job.inputs.items() if channel.uri is not None
+    }
     if job.output is not None:
         places["output",] = job.output
     if job.checkpoints is not None:
@@ -159,6 +161,18 @@ def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
         if "://" not in uri:
             hint = f"copy it with `aws s3 cp --recursive {uri} s3://...`" if path[0] == "inputs" else "name an S3 URI"
             yield Problem(path, f"is a folder of this machine, `{uri}`, which SageMaker does not see", hint)
+    yield from _out_of_reach(job)
+
+
+def _out_of_reach(job: JobConfig) -> Iterator[Problem]:
+    """Say what the job's network does not let the machines or the container reach."""
+    if not job.network.subnets:
+        hint = "set `network: {subnets: [...], security_groups: [...]}`"
+        for name, channel in job.inputs.items():
+            if channel.file_system is not None:
+                yield Problem(("inputs", name, "file_system"), "is in a VPC, and the job is in none", hint)
+        if job.container.registry_access == "Vpc":
+            yield Problem(("container", "registry_access"), "is `Vpc`, and the job is in none", hint)
     for name, secret in job.secrets.items():
         if secret.entry is None:
             hint = f"write `{name}: <name or ARN of the entry>`"

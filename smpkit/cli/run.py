@@ -90,9 +90,7 @@ def _check_launcher(plan: LocalPlan) -> None:
     """Find what would stop the launcher before anything is started."""
     if plan.job.distribution.launcher == "mpirun":
         from smpkit_container.command import find_mpirun
-        from smpkit_container.mpi_options import parse_custom_options
 
-        parse_custom_options(plan.job.distribution.custom_mpi_options)
         find_mpirun(plan.job.environment.get("PATH"))
     elif importlib.util.find_spec("torch") is None:
         hint = "`pip install 'smpkit[torch]'`, or `--docker` to run in the training image"

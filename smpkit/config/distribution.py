@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -10,9 +9,10 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_valida
 
 from smpkit.config.explain import validated, validation_error
 from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.config.mpi_options import parse_custom_options
 from smpkit.config.section import KeyPath, Section
 from smpkit.config.words import quoted, typed
-from smpkit.errors import Problem
+from smpkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -98,12 +98,13 @@ class MpiOptions(Switched):
 
     @field_validator("custom_mpi_options", mode="after")
     @classmethod
-    def _can_be_split(cls, value: str) -> str:
+    def _can_be_meant(cls, value: str) -> str:
+        """Refuse here what the launcher would refuse on machines that are paid for."""
         try:
-            shlex.split(value)
-        except ValueError as error:
-            message = f"cannot be split into options: {str(error).lower()}"
-            raise validation_error(cls.__name__, [Problem((), message, "balance the quotes")]) from None
+            parse_custom_options(value)
+        except ConfigError as error:
+            found = [Problem((), problem.message, problem.hint) for problem in error.problems]
+            raise validation_error(cls.__name__, found) from None
         return value
 
 

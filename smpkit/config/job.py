@@ -14,7 +14,7 @@ from smpkit.config.distribution import Distribution
 from smpkit.config.mappings import Hyperparameters, Variables, channel_problems, tag_problems, variable_problems
 from smpkit.config.places import Channel, Checkpoints, InputMode
 from smpkit.config.section import KeyPath, Section, free_form
-from smpkit.config.service import Container, Encryption, Network, Secret
+from smpkit.config.service import Container, Encryption, Experiment, Network, Secret
 from smpkit.config.texts import BucketUri, JobName, Location, Pattern, Script, Word, name_from
 from smpkit.errors import Problem
 
@@ -89,6 +89,9 @@ class JobConfig(Section):
 
     container: Container = Field(default_factory=Container)
     """What is started in the image."""
+
+    experiment: Experiment = Field(default_factory=Experiment)
+    """The place of the job in SageMaker Experiments."""
 
     stand_ins: ClassVar[Mapping[str, Any]] = {"entry_point": "stand_in.py"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -13,7 +13,7 @@ from smpkit.config.section import KeyPath, Section
 from smpkit.config.texts import Word
 from smpkit.errors import Problem
 
-__all__ = ["Container", "Encryption", "Network", "Secret"]
+__all__ = ["Container", "Encryption", "Experiment", "Network", "Secret"]
 
 
 def _variable(value: str) -> str:
@@ -70,6 +70,35 @@ class Container(Section):
 
     remote_debug: bool | None = None
     """Allow a shell in the running container through AWS Systems Manager."""
+
+    registry_access: Literal["Platform", "Vpc"] | None = None
+    """Where the image's registry is: `Platform` for ECR, `Vpc` for a private one that your VPC (`network`) reaches."""
+
+    registry_credentials: str | None = Field(default=None, min_length=1, max_length=2048)
+    """ARN of the Lambda function that gives SageMaker the credentials of a private registry."""
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Refuse credentials for a registry that needs none."""
+        if self.registry_credentials is None or broken & {("registry_access",), ("registry_credentials",)}:
+            return
+        if self.registry_access != "Vpc":
+            yield Problem(("registry_credentials",), "requires registry_access", "set `registry_access: Vpc`")
+
+
+class Experiment(Section):
+    """The place of a job in SageMaker Experiments. Default: none, or what your account does by itself."""
+
+    name: str | None = Field(default=None, min_length=1, max_length=120)
+    """The experiment."""
+
+    trial: str | None = Field(default=None, min_length=1, max_length=120)
+    """The trial in it."""
+
+    display_name: str | None = Field(default=None, min_length=1, max_length=120)
+    """What the job is called in it."""
+
+    run: str | None = Field(default=None, min_length=1, max_length=120)
+    """The run in it."""
 
 
 class Secret(Section):

@@ -57,7 +57,7 @@ DISTRIBUTIONS: list[Any] = [
     {"enabled": True, "parameters": {"partitions": 2, "ddp": True}},
     {"enabled": True, "parameters": {"partition_file": "x" * 3000}, "mpi": {"enabled": True, "processes_per_host": 2}},
     {"torch_distributed": {"enabled": True, "processes_per_host": 4}},
-    {"mpi": {"enabled": True, "custom_mpi_options": "-x A=$(touch pwned) ; touch pwned"}},
+    {"mpi": {"enabled": True, "custom_mpi_options": "-x 'A=$(touch pwned) ; touch pwned'"}},
 ]
 
 

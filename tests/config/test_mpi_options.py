@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from smpkit.config.mpi_options import Option, merged, parse_custom_options
 from smpkit.errors import ConfigError
-from smpkit_container.mpi_options import Option, merged, parse_custom_options
 
 
 def words(text: str) -> list[tuple[str, ...]]:

@@ -1,0 +1,174 @@
+"""What an input of SDK v2 carries is sent as the SDK sends it, or refused by name; never lost."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from smpkit import FileSystemInput, TrainingInput
+from smpkit.config.job import JobConfig
+from smpkit.errors import ConfigError
+from smpkit_estimator.backends.fake import FakeSageMaker
+from smpkit_estimator.backends.sagemaker_model import request_shape, validate
+from smpkit_estimator.inputs import channels
+from smpkit_estimator.limits import preflight
+from smpkit_estimator.local import plan_local_run
+from tests.estimator.conftest import MakeEstimator
+
+SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
+with_sdk2 = pytest.mark.skipif(SDK2 is None, reason="needs SageMaker's SDK v2; `scripts/test-sdk sdk2` runs it")
+SHAPE = request_shape("sagemaker", "CreateTrainingJob")
+VPC: dict[str, Any] = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
+HUB = "arn:aws:sagemaker:us-west-2:123456789012:hub-content/private/Model/llama/1.0.0"
+LAMBDA = "arn:aws:lambda:us-west-2:123456789012:function:credentials"
+FILE_SYSTEM = {
+    "file_system_id": "fs-0123456789abcdef0",
+    "file_system_type": "FSxLustre",
+    "directory_path": "/fsx/tokens",
+    "file_system_access_mode": "rw",
+    "content_type": "text/plain",
+}
+MODEL = {
+    "s3_data": "s3://bucket/model",
+    "hub_access_config": {"HubContentArn": HUB},
+    "model_access_config": {"AcceptEula": True},
+}
+
+
+def sent(make: MakeEstimator, inputs: Any, **arguments: Any) -> dict[str, Any]:
+    body = make(FakeSageMaker(), **arguments).plan(inputs).request.body
+    validate(body, SHAPE)
+    assert preflight(body, SHAPE) == []
+    return dict(body)
+
+
+def test_a_file_system_is_mounted(make: MakeEstimator) -> None:
+    (channel,) = sent(make, {"train": FileSystemInput(**FILE_SYSTEM)}, **VPC)["InputDataConfig"]
+    assert channel == {
+        "ChannelName": "train",
+        "DataSource": {
+            "FileSystemDataSource": {
+                "FileSystemId": "fs-0123456789abcdef0",
+                "FileSystemType": "FSxLustre",
+                "DirectoryPath": "/fsx/tokens",
+                "FileSystemAccessMode": "rw",
+            }
+        },
+        "ContentType": "text/plain",
+    }
+
+
+def test_licences_and_hubs_are_sent(make: MakeEstimator) -> None:
+    (channel,) = sent(make, {"model": TrainingInput(**MODEL)})["InputDataConfig"]
+    source = channel["DataSource"]["S3DataSource"]
+    assert source["ModelAccessConfig"] == {"AcceptEula": True}
+    assert source["HubAccessConfig"] == {"HubContentArn": HUB}
+
+
+@with_sdk2
+@pytest.mark.parametrize("kind", ["FileSystemInput", "TrainingInput"])
+def test_the_sdks_own_inputs_are_sent_as_they_are(make: MakeEstimator, kind: str) -> None:
+    import sagemaker.inputs
+
+    arguments: dict[str, Any] = FILE_SYSTEM if kind == "FileSystemInput" else MODEL
+    made = getattr(sagemaker.inputs, kind)(**arguments)
+    (channel,) = sent(make, {"train": made}, **VPC)["InputDataConfig"]
+    assert channel == {"ChannelName": "train", **made.config}
+
+
+@pytest.mark.parametrize("config", [SimpleNamespace(seed=7), {"Seed": 7}, 7], ids=["SDK", "mapping", "number"])
+def test_shuffling_is_called_as_in_the_sdk(make: MakeEstimator, config: Any) -> None:
+    made = TrainingInput("s3://bucket/x", shuffle_config=config)
+    assert sent(make, {"train": made})["InputDataConfig"][0]["ShuffleConfig"] == {"Seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"TargetAttributeName": "label"}, "TargetAttributeName"),
+        ({"DataSource": {"S3DataSource": {"S3Uri": "s3://bucket/x", "New": "y"}}}, "New"),
+        ({"DataSource": {"DatasetSource": {"DatasetArn": "arn"}}}, "DatasetArn"),
+        ({"DataSource": {"S3DataSource": {"S3Uri": "s3://bucket/x", "S3DataDistributionType": "Odd"}}}, "S3DataDist"),
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(config: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.{name}.*: cannot be sent"):
+        channels({"train": SimpleNamespace(config=config)})
+
+
+@pytest.mark.parametrize(
+    ("channel", "message"),
+    [
+        ({}, "inputs.a.uri: is required"),
+        ({"uri": "s3://bucket", "file_system": {"id": "fs-1", "type": "EFS", "path": "/"}}, "is given together with"),
+        ({"file_system": {"id": "fs-1", "type": "NFS", "path": "/"}}, "inputs.a.file_system.type: "),
+        ({"file_system": {"id": "fs-1", "type": "EFS", "path": "x"}}, "must be an absolute path"),
+        ({"file_system": {"id": "fs-1", "type": "EFS", "path": "/"}, "mode": "Pipe"}, "inputs.a.mode: is for objects"),
+    ],
+)
+def test_a_channel_has_one_place(channel: dict[str, Any], message: str) -> None:
+    from smpkit.config.explain import validated
+
+    with pytest.raises(ConfigError) as caught:
+        validated(JobConfig, {"entry_point": "a.py", "inputs": {"a": channel}}, subject="job")
+    assert message in str(caught.value)
+
+
+def test_what_is_in_a_vpc_needs_one(make: MakeEstimator) -> None:
+    estimator = make(FakeSageMaker(), training_repository_access_mode="Vpc")
+    with pytest.raises(ConfigError) as caught:
+        estimator.plan({"train": FileSystemInput("fs-0123456789abcdef0", "EFS", "/data")})
+    assert [problem.where for problem in caught.value.problems] == [
+        "inputs.train.file_system",
+        "container.registry_access",
+    ]
+
+
+def test_limits_of_a_file_system_have_its_name(make: MakeEstimator) -> None:
+    with pytest.raises(ConfigError, match=r"inputs.train.file_system.id: .* does not fit"):
+        make(FakeSageMaker(), **VPC).plan({"train": FileSystemInput("volume-12345", "EFS", "/data")})
+
+
+def test_a_local_run_wants_data_of_this_machine(make: MakeEstimator) -> None:
+    estimator = make(FakeSageMaker())
+    job = estimator.config.model_copy(update={"inputs": {"train": FileSystemInput("fs-01234567", "EFS", "/data")}})
+    from pathlib import Path
+
+    with pytest.raises(ConfigError, match=r"inputs.train: is a file system of AWS(.|\n)*--set inputs.train=./data"):
+        plan_local_run(job, Path())
+
+
+def test_a_private_registry_is_named(make: MakeEstimator) -> None:
+    spec = sent(
+        make,
+        None,
+        training_repository_access_mode="Vpc",
+        training_repository_credentials_provider_arn=LAMBDA,
+        **VPC,
+    )["AlgorithmSpecification"]
+    assert spec["TrainingImageConfig"] == {
+        "TrainingRepositoryAccessMode": "Vpc",
+        "TrainingRepositoryAuthConfig": {"TrainingRepositoryCredentialsProviderArn": LAMBDA},
+    }
+    with pytest.raises(ConfigError, match="training_repository_credentials_provider_arn: requires registry_access"):
+        make(FakeSageMaker(), training_repository_credentials_provider_arn=LAMBDA)
+    with pytest.raises(ConfigError, match=r"container\.registry_credentials: .* does not fit"):
+        sent(
+            make,
+            None,
+            training_repository_access_mode="Vpc",
+            training_repository_credentials_provider_arn="x",
+            **VPC,
+        )
+
+
+def test_an_experiment_is_named_as_in_the_sdk(make: MakeEstimator) -> None:
+    fake = FakeSageMaker()
+    config = {"ExperimentName": "e", "TrialName": "t", "TrialComponentDisplayName": "d", "RunName": "r"}
+    make(fake).fit(wait=False, job_name="job", experiment_config=config)
+    assert fake.jobs["job"].request["ExperimentConfig"] == config
+    with pytest.raises(ConfigError, match="did you mean `ExperimentName`"):
+        make(fake).fit(experiment_config={"ExperimentNmae": "e"})
