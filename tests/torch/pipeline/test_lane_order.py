@@ -26,7 +26,7 @@ from smpkit.torch.pipeline import ring as rings
 from smpkit.torch.pipeline import transport as transports
 from smpkit.torch.pipeline.buffers import Buffers
 from smpkit.torch.pipeline.lanes import Arrival, Lanes
-from smpkit.torch.pipeline.messages import Message
+from smpkit.torch.pipeline.messages import Message, Tag
 from smpkit.torch.pipeline.plan import _places, graph_of
 from smpkit.torch.pipeline.record import Move
 from smpkit.torch.pipeline.specs import TensorSpec
@@ -172,8 +172,6 @@ class Driver:
         self.world.kept.append(value)
         code, data = code_of(microbatch, move, backward=backward), value.numpy()
         self.world.compute(lambda: data.fill(code), f"what {'B' if backward else 'F'}{microbatch} sends")
-        if self.transport._has_left:
-            self.world.synchronize("what it copies to its host")
         if backward:
             self.transport.send_gradient(value, microbatch, move)
         else:
@@ -191,6 +189,12 @@ def over(world: World) -> Iterator[None]:
 
         return call
 
+    def send(self: Transport, tensor: torch.Tensor, target: int, tag: int, *args: Any) -> None:
+        if tag != Tag.HEADERS:
+            world.synchronize("what it copies to its host")
+        sends(self, tensor, target, tag, *args)
+
+    sends = Transport._send
     fixed = SimpleNamespace(timeout=timedelta(seconds=60))
     clock = SimpleNamespace(
         sleep=lambda _: world.pause(), monotonic=time.monotonic, perf_counter_ns=time.perf_counter_ns
@@ -199,6 +203,7 @@ def over(world: World) -> Iterator[None]:
         world.devices(),
         mock.patch.object(transports, "time", clock),
         mock.patch.object(transports, "state", fixed),
+        mock.patch.object(Transport, "_send", send),
         mock.patch.object(rings.Ring, "_made", keeping(rings.Ring._made)),
         mock.patch.object(Buffers, "take", keeping(Buffers.take)),
     ):
