@@ -67,21 +67,24 @@ def one_fails(how: str) -> str:
     if smp.rank() == 1:
         deadline.report_failure(ValueError("the loss is not finite"))
         assert backend.ended.is_set()
+        facts().wait(["heard"])  # or its end would tell as well
         return "failed"
     backend.item()
     assert deadline.failed()
-    if how == "returns":  # and so the next word with another rank must not succeed
-        return message_of(smp.barrier)
 
     def collective() -> None:
         with waiting("the reduction of gradients", [1]):
-            raise RuntimeError(how)
+            if how != "nothing":
+                raise RuntimeError(how)
 
-    return message_of(collective)
+    text = message_of(smp.barrier if how == "barrier" else collective)
+    facts().set("heard", "")
+    return text
 
 
 @pytest.mark.parametrize(
-    "how", ["returns", "NCCL communicator was aborted on rank 0.", "CUDA error: unspecified launch failure"]
+    "how",
+    ["barrier", "nothing", "NCCL communicator was aborted on rank 0.", "CUDA error: unspecified launch failure"],
 )
 def test_a_rank_that_waits_for_its_gpu_hears_which_rank_failed_and_why(how: str) -> None:
     assert run_ranks(one_fails, 2, how)[0].startswith("RemoteError: rank 1 failed: ValueError: the loss is not finite")
