@@ -33,6 +33,7 @@ from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 from smpkit.torch.tensor_parallel.arguments import check_callable
+from smpkit.torch.tensor_parallel.dropout import common_numbers, random_number
 from smpkit.torch.tensor_parallel.replace import distribute
 from smpkit.torch.tensor_parallel.same_call import SameCall
 from smpkit.torch.tensor_parallel.successors import adopt_successors
@@ -148,10 +149,18 @@ class DistributedModel(ModelState):
                     "the model was called outside a step, but it lies on several pipeline ranks",
                     hint="call it inside a function decorated with @smp.step",
                 )
-            self._same_call.check("the model", self._mode, (args, kwargs))
+            number = random_number() if state.tp_size > 1 and self.training else 0
+            number = self._same_call.check("the model", self._mode, (args, kwargs), number)
             self._run_hooks(self._post_partition_hooks)
             if self.data_parallel is not None:
                 self.data_parallel.begin_plain_pass(self.training)
+            if number:
+                with common_numbers(number, state.device):
+                    return self._placed(args, kwargs)
+        return self._placed(args, kwargs)
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module, with its weights where they must be."""
         if self.data_parallel is not None and self.data_parallel.divides_weights:
             with _abandoned_on_error(self.data_parallel):
                 return self._called(args, kwargs)
@@ -266,7 +275,7 @@ class DistributedModel(ModelState):
             if hasattr(self.module, "_orig_mod"):
                 yield
                 return
-            self.random = RandomStreams(common_seed() + state.batch_rank, state.device)
+            self.random = RandomStreams(common_seed() + state.rdp_rank, state.device)
             install_streams(self.module, [unit.name for unit in units_of(self.module).units], self.random)
             self._resume_random()
         with self.random.training_step(training=self.module.training), self.random.between_units():
@@ -282,7 +291,7 @@ class DistributedModel(ModelState):
     def random_state(self) -> Mapping[str, int]:
         """Return how far the streams of random numbers are, the same on all ranks: what a checkpoint keeps of them."""
         random = self._streams
-        return self._resumed_random if random is None else {"seed": random.seed - state.batch_rank, "step": random.step}
+        return self._resumed_random if random is None else {"seed": random.seed - state.rdp_rank, "step": random.step}
 
     def load_random_state(self, kept: Mapping[str, int]) -> None:
         """Go on with the random numbers of the job that saved `random_state()`; nothing if it is empty."""
@@ -292,7 +301,7 @@ class DistributedModel(ModelState):
     def _resume_random(self) -> None:
         random = self._streams
         if random is not None and self._resumed_random:
-            random.seed, random.step = self._resumed_random["seed"] + state.batch_rank, self._resumed_random["step"]
+            random.seed, random.step = self._resumed_random["seed"] + state.rdp_rank, self._resumed_random["step"]
             self._resumed_random = {}
 
     @property

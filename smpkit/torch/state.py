@@ -217,11 +217,6 @@ class State:
         return self.mesh.coordinates(self.rank).rdp
 
     @property
-    def batch_rank(self) -> int:
-        """Position among the ranks that are fed different batches: with `prescaled_batch` exact replicas only."""
-        return self.rdp_rank if self.cfg.prescaled_batch else self.dp_rank
-
-    @property
     def mp_size(self) -> int:
         """How many ranks together hold one model."""
         return self.mesh.mp_size

@@ -126,7 +126,7 @@ class Pipeline:
             state.pp_size,
             state.device,
             self._transport,
-            RandomStreams(seed + state.batch_rank, state.device),
+            RandomStreams(seed + state.rdp_rank, state.device),
             self.holders,
             _of_first_pipeline if state.tp_size > 1 else None,
         )

@@ -4,7 +4,7 @@
 stream of its own, seeded by that number and the module's name. So a call costs its caller one number whatever happens
 inside, and a rank that skips the module takes the number too: dropout is the same for every partition and schedule, and
 what all ranks compute alike (LayerDrop's coin) comes out alike. Recomputation in backward repeats it exactly, because
-checkpointing restores the caller's stream.
+checkpointing restores the caller's stream. `stream_seeds` says how a number is taken.
 
 [Note: open and closed streams] Operations between units (`F.dropout` in a spanning module) are calls too: a mode of
 torch gives each a stream. Inside a unit they draw from the unit's own, at native speed. Which of the two holds is the
@@ -27,10 +27,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from smpkit.torch import devices
 from smpkit.torch.pipeline.located import Located
+from smpkit.torch.stream_seeds import Seeds, mixed
 
 __all__ = ["DRAWING", "RandomStreams", "operations_again", "will_be_recomputed"]
-
-_WORD: Final = (1 << 64) - 1
 
 DRAWING: Final = frozenset(
     {
@@ -70,7 +69,8 @@ class RandomStreams:
     """The generators of this process during a step.
 
     Args:
-        seed: common to the ranks of one model; replicas differ, or they would drop the same activations.
+        seed: common to the ranks of one model, tensor-parallel ones too, which `Seeds` tells apart where they have
+            samples of their own; replicas differ, or they would drop the same activations.
         device: where layers run; its generator is led as well as the CPU's.
     """
 
@@ -87,6 +87,7 @@ class RandomStreams:
         """The seed and the number of the step that runs, mixed."""
         self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
         """Asked directly: torch.cuda's functions for it take ten times as long, and this is done for each call."""
+        self._seeds = Seeds.of_this_rank()
         self._names: dict[str, int] = {}
         self._operations = _Operations(self)
         self._given: Given | None = None
@@ -108,7 +109,7 @@ class RandomStreams:
             yield
             return
         self.step += 1
-        self._mixed_step = _mixed(_mixed(0, self.seed), self.step)
+        self._mixed_step = mixed(mixed(0, self.seed), self.step)
         kept = self.state()
         self.active = True
         try:
@@ -129,13 +130,12 @@ class RandomStreams:
         """Start the stream of a microbatch."""
         self.drawn = self.asked = False
         if self.active:
-            self._seed(_seed_of(_mixed(self._mixed_step, index)), closed=False)
+            self._seed(self._seed_of(mixed(self._mixed_step, index), closed=False))
 
     def skip(self) -> None:
         """Take the number that a call takes which another rank runs."""
         if self.active:
-            with _WithoutModes():
-                _DRAWN.random_()
+            self._take()
 
     def run(
         self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -151,13 +151,12 @@ class RandomStreams:
                 return function(*args, **kwargs)
         key = self._names.get(name)
         if key is None:
-            key = self._names[name] = _seed_of(_mixed(0, zlib.crc32(name.encode())))
+            key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
-        with _WithoutModes():  # a mode must not give these draws streams
-            _DRAWN.random_()
-            seed = _NUMBER[()] ^ key
+        with _WithoutModes():  # modes have no business here
+            number = self._take()
             kept = _CPU.get_state()
-            seed = seed | 1 if closed else seed & ~1
+            seed = self._seed_of(mixed(number, key), closed=closed)
             _CPU.manual_seed(seed)
             if device is not None:
                 kept_device = device.get_state()
@@ -174,8 +173,16 @@ class RandomStreams:
             if device is not None:
                 device.set_state(kept_device)
 
-    def _seed(self, seed: int, *, closed: bool) -> None:
-        seed = seed | 1 if closed else seed & ~1
+    def _take(self) -> int:
+        """Return the caller's number, and leave it the one that comes next; see [Note: numbers without draws]."""
+        seed = _CPU.initial_seed()
+        _CPU.manual_seed(self._seeds.after(seed))
+        return self._seeds.number(seed)
+
+    def _seed_of(self, number: int, *, closed: bool) -> int:
+        return self._seeds.closed(number) if closed else self._seeds.open(number)
+
+    def _seed(self, seed: int) -> None:
         _CPU.manual_seed(seed)
         if self._device is not None:
             self._device.manual_seed(seed)
@@ -260,21 +267,3 @@ def _again(mode: _Operations | None) -> Iterator[None]:
 def _draws_from_its_caller() -> bool:
     """Return whether only the caller's generator will be restored for a recomputation."""
     return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _repeated.hooks
-
-
-_DRAWN: Final = torch.empty((), dtype=torch.int64, device="cpu")
-_NUMBER: Final = memoryview(_DRAWN.numpy())  # type: ignore[arg-type] # numpy's stubs do not say so
-"""The number in `_DRAWN`, without the way through torch's dispatcher that `item` takes."""
-
-
-def _mixed(mixed: int, key: int) -> int:
-    """Mix one more key in, to 64 bits, with the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    mixed = (mixed + key + 0x9E3779B97F4A7C15) & _WORD
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
-    return mixed ^ (mixed >> 31)
-
-
-def _seed_of(mixed: int) -> int:
-    """Return a seed of 63 bits; near keys give far seeds."""
-    return mixed >> 1

@@ -26,8 +26,8 @@ from smpkit.torch.pipeline.stage import Stage
 __all__ = ["home_of", "homes_of", "install", "install_streams", "refuse_compiled", "run_together"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_DRAWN_IN_VMAP: Final = "vmap: called random operation"
-"""What torch says where the stream of a module is drawn from."""
+_IN_VMAP: Final = ("vmap: called random operation", "BatchedTensorImpl")
+"""What torch says of where a module draws, and of where its arguments and results are looked at."""
 
 
 def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None:
@@ -218,7 +218,8 @@ def _place(module: nn.Module, name: str, placed: Placed, homes: Collection[int])
             return placed(own, args, kwargs)
         except Exception as error:
             note_place(error, module=f"`{name}`")
-            if _DRAWN_IN_VMAP in str(error) and torch._C._functorch.peek_interpreter_stack() is not None:
+            said = any(text in str(error) for text in _IN_VMAP)
+            if said and torch._C._functorch.peek_interpreter_stack() is not None:
                 raise UsageError(
                     f"torch.vmap was called around `{name}`, which is one of several parts over a pipeline",
                     hint="call it in a torch.nn.Module, which is placed as a whole; layers take batches anyway",

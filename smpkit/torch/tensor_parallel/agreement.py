@@ -24,12 +24,9 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def common_seed() -> int:
-    """Return the seed that a script set, that of the first rank for all that must draw the same random numbers.
-
-    With `prescaled_batch` these are the ranks of a tensor-parallel group, which call this together.
-    """
+    """Return the seed that a script set: the first one's on all ranks of a tensor-parallel group, which call this."""
     seeds = [torch.initial_seed()]
-    if state.tp_size > 1 and state.cfg.prescaled_batch:
+    if state.tp_size > 1:
         group = state.process_group(CommGroup.TP_GROUP)
         with waiting("the seed of tp_rank 0", group):
             dist.broadcast_object_list(seeds, group=group, group_src=0)

@@ -41,6 +41,7 @@ __all__ = [
     "gather",
     "gather_equal",
     "is_rehearsal",
+    "note_number",
     "reduce",
     "reduce_scatter",
     "split",
@@ -87,11 +88,20 @@ def exchanges_made(*, forget: bool = False) -> int:
     return before
 
 
+def note_number(number: int) -> None:
+    """Note a random number that all ranks have without an exchange: ranks that got out of step have different ones."""
+    _note_numbers(5, number)
+
+
 def _note(kind: int, x: torch.Tensor) -> None:
+    _note_numbers(kind, x.element_size(), *x.shape)
+
+
+def _note_numbers(*numbers: int) -> None:
     global _made  # noqa: PLW0603
     if not _made:
         state.forgetters.append(lambda: exchanges_made(forget=True))
-    _made = hash((_made, kind, x.element_size(), *x.shape))  # numbers only: their hashes are the same in all processes
+    _made = hash((_made, *numbers))  # numbers only: their hashes are the same in all processes
 
 
 def copy(x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,13 @@
 """Random numbers between tensor-parallel ranks: equal where the values are, different where the ranks hold parts.
 
-Nothing says that the generators of the ranks agree: a script may have seeded them by rank or all alike. So a number is
-drawn from this rank's generator, and the mask comes from another, seeded by that number: as rank 0 of the group drew it
-where masks must be equal, mixed with the rank where they must differ. Recomputation restores the generator, draws the
-same number again, and gets the same mask.
+In a step, and in a training forward outside of one, the generators are seeded so that each rank knows a number that all
+ranks have (see `stream_seeds`). A mask comes from a generator seeded by that number where masks must be equal, mixed
+with the rank where they must differ, and the number that comes next takes its place. So nothing is asked of the other
+ranks, and nothing waits for a GPU. Recomputation restores the generator, finds the same number again, and gets the same
+mask.
+
+A distributed module that is called by itself finds a generator that the script has seeded, by rank or all alike. There
+a number is drawn from it, and where masks must be equal, that of rank 0 of the group counts.
 """
 
 from __future__ import annotations
@@ -16,15 +20,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from smpkit.torch import devices
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
+from smpkit.torch.stream_seeds import Seeds, mixed
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.arguments import check_probability
 from smpkit.torch.tensor_parallel.boundary import Boundary
 
-__all__ = ["BoundaryDropout", "numbers"]
-
-_WORD = (1 << 64) - 1
+__all__ = ["BoundaryDropout", "common_numbers", "numbers", "random_number"]
 
 
 class BoundaryDropout(nn.Module):
@@ -59,32 +63,55 @@ def numbers(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
     if state.tp_size == 1 or collectives.is_rehearsal(x):
         yield
         return
-    seed = _agreed(x.device) if equal else _different()
-    device = x.device if x.device.type == "cuda" else None
-    with torch.random.fork_rng([] if device is None else [device]):
-        # Odd, as the seeds of the pipeline's closed streams are: what draws here gets no stream of its own.
-        torch.default_generator.manual_seed(seed | 1)
-        if device is not None:
-            torch.cuda.manual_seed(seed | 1)
+    number = _common_number()
+    if number is None:
+        number = _of_first(x.device) if equal else random_number()
+    # Odd, as the seeds of the pipeline's closed streams are: what draws here gets no stream of its own.
+    seed = mixed(number, 1 + (0 if equal else 1 + state.tp_rank)) >> 1 | 1
+    with devices.fork_rng(x.device):
+        _seed(seed, x.device)
         yield
 
 
-def _different() -> int:
-    # SplitMix64's finaliser (Steele, Lea, Flood 2014): neighbouring ranks get distant seeds.
-    mixed = (_number() + (state.tp_rank + 1) * 0x9E3779B97F4A7C15) & _WORD
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
-    return (mixed ^ (mixed >> 31)) >> 1
+@contextlib.contextmanager
+def common_numbers(number: int, device: torch.device) -> Iterator[None]:
+    """Let the modules in this block know numbers that all ranks have; afterwards the generators are what they were.
+
+    Args:
+        number: the same on all ranks of a tensor-parallel group, and another one for each block.
+        device: where the modules run.
+    """
+    with devices.fork_rng(device):
+        _seed(Seeds.of_this_rank().closed(number), device)
+        yield
 
 
-def _agreed(device: torch.device) -> int:
+def _seed(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)
+    if devices.is_asynchronous(device):
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def _common_number() -> int | None:
+    """Take the number that all ranks have; None where the script has seeded the generator."""
+    seeds, seed = Seeds.of_this_rank(), torch.default_generator.initial_seed()
+    if not seeds.has_number(seed):
+        return None
+    torch.default_generator.manual_seed(seeds.after(seed))
+    number = seeds.number(seed)
+    collectives.note_number(number)
+    return number
+
+
+def _of_first(device: torch.device) -> int:
     group = collectives.tp_group()
-    drawn = torch.tensor(_number(), dtype=torch.int64, device=device)
+    drawn = torch.tensor(random_number(), dtype=torch.int64, device=device)
     with waiting("agreement on random numbers between tensor-parallel ranks", group):
         dist.broadcast(drawn, group=group, group_src=0)
     return int(drawn.item())
 
 
-def _number() -> int:
+def random_number() -> int:
+    """Draw a number of 63 bits from this rank's generator."""
     with torch._C.DisableTorchFunction():  # the pipeline's streams must not give this draw one of its own
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

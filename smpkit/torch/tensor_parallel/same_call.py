@@ -34,7 +34,7 @@ class SameCall:
     def __init__(self) -> None:
         self._num_compared = 0
 
-    def check(self, name: str, mode: str, arguments: Any) -> None:
+    def check(self, name: str, mode: str, arguments: Any, number: int = 0) -> int:
         """Raise on all ranks of the group unless they call the same with tensors of the same shapes.
 
         With `prescaled_batch` the first calls compare values too.
@@ -42,12 +42,16 @@ class SameCall:
         Args:
             name: of what is called.
             mode: what else decides what will happen: training or not.
+            number: any of 63 bits.
+
+        Returns:
+            The first rank's `number`.
 
         Raises:
             UsageError: says what differs, and between which ranks; or that their exchanges before this call differed.
         """
         if state.tp_size == 1:
-            return
+            return number
         tensors = _tensors_in(arguments)
         told = f"{name} ({mode}) with {', '.join(str(spec_of(tensor)) for tensor in tensors) or 'no tensors'}"
         values = 0
@@ -56,13 +60,13 @@ class SameCall:
             self._num_compared += 1
             values = _checksum(tensors)
         group = state.process_group(CommGroup.TP_GROUP)
-        mine = torch.tensor([zlib.crc32(told.encode()), values, exchanges_made()], device="cpu")
+        mine = torch.tensor([zlib.crc32(told.encode()), values, exchanges_made(), number], device="cpu")
         if "cpu" not in str(dist.get_backend_config(group)):
             mine = mine.to(state.device)
         everybody = [torch.empty_like(mine) for _ in range(state.tp_size)]
         with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
             dist.all_gather(everybody, mine, group=group)
-        calls, numbers, exchanges = zip(*(each.tolist() for each in everybody), strict=True)
+        calls, checksums, exchanges, numbers = zip(*(each.tolist() for each in everybody), strict=True)
         if other := _other_than_first(exchanges):
             exchanges_made(forget=True)
             raise UsageError(
@@ -73,12 +77,14 @@ class SameCall:
             )
         if _other_than_first(calls):
             _refuse_calls(told)
-        if other := _other_than_first(numbers):
+        if other := _other_than_first(checksums):
             raise UsageError(
                 f"prescaled_batch is on, but {_between(other)} brought different values to {name}",
                 hint="feed all ranks of a tensor-parallel group the same batch: shard data by smp.rdp_rank() of"
                 " smp.rdp_size(), with one seed for shuffling",
             )
+        first: int = numbers[0]
+        return first
 
 
 def _other_than_first(said: Sequence[Any]) -> int:
