@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from smpkit.errors import UsageError
 from smpkit.torch.containers import children, rebuild
-from smpkit.torch.devices import to_device
+from smpkit.torch import devices
 
 __all__ = ["Call", "Calls", "Splitter"]
 
@@ -192,7 +192,7 @@ def _cut(value: Any, cut: _Cut) -> _Pieces:
 
 
 def _cut_tensor(value: torch.Tensor, cut: _Cut) -> _Pieces:
-    whole = to_device(value, cut.device)
+    whole = devices.to_device(value, cut.device)
     if value.dim() == 0:
         return lambda _: whole  # a scalar has no batch axis, so it can only be meant for every microbatch
     if not -value.dim() <= cut.axis < value.dim():

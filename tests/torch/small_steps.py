@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 
-__all__ = ["KINDS", "Kind", "Net", "Trained", "begin", "begin_offload_model", "inputs", "train_step"]
+__all__ = ["KINDS", "Kind", "Trained", "batch", "begin", "begin_offload_model"]
 
 WIDTH, BATCH = 16, 16
 
@@ -71,10 +71,9 @@ KINDS = {
 class Trained:
     """A model that trains, and what it is trained by."""
 
-    step: Callable[[int], Tensor]
-    """Runs the step of this number, that of the optimizer included; returns the loss."""
+    step: Callable[[Tensor], Tensor]
+    """Runs a step with a batch, and that of the optimizer; returns the loss."""
     parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]]
-    extras: dict[str, Any] = field(default_factory=dict)
 
 
 @smp.step
@@ -84,14 +83,14 @@ def train_step(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def inputs(number: int, device: str = "cpu") -> Tensor:
-    """Return the batch of a step; made on the host, as a loader does."""
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number), device="cpu").to(device)
+def batch(number: int) -> Tensor:
+    """Return the batch of a step, on the host."""
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number), device="cpu")
 
 
 @contextlib.contextmanager
-def begin(kind: Kind, device: str = "cpu") -> Iterator[Trained]:
-    """Train as `kind` says on this rank, with inputs on `device`."""
+def begin(kind: Kind) -> Iterator[Trained]:
+    """Train as `kind` says on this rank."""
     smp.init(dict(kind.config))
     with torch.device("cpu"):
         torch.manual_seed(3)
@@ -105,13 +104,13 @@ def begin(kind: Kind, device: str = "cpu") -> Iterator[Trained]:
     model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
-    def step(number: int) -> Tensor:
+    def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = train_step(model, inputs(number, device)).reduce_mean()
+        loss: Tensor = train_step(model, x).reduce_mean()
         optimizer.step()
         return loss
 
-    yield Trained(step, model.local_named_parameters, {"model": model, "optimizer": optimizer})
+    yield Trained(step, model.local_named_parameters)
     smp.shutdown()
 
 
@@ -123,9 +122,9 @@ def begin_offload_model(device: str = "cpu", *, checkpoint: bool = True) -> Trai
     model = OffloadModel(module, torch.device(device), num_slices=4, checkpoint_activation=checkpoint)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
 
-    def step(number: int) -> Tensor:
+    def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = model(inputs(number, device)).square().mean()
+        loss: Tensor = model(x).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()

@@ -15,14 +15,14 @@ from torch import Tensor
 import smpkit.torch as smp
 from smpkit.torch.checkpoints import resume_from_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
-from tests.torch.small_steps import KINDS, Trained, begin, begin_offload_model
+from tests.torch.small_steps import KINDS, Trained, batch, begin, begin_offload_model
 
 STEPS = 5  # after the second, a pipeline measures and plans anew
 
 
 def values_after(trained: Trained, first: int = 0, steps: int = STEPS) -> dict[str, Tensor]:
     """Return losses, gradients and weights."""
-    values = {f"loss {number}": trained.step(number) for number in range(first, first + steps)}
+    values = {f"loss {number}": trained.step(batch(number)) for number in range(first, first + steps)}
     for name, parameter in trained.parameters():
         values[name] = parameter.detach().clone()
         if parameter.grad is not None:

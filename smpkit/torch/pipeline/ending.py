@@ -24,7 +24,7 @@ from smpkit.torch.pipeline.packing import pack, packed_bytes, unpack_copies
 from smpkit.torch.pipeline.specs import TensorSpec, laid, map_tensors
 from smpkit.torch.pipeline.stage import Stage
 
-__all__ = ["Ending"]
+__all__ = ["Ending", "reserve"]
 
 _CHECKSUM_BITS: Final = (1 << 24) - 1
 _HOME_BITS: Final = 10
@@ -115,6 +115,17 @@ class Ending:
             f"pipeline ranks {self._stage.rank} and {rank} returned other things from the step",
             hint="a step runs on every pipeline rank and must not branch on the rank or on data of its own",
         )
+
+
+def reserve(stage: Stage, output: Any, count: int) -> None:
+    """Have the memory at hand that the results of `count` microbatches are copied into; the first returned `output`.
+
+    To pin memory may make the host wait for the whole device. That is harmless only as long as no rank waits for what
+    another has queued.
+    """
+    if devices.is_asynchronous(stage.device):
+        own = _located_by_home([output]).get(stage.rank, [])
+        devices.host_memory(packed_bytes([value.spec for value in own] * count), stage.device)
 
 
 def _located_by_home(outputs: list[Any]) -> dict[int, list[Located]]:

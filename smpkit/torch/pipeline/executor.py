@@ -21,7 +21,7 @@ from smpkit.plan.schedule import Action, Costs, Kind, Schedule, SegmentGraph, ch
 from smpkit.torch.deadline import note_place
 from smpkit.torch.offload import active
 from smpkit.torch.pipeline.carried import carried_anywhere, refuse_kept_graph, warn_of_carried
-from smpkit.torch.pipeline.ending import Ending
+from smpkit.torch.pipeline.ending import Ending, reserve
 from smpkit.torch.pipeline.located import Running
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.parking import Parked
@@ -111,6 +111,7 @@ class Executor:
             microbatch.carried = self.stage.watched_modules()
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.forward_straight(0)
+            reserve(self.stage, step.outputs[0], count)
             self.stage.transport.connect(microbatch.moves)
             self._plans[kind] = self._planned(kind, microbatch, count)
         trial = self._trials.get(kind)
