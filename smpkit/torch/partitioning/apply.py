@@ -47,7 +47,9 @@ def keep_own_parts(
             parameter.data = parameter.data.to(device)
         else:
             nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-            parameter.data = torch.full((), nothing, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+            parameter.data = torch.full((), nothing, dtype=parameter.dtype, device=parameter.device).expand(
+                parameter.shape
+            )
     for module, names in names_of(root).items():
         is_here = any(home_of(name, placement) in (None, rank) for name in names)
         target = device if is_here else torch.device("meta")
