@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from smpkit.errors import UsageError
-from smpkit.torch.containers import children, rebuild
 from smpkit.torch import devices
+from smpkit.torch.containers import children, rebuild
 
 __all__ = ["Call", "Calls", "Splitter"]
 

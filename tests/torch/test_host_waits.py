@@ -47,7 +47,7 @@ def test_a_step_waits_for_the_device_only_where_it_must(name: str, on_host: bool
     expected = _WAITS.get(name, [{}] * ranks)
     if "pipeline_parallel_degree" in KINDS[name].config:
         # Other ranks need what the last one returns, and a batch that lies on the device of the first: a rank waits for
-        # that to have been copied at the latest when it waits for another rank. (Here each batch counts as the device's.)
+        # that to have been copied at the latest when it waits for another rank. (Each batch counts as such here.)
         expected = [{"wait @ outbox": 1}] * 2
     assert [waits for waits, _ in found] == expected
     queued: list[Counts] = [{"copy to the device @ splitting": 1} if on_host else {} for _ in range(ranks)]

@@ -1,0 +1,152 @@
+"""No step makes the host wait for the GPU where nothing needs it; `torch.cuda.set_sync_debug_mode` tells where it does.
+
+It finds reads of values, copies from and to memory that is not pinned, and waits for streams; not waits for events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import smpkit.torch as smp
+from smpkit import OffloadModel, OffloadOptimizer
+from tests.ranks import run_ranks
+from tests.torch.small_steps import KINDS, Block, batch, begin
+
+_WARM = 8  # steps, in which memory is pinned, kernels are loaded and schedules are tried
+
+
+@contextlib.contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once that not all waits are found
+        torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def strict_step(name: str, on_host: bool) -> bool:
+    with begin(KINDS[name]) as trained:
+        for number in range(_WARM):
+            trained.step(batch(number).to("cpu" if on_host else "cuda"))
+        x = batch(_WARM).to("cpu" if on_host else "cuda")
+        with sync_debug_mode("error"):
+            loss = trained.step(x)
+        return bool(loss.isfinite())
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["batch on the GPU", "batch on the host"])
+@pytest.mark.parametrize("name", ["plain", "activations offloaded"])
+def test_a_step_never_waits(name: str, on_host: bool) -> None:
+    assert run_ranks(strict_step, 1, name, on_host, timeout=170) == [True]
+
+
+def places_of_syncs(name: str) -> list[str]:
+    """Return the functions of the product that waited in a step and its optimizer's.
+
+    Not what gloo does in its own threads with tensors of a GPU that ranks share.
+    """
+    product = Path(smp.__file__).parent
+    found: list[str] = []
+
+    def note(message: object, category: object, *_: object, **__: object) -> None:
+        frames = [each for each in traceback.extract_stack() if Path(each.filename).is_relative_to(product)]
+        found.append(f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else str(message))
+
+    with begin(KINDS[name]) as trained:
+        for number in range(_WARM):
+            trained.step(batch(number).cuda())
+        x = batch(_WARM).cuda()
+        with sync_debug_mode("warn"), warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            trained.step(x)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("name", ["data", "tensor", "data, sharded state"])
+def test_parallel_steps_never_wait(name: str) -> None:
+    assert run_ranks(places_of_syncs, 2, name, timeout=170) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["pipeline", "interleaved"])
+def test_a_pipelined_step_waits_only_where_values_go_through_the_hosts(name: str) -> None:
+    """Two ranks on one GPU have no lanes: each value is copied to the host before it is sent."""
+    for places in run_ranks(places_of_syncs, 2, name, timeout=170):
+        assert places
+        assert all(place.startswith("transport.") for place in places), places
+
+
+def test_fp16_reads_once_whether_a_gradient_has_overflowed() -> None:
+    (places,) = run_ranks(places_of_syncs, 1, "fp16", timeout=170)
+    assert places == ["master_weights.prepare"]
+
+
+def test_flags_of_unused_parameters_are_read_once() -> None:
+    for places in run_ranks(places_of_syncs, 2, "data, one parameter unused", timeout=170):
+        assert places == ["reducer._flags_of"]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_an_offload_model_s_forward_and_backward_never_wait(checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*[Block() for _ in range(4)])
+    model = OffloadModel(module, torch.device("cuda"), num_slices=4, checkpoint_activation=checkpoint)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+    x = batch(0).cuda()
+    for _ in range(_WARM):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    with sync_debug_mode("error"):
+        model(x).square().mean().backward()
+    optimizer.step()
+
+
+def refilled() -> list[float]:
+    """Return the loss of a step on a batch, and that of one whose memory is written to right after the call."""
+    losses = []
+    for refill in (False, True):
+        with begin(KINDS["plain"]) as trained:
+            trained.step(batch(0))
+            x = batch(1).pin_memory()
+            torch.cuda._sleep(1_000_000_000)  # the copy comes behind this, half a second late
+            loss = trained.step(x)
+            if refill:
+                x.fill_(float("nan"))
+            losses.append(loss.item())
+    return losses
+
+
+def test_a_pinned_batch_may_be_refilled_as_soon_as_the_call_is_over() -> None:
+    (losses,) = run_ranks(refilled, 1)
+    assert losses[0] == losses[1]
+
+
+def on_a_side_stream(side: bool) -> list[float]:
+    """Return the losses of a pipeline with virtual stages, called on a stream that is far behind the default one."""
+    losses = []
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    with begin(KINDS["interleaved"]) as trained, torch.cuda.stream(stream):
+        for number in range(_WARM):
+            x = torch.zeros(16, 16, device="cuda")
+            torch.cuda._sleep(100_000_000)
+            x.copy_(batch(number).pin_memory(), non_blocking=True)
+            losses.append(trained.step(x))
+        torch.cuda.synchronize()
+        return [loss.item() for loss in losses]
+
+
+def test_parked_microbatches_run_on_the_caller_s_stream() -> None:
+    for side, plain in zip(run_ranks(on_a_side_stream, 2, True), run_ranks(on_a_side_stream, 2, False), strict=True):
+        assert side == plain
