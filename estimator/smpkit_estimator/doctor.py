@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib import metadata
-from typing import Literal
 
-import smpkit
 from smpkit.config.job import JobConfig
-from smpkit.errors import SmpkitError
 from smpkit_estimator.backends.sagemaker import Cloud, split_uri
+from smpkit_estimator.finding import Finding, tried
 
-__all__ = ["Finding", "check_cloud", "check_job", "check_machine"]
+__all__ = ["check_cloud", "check_job"]
 
 _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<name>[^:@]+)"
@@ -24,36 +19,14 @@ _ECR = re.compile(
 _PROBE = "smpkit/doctor"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    state: Literal["ok", "problem", "info"]
-    text: str
-    hint: str | None = None
-
-
-def check_machine() -> list[Finding]:
-    """Look at this machine: versions, and whether torch is here."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    found = [Finding("smpkit", "ok", f"smpkit {smpkit.__version__}, Python {python}")]
-    try:
-        found.append(Finding("torch", "ok", f"torch {metadata.version('torch')}"))
-    except metadata.PackageNotFoundError:
-        text = "torch is not installed here (needed in the image and for `smpkit run`)"
-        found.append(Finding("torch", "info", text))
-    return found
-
-
-def check_cloud(cloud: Cloud) -> list[Finding]:
-    """Look at credentials and region."""
+def check_cloud(cloud: Cloud, *, needed: bool = True) -> list[Finding]:
+    """Look at credentials and region; without them is a problem only if they are `needed`."""
 
     def look() -> Finding:
         who = cloud.identity()
         return Finding("credentials", "ok", f"credentials: {who.arn}, {cloud.region}")
 
-    return [_tried("credentials", look)]
+    return [tried("credentials", look, needed=needed)]
 
 
 def check_job(job: JobConfig, cloud: Cloud, *, write: bool = False) -> list[Finding]:
@@ -68,14 +41,7 @@ def check_job(job: JobConfig, cloud: Cloud, *, write: bool = False) -> list[Find
         ("image", lambda: _image(job, cloud)),
         ("quota", lambda: _quota(job, cloud)),
     ]
-    return [_tried(what, check) for what, check in checks]
-
-
-def _tried(what: str, check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except SmpkitError as error:
-        return Finding(what, "problem", error.message, error.hint)
+    return [tried(what, check) for what, check in checks]
 
 
 def _role(job: JobConfig, cloud: Cloud) -> Finding:

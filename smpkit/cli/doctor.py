@@ -26,22 +26,26 @@ _MARKS = {"ok": ("✓", "green"), "problem": ("✗", "red"), "info": ("–", "ye
 def doctor(file: Path | None, write: bool, report: bool, as_json: bool, cloud: CloudChoice) -> int:
     """Check this machine, AWS credentials, and what a job names.
 
-    With the job file FILE also its role, bucket, image and quota are looked at.
+    With the job file FILE of a managed job also its role, bucket, image and quota are looked at.
 
-    The exit code is 1 if there is a problem. Nothing is changed, unless `--write` is given.
+    The exit code is 1 if there is a problem: something that the job FILE cannot do without. Nothing is changed, unless
+    `--write` is given.
     """
     from smpkit.cli._report import versions
-    from smpkit_estimator.doctor import check_cloud, check_job, check_machine
+    from smpkit_estimator.doctor import check_cloud, check_job
+    from smpkit_estimator.machine import check_machine, runs_here
 
     if report:
         click.echo("\n".join(versions()))
         return 0
-    findings = check_machine()
-    opened = cloud.open()
-    reached = check_cloud(opened)
-    findings += reached
-    if file is not None and all(finding.state != "problem" for finding in reached):
-        findings += check_job(read_job(file, ()).config, opened, write=write)
+    job = read_job(file, ()).config if file is not None else None
+    findings = check_machine(job)
+    if job is None or not runs_here(job):
+        opened = cloud.open()
+        reached = check_cloud(opened, needed=job is not None)
+        findings += reached
+        if job is not None and all(finding.state == "ok" for finding in reached):
+            findings += check_job(job, opened, write=write)
     problems = sum(finding.state == "problem" for finding in findings)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))

@@ -1,0 +1,131 @@
+"""Look at this machine, one finding for each thing; a problem is only what the job in question cannot do without."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import smpkit
+from smpkit.config.job import JobConfig
+from smpkit_container.command import find_mpirun
+from smpkit_estimator.docker import engine
+from smpkit_estimator.finding import Finding, tried
+
+__all__ = ["check_machine", "runs_here"]
+
+_GIB: Final = 2**30
+_SMALL_SHARED_BYTES: Final = 64 * 2**20
+_INSTALL_TORCH: Final = (
+    "`pip install 'smpkit[torch]'`; without a GPU, first `pip install torch --index-url "
+    "https://download.pytorch.org/whl/cpu`, which is a tenth of the download"
+)
+_WITH_TORCH: Final = (
+    ("CUDA", "nvidia-cuda-runtime"), ("CUDA", "nvidia-cuda-runtime-cu12"),
+    ("NCCL", "nvidia-nccl-cu13"), ("NCCL", "nvidia-nccl-cu12"),
+)  # fmt: skip
+"""What is installed beside a torch for GPUs."""
+_FOR_CPU: Final = ("a build for the CPU",)
+_COMPILERS: Final = ("c++", "g++", "clang++")
+
+
+def runs_here(job: JobConfig) -> bool:
+    """Tell whether a job is for this machine, and so needs nothing of the cloud."""
+    return job.compute.instance_type == "local"
+
+
+def check_machine(job: JobConfig | None = None, shared: Path = Path("/dev/shm")) -> list[Finding]:  # noqa: S108
+    """Look at versions, GPUs, launchers and memory.
+
+    Args:
+        job: what is to run; a managed one needs nothing of this machine.
+        shared: where processes share memory.
+    """
+    launcher = job.distribution.launcher if job is not None and runs_here(job) else None
+    return [
+        Finding("smpkit", "ok", f"smpkit {smpkit.__version__}, Python {'.'.join(map(str, sys.version_info[:3]))}"),
+        _torch(needed=launcher is not None),
+        _gpus(),
+        _mpirun(needed=launcher == "mpirun"),
+        tried("docker", _docker, needed=False),
+        _compiler(),
+        *_shared_memory(shared),
+        *_memory(),
+    ]
+
+
+def _torch(*, needed: bool) -> Finding:
+    version = _version("torch")
+    if version is None:
+        text = "torch is not installed here (needed in the image and for `smpkit run`)"
+        return Finding("torch", "problem" if needed else "info", text, _INSTALL_TORCH)
+    parts = [f"{name} {found}" for name, package in _WITH_TORCH if (found := _version(package))]
+    return Finding("torch", "ok", ", ".join([f"torch {version}", *(parts or _FOR_CPU)]))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> Finding:
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return Finding("gpus", "info", "no GPU: ranks run on the CPU")
+    names = done.stdout.strip().splitlines()
+    if not names:
+        return Finding("gpus", "info", "no GPU: ranks run on the CPU")
+    name, memory, driver = (part.strip() for part in (names[0] + ",,").split(",")[:3])
+    return Finding("gpus", "ok", f"{len(names)} GPU{'s' * (len(names) != 1)}: {name}, {memory}, driver {driver}")
+
+
+def _mpirun(*, needed: bool) -> Finding:
+    return tried("mpirun", lambda: Finding("mpirun", "ok", f"mpirun: {find_mpirun()}"), needed=needed)
+
+
+def _docker() -> Finding:
+    engine.check()
+    return Finding("docker", "ok", "docker: the engine answers")
+
+
+def _compiler() -> Finding:
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found is None:
+        return Finding("compiler", "info", "no C++ compiler (kernels of the host are compiled where there is one)")
+    return Finding("compiler", "ok", f"C++ compiler: {found}")
+
+
+def _shared_memory(folder: Path) -> Iterator[Finding]:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return
+    text = f"{folder}: {_amount(usage.free)} free of {_amount(usage.total)}"
+    if usage.total > _SMALL_SHARED_BYTES:
+        yield Finding("shared memory", "ok", text)
+        return
+    hint = "workers of a DataLoader and NCCL need more; start the container with `--shm-size 8g`"
+    yield Finding("shared memory", "info", text, hint)
+
+
+def _memory() -> Iterator[Finding]:
+    try:
+        found = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")))
+        free, total = int(found["MemAvailable"]) * 1024, int(found["MemTotal"]) * 1024
+    except (OSError, KeyError):
+        return
+    yield Finding("memory", "ok", f"memory: {_amount(free)} free of {_amount(total)}, {os.cpu_count()} processors")
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,77 @@
+"""`smpkit doctor` fails on what the job in question needs, and on nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from smpkit_estimator import machine
+from tests.cli.conftest import Smpkit
+
+LOCAL = "entry_point: train.py\n"
+MPI = LOCAL + "distribution: {mpi: {enabled: true, processes_per_host: 2}}\n"
+MANAGED = MPI + "compute: {instance_type: ml.p4d.24xlarge}\n"
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A machine without region, torch, mpirun, docker, compiler and GPU; write a job file of the text."""
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("CONFIG_FILE", "SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(f"AWS_{name}", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("smpkit_container.command.sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr(machine, "_version", lambda _: None)
+    (tmp_path / "train.py").touch()
+
+    def write(text: str) -> str:
+        (tmp_path / "job.yaml").write_text(text)
+        return str(tmp_path / "job.yaml")
+
+    return write
+
+
+def problems(text: str) -> list[str]:
+    return [finding["what"] for finding in json.loads(text) if finding["state"] == "problem"]
+
+
+def test_without_a_job_nothing_is_missing(bare: Callable[[str], str], smpkit: Smpkit) -> None:
+    """Who only trains on a laptop was told that no AWS region is set, as a problem."""
+    result = smpkit("doctor")
+    assert (result.exit_code, result.stderr) == (0, "no problems\n")
+    assert "– no AWS region is set" in result.stdout
+    assert "– no GPU: ranks run on the CPU" in result.stdout
+    assert "https://download.pytorch.org/whl/cpu" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"), [(LOCAL, ["torch"]), (MPI, ["torch", "mpirun"]), (MANAGED, ["credentials"])]
+)
+def test_a_problem_is_what_the_job_needs(
+    job: str, expected: list[str], bare: Callable[[str], str], smpkit: Smpkit
+) -> None:
+    result = smpkit("doctor", bare(job), "--json")
+    assert result.exit_code == 1
+    assert problems(result.stdout) == expected
+
+
+def test_everything_a_run_may_meet_is_looked_at(smpkit: Smpkit) -> None:
+    found = [finding["what"] for finding in json.loads(smpkit("doctor", "--json", "--backend", "fake").stdout)]
+    for what in ("torch", "gpus", "mpirun", "docker", "compiler", "credentials"):
+        assert what in found
+
+
+def test_the_first_gpu_and_a_small_shared_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB, 570.1'\necho 'NVIDIA H100, 81559 MiB, 570.1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 2**20, "total": 2**26}))
+    found = {finding.what: finding for finding in machine.check_machine(shared=tmp_path)}
+    assert found["gpus"].text == "2 GPUs: NVIDIA H100, 81559 MiB, driver 570.1"
+    assert found["shared memory"].text.endswith("1 MiB free of 64 MiB")
+    assert found["shared memory"].hint is not None
