@@ -26,6 +26,11 @@ def test_the_dockerfile_at_the_root_is_that_of_the_image() -> None:
     assert (ROOT / "Dockerfile").read_text() == packaged.read_text(), f"cp {packaged.relative_to(ROOT)} Dockerfile"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-pipeline.md", "scripts/_environment"])
+def test_the_small_build_of_torch_is_named_where_it_is_installed(page: str) -> None:
+    assert "https://download.pytorch.org/whl/cpu" in (ROOT / page).read_text()
+
+
 def test_no_results_of_examples_are_committed_or_would_be() -> None:
     assert [name for name in git("ls-files", "examples") if Path(name).suffix not in (".py", ".yaml", ".md")] == []
     assert git("check-ignore", "examples/gpt_text/runs/checkpoints/newest", "runs/pipeline/newest")[1:]

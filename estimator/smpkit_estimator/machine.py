@@ -23,8 +23,8 @@ __all__ = ["check_machine", "runs_here"]
 _GIB: Final = 2**30
 _SMALL_SHARED_BYTES: Final = 64 * 2**20
 _INSTALL_TORCH: Final = (
-    "`pip install 'smpkit[torch]'`; without a GPU, first `pip install torch --index-url "
-    "https://download.pytorch.org/whl/cpu`, which is a tenth of the download"
+    "`pip install 'smpkit[torch]'`; without a GPU add `--extra-index-url https://download.pytorch.org/whl/cpu`, "
+    "which brings a much smaller PyTorch"
 )
 _WITH_TORCH: Final = (
     ("CUDA", "nvidia-cuda-runtime"), ("CUDA", "nvidia-cuda-runtime-cu12"),

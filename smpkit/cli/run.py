@@ -93,7 +93,7 @@ def _check_launcher(plan: LocalPlan) -> None:
 
         find_mpirun(plan.job.environment.get("PATH"))
     elif importlib.util.find_spec("torch") is None:
-        hint = "`pip install 'smpkit[torch]'`, or `--docker` to run in the training image"
+        hint = "`pip install 'smpkit[torch]'` (`smpkit doctor` names the small build for the CPU), or use `--docker`"
         raise UnsupportedError("torch is not installed beside smpkit, so torchrun cannot start the ranks", hint=hint)
 
 
