@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from smpkit.cli import _console
+from smpkit.cli._layout import fold, width
 from smpkit.config.words import printable
 
 if TYPE_CHECKING:
@@ -30,11 +31,9 @@ def status_lines(status: JobStatus) -> Iterator[str]:
     yield f"machines    {machines}, {'' if status.over else 'so far '}{billable} billable each"
     if status.interruptions:
         yield f"interrupted {status.interruptions} time{'s' * (status.interruptions != 1)}"
-    yield "phases      " + " · ".join(
-        f"{phase.name} {duration(phase.seconds(status.seen))}"
-        for phase in status.phases
-        if phase.end is None or phase.end > phase.start
-    )
+    shown = [phase for phase in status.phases if phase.end is None or phase.end > phase.start]
+    phases = [f"{phase.name} {duration(phase.seconds(status.seen))}" for phase in shown]
+    yield from fold("phases      ", phases, width(), " · ")
     if status.succeeded and status.model_data:
         yield f"model       {status.model_data}"
     if status.checkpoints:

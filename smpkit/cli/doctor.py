@@ -31,9 +31,9 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, cloud: C
     The exit code is 1 if there is a problem: something that the job FILE cannot do without. Nothing is changed, unless
     `--write` is given.
     """
+    from smpkit.cli._machine import check_machine, runs_here
     from smpkit.cli._report import versions
     from smpkit_estimator.doctor import check_cloud, check_job
-    from smpkit_estimator.machine import check_machine, runs_here
 
     if report:
         click.echo("\n".join(versions()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smpkit_estimator import machine
+from smpkit.cli import _machine as machine
 from tests.cli.conftest import Smpkit
 
 LOCAL = "entry_point: train.py\n"

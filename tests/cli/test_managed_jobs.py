@@ -234,6 +234,11 @@ def test_watch_shows_every_phase(use: Use, smpkit: Smpkit) -> None:
     phases = re.findall(r"  (\w+): ", result.stderr)
     first = ["Starting", "Downloading", "Training"]
     assert phases == [*first, "Interrupted", *first, "Uploading"]
+    narrow, wide = (smpkit("status", "job", env={"COLUMNS": columns}).stdout for columns in ("60", "200"))
+    (whole,) = [line for line in wide.splitlines() if line.startswith("phases")]
+    shown = narrow[narrow.index("phases") : narrow.index("\nmodel")]
+    assert len(whole) > 60 >= max(map(len, shown.splitlines()))
+    assert re.sub(r"\n +", " · ", shown) == whole
     assert "interrupted 1 time\n" in result.stdout
 
 
