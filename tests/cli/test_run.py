@@ -156,7 +156,7 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path, smpkit: Smpkit, m
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         "error: torch is not installed beside smpkit, so torchrun cannot start the ranks\n"
-        "hint: `pip install 'smpkit[torch]'`, or `--docker` to run in the training image\n"
+        "hint: `pip install 'smpkit[torch]'` (`smpkit doctor` names the small build for the CPU), or use `--docker`\n"
     )
 
 
