@@ -5,6 +5,7 @@ Any other arguments are a command to run instead, so that `docker run IMAGE bash
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -32,7 +33,7 @@ from smpkit_container.wire import as_meant
 
 __all__ = ["main"]
 
-_OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT")
+_OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT", "SMPKIT_HYPERPARAMETERS")
 """What is meant for this process; a launcher that a script starts must not take it for its own."""
 
 
@@ -44,10 +45,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     if environ.get("SMPKIT_DIE_WITH_PARENT") == "1":  # a local run must not go on when its command line is killed
         die_with_parent(signal.SIGTERM)
     base = base_folder(environ)
+    more = json.loads(environ.get("SMPKIT_HYPERPARAMETERS") or "{}")  # of SDK v3's driver
     environ = {name: value for name, value in environ.items() if name not in _OURS}
     try:
         environment = Environment.read(
-            base, environ, num_gpus=count_gpus(environ), num_cpus=count_cpus(), has_efa=find_efa()
+            base, environ, num_gpus=count_gpus(environ), num_cpus=count_cpus(), has_efa=find_efa(), more=more
         )
         if base == DEFAULT_BASE:  # on somebody's own machine the code is where it is, and so is what it needs
             fetch_source(environment)

@@ -113,16 +113,27 @@ class Environment:
 
     @classmethod
     def read(
-        cls, base: Path, environ: Mapping[str, str], *, num_gpus: int, num_cpus: int, has_efa: bool = False
+        cls,
+        base: Path,
+        environ: Mapping[str, str],
+        *,
+        num_gpus: int,
+        num_cpus: int,
+        has_efa: bool = False,
+        more: Mapping[str, str] | None = None,
     ) -> Environment:
         """Read the files below `base`; a missing file means its default.
+
+        Args:
+            more: hyperparameters in the form of the file, for those that it does not have.
 
         Raises:
             ConfigError: one or more of the files cannot be understood; lists all problems.
         """
         folders = Folders(base)
         problems: list[Problem] = []
-        values = {name: _decoded(value) for name, value in _read(folders, "hyperparameters", problems).items()}
+        sent = {**(more or {}), **_read(folders, "hyperparameters", problems)}
+        values = {name: _decoded(value) for name, value in sent.items()}
         resources = _resources(_read(folders, "resourceconfig", problems), problems)
         channels = _read(folders, "inputdataconfig", problems)
         checkpoint = _read(folders, "checkpointconfig", problems)

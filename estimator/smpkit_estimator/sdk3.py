@@ -27,9 +27,8 @@ from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
 from smpkit_estimator.backends.sagemaker_model import request_shape
-from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.packing import packed
+from smpkit_estimator.sdk3_wire import for_the_launcher
 
 try:
     from sagemaker.train.distributed import DistributedConfig
@@ -41,10 +40,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["Smpkit"]
 
-_CODE = "/opt/ml/input/data/code"
 _DRIVERS = "/opt/ml/input/data/sm_drivers/distributed_drivers"
 _DRIVER = "smpkit_driver.py"
-_UNKNOWN = frozenset({"sagemaker_job_name", "sagemaker_region", "sagemaker_instance_type"})
 
 
 class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are not read
@@ -89,15 +86,16 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
     def hyperparameters(self, entry_script: str, values: Mapping[str, Any] | None = None) -> dict[str, str]:
         """Return the hyperparameters for `ModelTrainer`: the script's own and what the launcher needs.
 
+        They are checked here; a job without them finds the script's name and the options in what the trainer sends
+        along, and only there is it told if they are wrong.
+
         Raises:
             ConfigError: a name or value that cannot be sent, or is too long.
         """
         settings = {"entry_point": entry_script, "hyperparameters": dict(values or {})}
         own = validated(JobConfig, settings, subject="hyperparameters")
         job = own.model_copy(update={"distribution": self._job.distribution})
-        everything = hyperparameters(job, submit_directory=_CODE, job_name="", region="")
-        # Not known before the trainer submits; an empty or wrong one would hide what the platform says.
-        sent = packed({name: value for name, value in everything.items() if name not in _UNKNOWN})
+        sent = for_the_launcher(job)
         problems = preflight({"HyperParameters": sent}, request_shape("sagemaker", "CreateTrainingJob"))
         found = [problem for problem in problems if problem.message != "is required"]
         if found:

@@ -16,7 +16,10 @@ from unittest import mock
 import pytest
 
 from smpkit.errors import ConfigError
+from smpkit_container.environment import Environment
 from smpkit_estimator.packing import PACKED, packed
+from smpkit_estimator.sdk3_driver import smpkit_driver
+from smpkit_estimator.sdk3_wire import forgotten
 from tests.estimator.golden.cases import IMAGE, MPI, REGION, ROLE, SMP
 
 SDK3 = importlib.util.find_spec("sagemaker.train") if importlib.util.find_spec("sagemaker") else None
@@ -223,3 +226,50 @@ def sent_by_model_trainer(folder: Path) -> tuple[dict[str, Any], dict[str, bytes
             keys = [item["Key"] for item in s3.list_objects_v2(Bucket="smpkit-demo")["Contents"]]
             uploads = {key: s3.get_object(Bucket="smpkit-demo", Key=key)["Body"].read() for key in keys}
     return caught[0], uploads
+
+
+FIELDS = {"smp_options": {"enabled": True, "parameters": SMP}, "mpi_options": MPI}
+
+
+def test_forgotten_hyperparameters_are_found_in_what_the_trainer_sends() -> None:
+    """Else the job is accepted, and fails on machines that are paid for: "the job names no entry point"."""
+    found = forgotten({"epochs": "3"}, {"entry_script": "train.py", "source_dir": "src"}, FIELDS)
+    assert json.loads(found["mp_parameters"]) == SMP
+    assert found["sagemaker_program"] == '"train.py"'
+    assert found["sagemaker_submit_directory"] == '"/opt/ml/input/data/code"'
+    assert (found["sagemaker_mpi_enabled"], found["sagemaker_mpi_num_of_processes_per_host"]) == ("true", "8")
+    assert not {"sagemaker_region", "sagemaker_job_name", "sagemaker_instance_type"} & set(found)
+    assert forgotten({"sagemaker_program": '"x.py"'}, {"entry_script": "train.py"}, FIELDS) == {}
+    assert forgotten({}, {"command": "ls", "entry_script": None}, FIELDS) == {}
+
+
+@with_sdk3
+def test_sdk3_writes_the_files_in_which_they_are_found(tmp_path: Path) -> None:
+    request, uploads = sent_by_model_trainer(tmp_path)
+    files = {
+        name: json.loads(next(text for key, text in uploads.items() if key.endswith(f"sm_drivers/{name}.json")))
+        for name in ("sourcecode", "distributed")
+    }
+    found = forgotten({}, files["sourcecode"], files["distributed"])
+    assert found == {name: request["HyperParameters"][name] for name in found}
+    assert {"sagemaker_program", "mp_parameters"} <= set(found)
+
+
+def test_the_driver_hands_them_to_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"sourcecode": {"entry_script": "train.py"}, "distributed": FIELDS}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    (tmp_path / "hyperparameters.json").write_text('{"epochs": "3"}')
+    monkeypatch.setattr(smpkit_driver, "_DRIVERS", tmp_path)
+    monkeypatch.setattr(smpkit_driver, "_HYPERPARAMETERS", tmp_path / "hyperparameters.json")
+    monkeypatch.setattr(smpkit_driver, "_FAILURE", tmp_path / "output" / "failure")
+    more = json.loads(smpkit_driver._forgotten()["SMPKIT_HYPERPARAMETERS"])
+    config = tmp_path / "input" / "config"
+    config.mkdir(parents=True)
+    (tmp_path / "hyperparameters.json").rename(config / "hyperparameters.json")
+    environment = Environment.read(tmp_path, {}, num_gpus=0, num_cpus=1, more=more)
+    assert (environment.script, environment.mp_parameters) == ("train.py", SMP)
+    assert environment.hyperparameters["epochs"] == 3
+    (tmp_path / "distributed.json").write_text('{"smp_options": {"enabled": 1}}')
+    with pytest.raises(SystemExit, match="literal true"):
+        smpkit_driver._forgotten()
+    assert "literal true" in (tmp_path / "output" / "failure").read_text()

@@ -1,18 +1,21 @@
-"""Become smpkit's launcher: it is in the image, and reads everything from /opt/ml. Needs nothing but Python.
+"""Become smpkit's launcher: it is in the image, and reads everything from /opt/ml.
 
-With the argument `check`, only look whether it is there.
+Needs nothing but Python to find out that smpkit is not there. With the argument `check`, only look whether it is there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
 
 _MISSING = "smpkit is not in this image"
 _FAILURE = Path("/opt/ml/output/failure")
+_HYPERPARAMETERS = Path("/opt/ml/input/config/hyperparameters.json")
+_DRIVERS = Path("/opt/ml/input/data/sm_drivers")
 
 
 def main() -> None:
@@ -22,7 +25,23 @@ def main() -> None:
             _FAILURE.write_text(f"{_MISSING}; install it there with `pip install 'smpkit[torch]'`", encoding="utf-8")
         sys.exit(f"error: {_MISSING}\nhint: install it there with `pip install 'smpkit[torch]'`")
     if sys.argv[1:] != ["check"]:
+        os.environ.update(_forgotten())
         os.execv(sys.executable, [sys.executable, "-m", "smpkit_container", "train"])  # noqa: S606  no shell is wanted
+
+
+def _forgotten() -> dict[str, str]:
+    """Return what the launcher needs, as a variable, if the user did not send it as hyperparameters."""
+    from smpkit.errors import SmpkitError
+    from smpkit_estimator.sdk3_wire import forgotten
+
+    files = (_HYPERPARAMETERS, _DRIVERS / "sourcecode.json", _DRIVERS / "distributed.json")
+    try:
+        found = forgotten(*(json.loads(file.read_bytes()) if file.is_file() else {} for file in files))
+    except (OSError, ValueError, SmpkitError) as error:
+        _FAILURE.parent.mkdir(parents=True, exist_ok=True)
+        _FAILURE.write_text(str(error)[:1024], encoding="utf-8")
+        sys.exit(f"error: {error}")
+    return {"SMPKIT_HYPERPARAMETERS": json.dumps(found)} if found else {}
 
 
 if __name__ == "__main__":
