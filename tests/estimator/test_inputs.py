@@ -24,14 +24,14 @@ SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 VPC: dict[str, Any] = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
 HUB = "arn:aws:sagemaker:us-west-2:123456789012:hub-content/private/Model/llama/1.0.0"
 LAMBDA = "arn:aws:lambda:us-west-2:123456789012:function:credentials"
-FILE_SYSTEM = {
+FILE_SYSTEM: dict[str, Any] = {
     "file_system_id": "fs-0123456789abcdef0",
     "file_system_type": "FSxLustre",
     "directory_path": "/fsx/tokens",
     "file_system_access_mode": "rw",
     "content_type": "text/plain",
 }
-MODEL = {
+MODEL: dict[str, Any] = {
     "s3_data": "s3://bucket/model",
     "hub_access_config": {"HubContentArn": HUB},
     "model_access_config": {"AcceptEula": True},
@@ -73,7 +73,7 @@ def test_licences_and_hubs_are_sent(make: MakeEstimator) -> None:
 def test_the_sdks_own_inputs_are_sent_as_they_are(make: MakeEstimator, kind: str) -> None:
     import sagemaker.inputs
 
-    arguments: dict[str, Any] = FILE_SYSTEM if kind == "FileSystemInput" else MODEL
+    arguments = FILE_SYSTEM if kind == "FileSystemInput" else MODEL
     made = getattr(sagemaker.inputs, kind)(**arguments)
     (channel,) = sent(make, {"train": made}, **VPC)["InputDataConfig"]
     assert channel == {"ChannelName": "train", **made.config}
