@@ -45,17 +45,17 @@ def run(monkeypatch: pytest.MonkeyPatch, parts: list[Part], *arguments: str) -> 
 def test_a_dry_run_starts_parts_and_leaves_a_folder(tmp_path: Path) -> None:
     """A part of tests, whose files must be importable, and a benchmark, which must run."""
     folder = tmp_path / "found"
-    done = script("--dry-run", "--only", "engine", "tensor-parallel", "--out", str(folder))
+    done = script("--dry-run", "--only", "engine", "activation-offload-long", "--out", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in folder.iterdir()) == _PAGES
     record = Record.read(folder)
     assert {name: outcome.state for name, outcome in record.outcomes.items()} == {
         "engine": "passed",
-        "tensor-parallel": "passed",
+        "activation-offload-long": "passed",
     }
     collected = {test.name.partition("::")[0] for test in record.outcomes["engine"].tests}
     assert "tests/gpu/test_offload_order.py" in collected
-    assert "| MLP | 64 | replicate |" in (folder / "tables.md").read_text()
+    assert "| TRL over checkpoint |" in (folder / "tables.md").read_text()
     assert "torch 2." in (folder / "versions.txt").read_text()
 
 

@@ -127,7 +127,7 @@ _BENCHMARKS: Final = (
         ("--only", "words", "--quick", "--steps", "1"),
     ),
     _benchmark(
-        "pipeline", "a GPT over two ranks", 90, "pipeline", ("--only", "gpt", "--dry"), ("--only", "gpt", "--quick")
+        "pipeline-gpt", "a GPT over two ranks", 90, "pipeline", ("--only", "gpt", "--dry"), ("--only", "gpt", "--quick")
     ),
     _benchmark("tensor-parallel", "blocks on two ranks", 90, "tensor_parallel", ("--dry",), ("--quick",)),
     _benchmark(
