@@ -63,7 +63,8 @@ _FILES: Final[Mapping[str, tuple[str, float, bool, tuple[str, ...]]]] = {
         False,
         ("activation_offload", "offload_order", "offload_streams", "pinned_memory"),
     ),
-    "pipeline": ("two ranks on the GPU over gloo", 170, False, ("pipeline", "checkpoint_random")),
+    "pipeline": ("two ranks on the GPU over gloo", 200, False, ("pipeline",)),
+    "checkpoint": ("random numbers of layers that are recomputed", 200, False, ("checkpoint_random",)),
     "parallel": (
         "tensor and data parallelism, mixed precision",
         170,

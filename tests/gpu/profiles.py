@@ -46,7 +46,7 @@ def overlap_of(work: Callable[[], object]) -> Overlap:
         torch.cuda.synchronize()
     events = profiler.events()
     assert events is not None
-    there = [each for each in events if each.device_type == DeviceType.CUDA]
+    there = [each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
     return overlap_in([(each.name, each.time_range.start, each.time_range.end) for each in there])
 
 

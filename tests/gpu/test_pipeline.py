@@ -65,8 +65,9 @@ def test_schedules(name: str) -> None:
 
 
 def test_models_of_every_shape() -> None:
-    cases = dict(random.Random(0).sample([*CASES.items()], 8))
-    assert run_on_gpu(train_all, cases, (Setup(4),), timeout=150) == [8, 8]
+    # The one that is left out makes a mask on the CPU, wherever its input is: plain PyTorch refuses it on a GPU, too.
+    cases = {name: case for name, case in CASES.items() if name != "encoder and decoder"}
+    assert run_on_gpu(train_all, cases, (Setup(4),), timeout=150) == [len(cases)] * 2
 
 
 def sleeping(seeds: range) -> int:
