@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.offload_model import deepspeed_adam
+from smpkit.torch.offload.pages import zeros
 from smpkit.torch.offload_model.kernels import Adam, Kernel, Span, one_pass, tiled
-from smpkit.torch.offload_model.pages import zeros
 from smpkit.torch.offload_model.workers import Workers
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}

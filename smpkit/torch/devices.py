@@ -27,6 +27,7 @@ __all__ = [
     "has_happened",
     "host_memory",
     "is_asynchronous",
+    "make_current",
     "new_stream",
     "on_stream",
     "order_after",
@@ -153,3 +154,13 @@ def fork_rng(device: torch.device) -> Iterator[None]:
     else:
         with torch.random.fork_rng([]):
             yield
+
+
+def make_current(device: torch.device) -> None:
+    """Let calls of this thread that name no device mean this one: a new thread begins at the first.
+
+    Even to ask whether an event of another device is over can make a context on the current one, half a GiB for each
+    process.
+    """
+    if is_asynchronous(device) and device.index is not None:
+        torch.accelerator.set_device_index(device.index)

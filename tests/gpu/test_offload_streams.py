@@ -142,8 +142,9 @@ def test_25_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_n
     release()
 
 
-def test_measuring_the_link_disturbs_no_work_on_another_stream(x: Tensor) -> None:
+def test_measuring_the_link_disturbs_no_work_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that it measures with may be memory that the computing stream is still reading."""
+    monkeypatch.setattr("smpkit.torch.offload.cuda._speeds", {})  # measured once for a device
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -87,6 +87,9 @@ class ClockLink:
 
     def before_reuse(self, event: Event, stream: Hashable) -> None: ...
 
+    def used(self, data: Tensor, stream: Hashable) -> None:
+        pass
+
     def settle(self, event: Event, what: str) -> None:
         self.wait(event, what)
 

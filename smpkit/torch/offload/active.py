@@ -15,7 +15,7 @@ import torch
 from smpkit.plan.actions import Action
 from smpkit.plan.segments import Kind
 
-__all__ = ["Offloader", "begin_action", "boundary", "current", "follow", "install"]
+__all__ = ["Offloader", "begin_action", "boundary", "current", "follow", "footprint", "install", "reserve"]
 
 
 class Offloader(Protocol):
@@ -29,6 +29,12 @@ class Offloader(Protocol):
 
     def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
         """Note that an action begins."""
+
+    def footprint(self) -> list[int]:
+        """Return the sizes of the blocks of host memory that the graphs take which are alive now."""
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Have host memory for blocks of these sizes."""
 
 
 _engine: Offloader | None = None  # one per process, like the model; parked microbatches see it from their own threads
@@ -57,6 +63,24 @@ def begin_action(kind: Kind, segment: int, microbatch: int) -> None:
     """Tell that an action begins."""
     if _engine is not None:
         _engine.begin_action(kind, segment, microbatch)
+
+
+def footprint() -> list[int]:
+    """Return the sizes of the blocks of host memory that the graphs take which are alive now: a first microbatch's."""
+    return [] if _engine is None else _engine.footprint()
+
+
+def reserve(sizes: Sequence[int], live_microbatches: int) -> None:
+    """Have host memory for so many microbatches before a step begins: to pin it can wait for the device.
+
+    In the middle of a step two ranks that send to each other could then wait for each other.
+
+    Args:
+        sizes: the footprint of one microbatch.
+        live_microbatches: how many are alive at a time.
+    """
+    if _engine is not None and sizes:
+        _engine.reserve([*sizes] * live_microbatches)
 
 
 def current() -> Offloader | None:

@@ -6,9 +6,10 @@ torch's own pinned memory is rounded up to powers of two (20 GiB of tensors can 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -16,18 +17,17 @@ from torch import Tensor
 
 from smpkit.errors import UsageError
 from smpkit.torch.offload.link import Event
+from smpkit.torch.offload.pages import PAGE, SLAB
 
-__all__ = ["ALIGNMENT", "Arena", "Block", "Form", "HostMemory", "aligned", "ordinary_memory"]
+__all__ = ["ALIGNMENT", "Arena", "Block", "Form", "HostMemory", "aligned", "ordinary_memory", "release_all"]
 
 Form = tuple[torch.dtype, torch.Size]
 """Type and size of a contiguous tensor that is all of its storage."""
 
 ALIGNMENT: Final = 256
 """Bytes: where a GPU's copies begin."""
-_PAGE: Final = 4096
 _SLACK: Final = 64
 """The arena grows by at least 1/64 of its size, which bounds both the number of mappings and what is unused."""
-_MOST_AHEAD: Final = 64 << 20
 _MOST_FORMS: Final = 8
 
 HostMemory = Callable[[int], tuple[Tensor, Callable[[], object]]]
@@ -122,27 +122,40 @@ class Arena:
     Args:
         budget_bytes: never holds more; None: as much as there is.
         memory: where the memory comes from.
+        settle: called before memory goes back to the system: blocks until no copy reads or writes it any more. When it
+            raises, the memory stays.
 
     Raises:
         UsageError: a budget that is not positive.
     """
 
-    def __init__(self, budget_bytes: int | None = None, memory: HostMemory = ordinary_memory) -> None:
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        memory: HostMemory = ordinary_memory,
+        settle: Callable[[], object] | None = None,
+    ) -> None:
         if budget_bytes is not None and budget_bytes < 1:
             raise UsageError(f"a host memory budget of {budget_bytes} bytes holds nothing")
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
         self.mapped_bytes = 0
+        self.num_segments = 0
+        """How often memory was taken from the system."""
         self._memory = memory
+        self._settle = settle
         self._free: dict[int, list[Block]] = {}
+        self._cut: Counter[int] = Counter()
+        """How many blocks there are of each size, taken or free."""
         self._ranges: list[_Range] = []
         # Blocks come back from destructors, which run at any time in any thread, perhaps inside `take`: appending to a
         # deque needs no lock, and leaves what `take` is about to change alone.
         self._returned: deque[Block] = deque()
         self._releases: list[Callable[[], object]] = []
         self._taken = 0
-        weakref.finalize(self, _release_all, self._releases)
+        # Not at the end of the process, which gives all back at once, and which a GPU that hangs must not hold up.
+        weakref.finalize(self, release_all, self._releases, settle).atexit = False
 
     @property
     def num_blocks(self) -> int:
@@ -170,10 +183,28 @@ class Arena:
         block.free_after = tuple(after)
         self._returned.append(block)
 
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Have blocks for pieces of these sizes in all, taken ones included, as far as the budget goes.
+
+        So `take` need not go to the system, which can wait for the device, in the middle of a step.
+        """
+        wanted = Counter(aligned(num_bytes or 1) for num_bytes in sizes)
+        if all(self._cut[size] >= count for size, count in wanted.items()):
+            return
+        self._collect()
+        self._merge(keep=wanted)
+        missing = [size for size, count in wanted.items() for _ in range(count - self._cut[size])]
+        missing.sort(reverse=True)  # small ones fit into what large ones leave
+        beyond = [size for size in missing if not self._add(size, ())]
+        for place, size in enumerate(beyond):
+            if not self._add(size, beyond[place:]):
+                return
+
     def close(self) -> None:
         """Give all memory back to the system; blocks must not be used any more."""
-        _release_all(self._releases)  # while the memory is there: it goes with the last tensor
+        release_all(self._releases, self._settle)  # while the memory is there: it goes with the last tensor
         self._free.clear()
+        self._cut.clear()
         self._ranges.clear()
         self._returned.clear()
         self.mapped_bytes = self.used_bytes = self._taken = 0
@@ -197,6 +228,14 @@ class Arena:
             self._taken -= 1
             self.used_bytes -= block.size
 
+    def _add(self, size: int, ahead: Sequence[int]) -> bool:
+        """Have one more free block of a size, from what is left of segments; `ahead`: or from the system."""
+        found = self._fitting(size) or (self._grow(size, ahead) if ahead else None)
+        if found is None:
+            return False
+        self._free.setdefault(size, []).append(self._block(found, size))
+        return True
+
     def _carve(self, size: int) -> Block | None:
         """Cut a block of a new size: from what is left of a segment, from blocks of other sizes, or from the system."""
         found = self._fitting(size)
@@ -205,9 +244,12 @@ class Arena:
             found = self._fitting(size)
         if found is None:
             found = self._grow(size)
-        if found is None:
-            return None
+        return None if found is None else self._block(found, size)
+
+    def _block(self, found: _Range, size: int) -> Block:
+        """Cut a block off a range."""
         block = Block(found.segment, found.offset, size, _pending(found.free_after))
+        self._cut[size] += 1
         found.offset += size
         found.size -= size
         if not found.size:
@@ -217,19 +259,33 @@ class Arena:
     def _fitting(self, size: int) -> _Range | None:
         return min((each for each in self._ranges if each.size >= size), key=lambda each: each.size, default=None)
 
-    def _merge(self) -> None:
-        """Turn free blocks of all sizes into ranges, neighbours into one."""
-        blocks = [block for same in self._free.values() for block in same]
-        self._free.clear()
-        loose = [*self._ranges, *(_Range(b.segment, b.offset, b.size, b.free_after) for b in blocks)]
+    def _merge(self, keep: Mapping[int, int] | None = None) -> None:
+        """Turn free blocks of all sizes into ranges, neighbours into one; but leave so many of some sizes."""
+        loose = list(self._ranges)
+        for size, same in list(self._free.items()):
+            spare = self._cut[size] - (keep or {}).get(size, 0)
+            while same and spare > 0:
+                block = same.pop()
+                spare -= 1
+                self._cut[size] -= 1
+                loose.append(_Range(block.segment, block.offset, block.size, block.free_after))
         self._ranges = list(_joined(sorted(loose, key=lambda each: (each.segment.data_ptr(), each.offset))))
 
-    def _grow(self, size: int) -> _Range | None:
+    def _grow(self, size: int, ahead: Sequence[int] = ()) -> _Range | None:
+        """Take memory from the system, a little more than is wanted now.
+
+        Args:
+            size: what is wanted now.
+            ahead: sizes that will be wanted, this one first: then for as many as a slab holds, and no more.
+        """
         left = None if self.budget_bytes is None else self.budget_bytes - self.mapped_bytes
         if left is not None and left < size:
             return None
-        ahead = max(size, min(self.mapped_bytes // _SLACK, _MOST_AHEAD))
-        wanted = -(-ahead // _PAGE) * _PAGE
+        if ahead:
+            wanted = max((total for total in accumulate(ahead) if total <= SLAB), default=size)
+        else:
+            wanted = max(size, min(self.mapped_bytes // _SLACK, SLAB))
+        wanted = -(-wanted // PAGE) * PAGE
         num_bytes = wanted if left is None else min(wanted, left // ALIGNMENT * ALIGNMENT)
         try:
             segment, release = self._memory(num_bytes)
@@ -237,6 +293,7 @@ class Arena:
             return None  # the machine has no more, which is what an unwise budget comes to
         self._releases.append(release)
         self.mapped_bytes += num_bytes
+        self.num_segments += 1
         self._ranges.append(_Range(segment, 0, num_bytes, ()))
         return self._ranges[-1]
 
@@ -259,6 +316,9 @@ def _pending(events: tuple[Event, ...]) -> tuple[Event, ...]:
     return tuple(event for event in events if not event.done())
 
 
-def _release_all(releases: list[Callable[[], object]]) -> None:
+def release_all(releases: list[Callable[[], object]], settle: Callable[[], object] | None) -> None:
+    """Give memory back, once no copy reads or writes it any more (see `Arena`)."""
+    if settle is not None and releases:
+        settle()
     while releases:
         releases.pop()()

@@ -44,7 +44,7 @@ def make_engine(
         num_sharers: how many processes of this machine share its memory.
     """
     link = link or link_for(device, deadline_seconds)
-    arena = make_arena(link.device, host_budget_bytes, num_sharers)
+    arena = make_arena(link, host_budget_bytes, num_sharers)
     if os.environ.get(DEBUG) == "1":
         from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 

@@ -1,29 +1,34 @@
 """A GPU's link: two copy streams beside the one that computes, and host memory that they can read at full speed.
 
-`record_stream` is not used: it gives memory back when the allocator happens to ask, so the peak would depend on chance.
 Everything that a copy touches is held until an event says that it is complete, or its stream waits for that event.
+`record_stream` is not used for that: it gives memory back when the allocator happens to ask, so the peak would depend
+on chance. It is used for memory that the user took from another stream than the one which saves it, and for no other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import time
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from smpkit.errors import DeadlineError
+from smpkit.errors import DeadlineError, UsageError
 from smpkit.torch.offload.arena import ordinary_memory
 from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.pages import PAGE, Progress, mapped_bytes, touch
 
 __all__ = ["CudaLink", "pinned_memory"]
 
 _MEASURED_BYTES: Final = 32 << 20
+_MEASURED_COPIES: Final = 5
+_speeds: Final[dict[torch.device, tuple[float, float]]] = {}
 _POLL_SECONDS: Final = 50e-6
+_progress: Final = Progress("pinning host memory")
 
 
 class _Mark:
@@ -70,7 +75,7 @@ class CudaLink:
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self._deadline_seconds = deadline_seconds
         self._out, self._back = _stream(self.device), _stream(self.device)
-        self.out_bytes_per_second, self.back_bytes_per_second = self._measure()
+        self.out_bytes_per_second, self.back_bytes_per_second = self._measured()
 
     def stream(self) -> Hashable:
         """Return the stream that computes now."""
@@ -99,10 +104,17 @@ class CudaLink:
         assert isinstance(stream, torch.cuda.Stream)
         _order(stream, event)
 
+    def used(self, data: Tensor, stream: Hashable) -> None:
+        """Let the allocator look for `stream` to come here, unless it is the memory's own: of that it takes no note."""
+        assert isinstance(stream, torch.cuda.Stream)
+        data.record_stream(stream)
+
     def settle(self, event: Event, what: str) -> None:
         """Wait here, looking again and again: a device that hangs must not hang this thread."""
         deadline = time.monotonic() + self._deadline_seconds
         while not event.done():
+            if torch.cuda.is_current_stream_capturing():  # nothing is done for as long as that lasts
+                raise UsageError(f"{what} would have to wait for a copy, while a CUDA graph is captured")
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{what} waited {self._deadline_seconds:g} s for a copy between device and host memory",
@@ -125,6 +137,12 @@ class CudaLink:
         for name, lane in (("out", self._out), ("back", self._back)):
             self.settle(_Mark(lane), f"closing the copy stream {name}")
 
+    def _measured(self) -> tuple[float, float]:
+        """Return bytes per second out and back; measured once for all links of a device."""
+        if self.device not in _speeds:
+            _speeds[self.device] = self._measure()
+        return _speeds[self.device]
+
     def _measure(self) -> tuple[float, float]:
         """Return bytes per second out and back, of a copy that is large enough to show them."""
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
@@ -137,16 +155,20 @@ class CudaLink:
         return speeds
 
     def _speed(self, lane: torch.cuda.Stream, source: Tensor, target: Tensor) -> float:
-        first, last, computed = _event(keeps_time=True), _event(keeps_time=True), self.stamp()
+        """Return the best of some copies: other ranks of this machine measure at the same time."""
+        marks = [_event(keeps_time=True) for _ in range(1 + _MEASURED_COPIES)]
+        computed = self.stamp()
         with torch.cuda.stream(lane):
             # The allocator gives memory that the computing stream may still be using.
             lane.wait_event(computed)
             target.copy_(source, non_blocking=True)  # the first copy pays for what the driver puts off
-            first.record(lane)
-            target.copy_(source, non_blocking=True)
-            last.record(lane)
+            marks[0].record(lane)
+            for mark in marks[1:]:
+                target.copy_(source, non_blocking=True)
+                mark.record(lane)
         self.settle(_Mark(lane), "measuring the link")
-        return source.numel() / (1e-3 * float(first.elapsed_time(last)))
+        seconds = [1e-3 * float(first.elapsed_time(last)) for first, last in pairwise(marks)]
+        return source.numel() / min(seconds)
 
 
 def _copy(lane: torch.cuda.Stream, copies: Copies, after: Sequence[Event]) -> Event:
@@ -185,19 +207,23 @@ def _is_over(event: torch.cuda.Event) -> bool:
 def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
     """Return host memory of exactly this size that copies run from and to at full speed (see `arena.HostMemory`).
 
+    All of it is one registration: a copy must not cross from one to the next. The driver looks up every page, so they
+    are large where they can be, and there before it comes; log lines at INFO tell how far that is, where it takes long.
+
     Raises:
         OSError: the driver does not take the memory.
     """
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Children (data loaders) must not have it: after a fork, a write by this process would move the page to another
     # place, and the GPU would go on with the old one.
-    mapping.madvise(mmap.MADV_DONTFORK)
-    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    tensor = mapped_bytes(num_bytes, in_children=False)
+    touch(tensor, _progress.add)
     owner = os.getpid()
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if error := int(cudart.cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):
+    start = time.perf_counter()
+    if error := int(cudart.cudaHostRegister(tensor.data_ptr(), -(-num_bytes // PAGE) * PAGE, 0)):
         _forget_last_error()
         raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {error}")
+    _progress.add(0, time.perf_counter() - start)
 
     def release() -> None:  # holds the tensor: what is registered must not go back to the system before
         if os.getpid() == owner:

@@ -155,6 +155,10 @@ class CheckedLink:
         self.clocks.step(stream, _clock(event))
         self.inner.before_reuse(_inner(event), stream)
 
+    def used(self, data: Tensor, stream: Hashable) -> None:
+        """Tell the inner link."""
+        self.inner.used(data, stream)
+
     def settle(self, event: Event, what: str) -> None:
         """Let this thread know what the event knows."""
         self.inner.settle(_inner(event), what)

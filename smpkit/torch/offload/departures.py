@@ -160,9 +160,14 @@ class Departures:
     def _drop(self, records: Iterable[Record]) -> None:
         """Let go of device memory; it may be used again by the records' streams at once."""
         nothing = self.nothing
+        is_shared = self.link.is_stream_ordered
         for record in records:
-            witness = record.witness
-            if witness is record.data:
+            data, witness = record.data, record.witness
+            if is_shared and record.load is None and data is not None:
+                # Without us its graph would have held it until backward, and the user may have taken it from a stream
+                # that counts on that.
+                self.link.used(data, record.stream)
+            if witness is data:
                 witness.data = nothing
             record.data = None
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from smpkit.errors import DeadlineError, SmpkitError, UsageError
 from smpkit.torch.offload.link import DONE, Copies, Event
@@ -124,6 +125,9 @@ class EmulatedLink:
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
         """Do nothing: a copy under way holds what it copies."""
+
+    def used(self, data: Tensor, stream: Hashable) -> None:
+        """Do nothing: there is one stream."""
 
     def settle(self, event: Event, what: str) -> None:
         """Block this thread until `event`."""

@@ -12,6 +12,7 @@ an allocator for a copy (`departures.py`); who may touch which bytes when is sai
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from smpkit.plan.actions import Action
 from smpkit.plan.segments import Kind
-from smpkit.torch.offload.arena import Arena
+from smpkit.torch.offload.arena import Arena, aligned
 from smpkit.torch.offload.arrivals import Arrivals
 from smpkit.torch.offload.forms import Forms
 from smpkit.torch.offload.link import Link
@@ -83,7 +84,8 @@ class Engine(Arrivals):
         Does nothing inside another checkpointed call, whose recomputation makes these tensors again.
         """
         self.num_boundaries += 1
-        return self.scope_type(self, name, None, self.boundary_sizes.get(name, 1))
+        # What leaves the first time leaves together as later, in one block: that is what `footprint` predicts from.
+        return self.scope_type(self, name, None, self.boundary_sizes.get(name, sys.maxsize))
 
     def everything(self, name: str, group_bytes: int = GROUP_BYTES) -> Scope:
         """Offload all that autograd saves inside, in groups that end at `Scope.next_layer` or when they are large."""
@@ -110,6 +112,20 @@ class Engine(Arrivals):
         self.order.begin(kind, segment, microbatch)
         self._using = -1
         self._prefetch(())
+
+    def footprint(self) -> list[int]:
+        """Return the sizes of the blocks that the graphs take which are alive now, were everything on the host."""
+        seen, sizes = set[int](), list[int]()
+        for index in sorted(self._groups):
+            group = self._alive(index)
+            own = [] if group is None else [record for record in group.needs if id(record) not in seen]
+            seen.update(map(id, own))
+            sizes.append(sum(aligned(record.num_bytes) for record in own))
+        return [size for size in sizes if size]
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Have host memory for blocks of these sizes, so that none is taken from the system while a step runs."""
+        self.arena.reserve(sizes)
 
     def begin_microbatch(self, microbatch: int) -> None:
         """Note which microbatch runs, where there is no pipeline."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from smpkit.torch.offload.arena import Arena, ordinary_memory
+from smpkit.torch.offload.link import Link
 
 __all__ = ["available_bytes", "make_arena"]
 
@@ -15,22 +14,25 @@ _SHARE: Final = 0.75
 """Of what is free: the rest is for data loaders, checkpoints, and what others on the machine come to need."""
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_NO_LIMIT: Final = 1 << 60
+"""Cgroups in version 1 write "none" as a number beyond any machine's memory."""
 
 
-def make_arena(device: torch.device, budget_bytes: int | None, num_sharers: int = 1) -> Arena:
+def make_arena(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Arena:
     """Return host memory for a device's link.
 
     Args:
+        link: what copies from it and to it.
         budget_bytes: the most that it takes; None: this process's part of three quarters of what is free.
         num_sharers: how many processes of this machine do the same.
     """
     free = available_bytes()
     if budget_bytes is None and free is not None:
         budget_bytes = max(1, int(_SHARE * free) // num_sharers)
-    if device.type == "cuda":
+    if link.device.type == "cuda":
         from smpkit.torch.offload.cuda import pinned_memory
 
-        return Arena(budget_bytes, pinned_memory)
+        return Arena(budget_bytes, pinned_memory, settle=link.close)
     return Arena(budget_bytes, ordinary_memory)
 
 
@@ -48,8 +50,12 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if not (limit.exists() and used.exists()):
-        return None
-    text = limit.read_text(encoding="ascii").strip()
-    return max(0, int(text) - int(used.read_text(encoding="ascii"))) if text.isdecimal() else None
+    limit = _number(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
+    used = _number(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes")
+    return None if limit is None or used is None or limit >= _NO_LIMIT else max(0, limit - used)
+
+
+def _number(*files: Path) -> int | None:
+    """Return what the first of these files that exists holds, of cgroups in version 2 or 1; None: no number."""
+    text = next((file.read_text(encoding="ascii").strip() for file in files if file.exists()), "")
+    return int(text) if text.isdecimal() else None

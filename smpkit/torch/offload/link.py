@@ -81,6 +81,9 @@ class Link(Protocol):
     def before_reuse(self, event: Event, stream: Hashable) -> None:
         """Let memory of `stream` that is freed from now on be used again after `event` only."""
 
+    def used(self, data: Tensor, stream: Hashable) -> None:
+        """Let memory that is about to be freed and may belong to another stream's allocator wait for `stream` then."""
+
     def settle(self, event: Event, what: str) -> None:
         """Let this thread wait for `event`; raises DeadlineError, and errors of the copy."""
 

@@ -150,8 +150,8 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
 
     def _save_again(self, tensor: Tensor, storage: torch.UntypedStorage, record: Record) -> Handle:
         """Refer to a storage that left before, or is about to."""
-        group = self._group or self._begin()
-        if (self._index >= 0 and _is_capturing()) or not group.add(record):
+        # Asked first: a new group would put loads and stamps into the graph that is captured.
+        if (self._index >= 0 and _is_capturing()) or not (group := self._group or self._begin()).add(record):
             return self._take_part(tensor, storage)
         record.handles += 1
         record.pending += 1
@@ -179,12 +179,16 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         """Take a copy of a view that is a small part of its storage, which may then go."""
         key = (storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
         record = self._records.get(key)
-        if record is not None and record.storage() is storage and record.version == tensor._version:
-            group = self._group or self._begin()
-            if not (self._index >= 0 and _is_capturing()) and group.add(record):
-                record.handles += 1
-                record.pending += 1
-                return record, group
+        if (
+            record is not None
+            and record.storage() is storage
+            and record.version == tensor._version
+            and not (self._index >= 0 and _is_capturing())
+            and (group := self._group or self._begin()).add(record)
+        ):
+            record.handles += 1
+            record.pending += 1
+            return record, group
         alias = tensor.detach()
         gathered = alias.clone(memory_format=torch.contiguous_format)
         alias.data = self._empty

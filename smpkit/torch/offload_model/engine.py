@@ -122,13 +122,13 @@ class Engine:
         self.bulk_link = bulk
         in_place = links is None and is_the_host(device)
         transfers = Transfers(bulk, self.traffic)
-        memory = HostMemory(device)
+        memory = HostMemory(bulk)
         made = _weights(shards, dtype, memory)
         self.slices = [Slice(shard, weights, device) for shard, weights in zip(shards, made, strict=True)]
         self.parameters = list(dict.fromkeys(p for weights in made for p in weights.layout.parameters))
         self.residence = Residence(made, device, transfers, prefetch=prefetch, in_place=in_place)
         self.gradients = OwnGradients(made) if in_place else Gradients(made, device, transfers, memory)
-        arena = None if in_place else make_arena(device, host_budget_bytes)
+        arena = None if in_place else make_arena(borders, host_budget_bytes)
         self.parking = Parking(device, Transfers(borders, self.traffic), arena)
         # Weakly: a model's memory is to go with the last reference, not when Python looks for cycles.
         residence = weakref.ref(self.residence)
@@ -153,7 +153,8 @@ class Engine:
         self.residence.wait_before_loads(lambda index: _wait_for(this(), index))
 
     def synchronize(self) -> None:
-        """Block until all parameters on the host are up to date."""
+        """Block until all parameters on the host are up to date and no copy reads them: they may be written."""
+        self.residence.complete()
         if (sink := self.sink) is not None:
             sink.synchronize()
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.offload.pages import zeros
 from smpkit.torch.offload_model.gradients import Landing
 from smpkit.torch.offload_model.kernels import Rule, Span
 from smpkit.torch.offload_model.layout import Layout, Place, apart
-from smpkit.torch.offload_model.pages import zeros
 from smpkit.torch.offload_model.pending import Arrived
 from smpkit.torch.offload_model.weights import SliceWeights
 

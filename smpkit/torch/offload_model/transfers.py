@@ -10,13 +10,18 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from smpkit.torch.offload.arena import release_all
 from smpkit.torch.offload.link import DONE, Copies, Event, Link
-from smpkit.torch.offload_model.pages import zero_bytes
+from smpkit.torch.offload.pages import zero_bytes
 
 __all__ = ["DEADLINE_SECONDS", "HostMemory", "Traffic", "Transfers", "flat_bytes", "is_dense"]
 
 DEADLINE_SECONDS: Final = 600.0
 """No copy or update of one slice takes this long; a wait that does is a bug or a dead machine, and says so."""
+
+
+_CHUNK_BYTES: Final = 32 << 20
+"""A GPU's copy engine ends what it has begun: what other streams want copied waits for a chunk, not for a slice."""
 
 
 @dataclass
@@ -27,7 +32,7 @@ class Traffic:
     gradients_out: int = 0
     boundaries_out: int = 0
     boundaries_in: int = 0
-    """Outputs of slices, and in backward their gradients, on their way back to the device."""
+    """Outputs of slices, in backward their gradients, and inputs that came on the host, on their way to the device."""
 
 
 class Transfers:
@@ -50,9 +55,9 @@ class Transfers:
         after: Sequence[Event],
         what: str,
     ) -> Event:
-        """Copy bytes to the host; whoever calls keeps both tensors until the event."""
+        """Copy flat bytes to the host; whoever calls keeps both tensors until the event."""
         self._count(kind, source)
-        return self.link.send(Copies([source], [target]), after, what) if source.nbytes else DONE
+        return self.link.send(_chunks(source, target), after, what) if source.nbytes else DONE
 
     def fetch(
         self,
@@ -62,9 +67,9 @@ class Transfers:
         after: Sequence[Event],
         what: str,
     ) -> Event:
-        """Copy bytes to the device; whoever calls keeps both tensors until the event."""
+        """Copy flat bytes to the device; whoever calls keeps both tensors until the event."""
         self._count(kind, source)
-        return self.link.fetch(Copies([source], [target]), after, what) if source.nbytes else DONE
+        return self.link.fetch(_chunks(source, target), after, what) if source.nbytes else DONE
 
     def _count(self, kind: str, source: Tensor) -> None:
         setattr(self._traffic, kind, getattr(self._traffic, kind) + source.nbytes)
@@ -74,16 +79,17 @@ class HostMemory:
     """Memory on the host that a device can copy from and to beside its work; exact in size, not in powers of two.
 
     Args:
-        device: which one.
+        link: the device's, on which all copies from it and to it are made.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+    def __init__(self, link: Link) -> None:
+        self._pinned = link.device.type == "cuda"
         self._kept: list[Tensor] = []
         releases: list[Callable[[], object]] = []
         self._releases = releases
-        # Only unpins: the memory itself lives as long as the tensors in it, which users may hold longer.
-        weakref.finalize(self, lambda: [release() for release in releases])
+        # Only unpins: the memory itself lives as long as the tensors in it, which users may hold longer. Not at the end
+        # of the process, which a GPU that hangs must not hold up.
+        weakref.finalize(self, release_all, releases, link.close).atexit = False
 
     def zeros(self, num_bytes: int) -> Tensor:
         """Return bytes, all 0."""
@@ -95,6 +101,12 @@ class HostMemory:
         self._kept.append(tensor)  # pinned memory must not go back to the system
         self._releases.append(release)
         return tensor
+
+
+def _chunks(source: Tensor, target: Tensor) -> Copies:
+    if source.nbytes <= _CHUNK_BYTES:
+        return Copies([source], [target])
+    return Copies(list(torch.split(source, _CHUNK_BYTES)), list(torch.split(target, _CHUNK_BYTES)))
 
 
 def is_dense(tensor: Tensor) -> bool:

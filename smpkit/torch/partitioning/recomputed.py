@@ -74,6 +74,13 @@ class CheckpointedCalls:
     def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
         """Do nothing."""
 
+    def footprint(self) -> list[int]:
+        """Return that nothing is taken."""
+        return []
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Do nothing."""
+
     @contextlib.contextmanager
     def _note(self) -> Iterator[None]:
         saved, flops, begun, is_inside = self._saved_bytes(), self._flops(), len(self._begun), self._open > 0

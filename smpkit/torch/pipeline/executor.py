@@ -89,6 +89,8 @@ class Executor:
         self._strays: Counter[Hashable] = Counter()
         self._carried: Counter[Hashable] = Counter()
         self._parked: dict[int, Parked] = {}
+        self._footprints: dict[Hashable, list[int]] = {}
+        """The host memory that activations of one microbatch take, in blocks."""
 
     def run(
         self, kind: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
@@ -112,11 +114,14 @@ class Executor:
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.forward_straight(0)
             reserve(self.stage, step.outputs[0], count)
-            self.stage.transport.connect(microbatch.moves)
+            self._footprints[kind] = active.footprint()
             self._plans[kind] = self._planned(kind, microbatch, count)
+            self._reserve(kind, self._plans[kind], count)
+            self.stage.transport.connect(microbatch.moves)
         trial = self._trials.get(kind)
         plan = self._plans[kind] if trial is None else trial.next
         self.last_schedule = None if plan is None else plan.schedule
+        self._reserve(kind, plan, count)  # a trial may hold more microbatches
         if plan is None:
             step.run_straight()
         else:
@@ -135,6 +140,11 @@ class Executor:
         elif plan is not None:
             self._choose(kind, plan, meter, time.perf_counter() - started)
         return outputs
+
+    def _reserve(self, kind: Hashable, plan: Plan | None, count: int) -> None:
+        """Have the host memory for what a plan holds at a time."""
+        live = count if plan is None else plan.schedule.peak_live_microbatches[self.stage.rank]
+        active.reserve(self._footprints[kind], live)
 
     def _follow_no_more(self, kind: Hashable) -> None:
         """Record a step again whose microbatches have left the record: perhaps it has changed for good."""

@@ -146,6 +146,13 @@ class Names:
     def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
         """Do nothing."""
 
+    def footprint(self) -> list[int]:
+        """Return that nothing is taken."""
+        return []
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Do nothing."""
+
 
 @pytest.fixture
 def names() -> Iterator[Names]:

@@ -66,6 +66,9 @@ class StreamLink:
     def before_reuse(self, event: Event, stream: Hashable) -> None:
         pass
 
+    def used(self, data: torch.Tensor, stream: Hashable) -> None:
+        pass
+
     def settle(self, event: Event, what: str) -> None:
         pass
 

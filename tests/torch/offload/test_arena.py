@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import weakref
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload import cuda
+from smpkit.torch.offload import arena as arenas
+from smpkit.torch.offload import cuda, host
 from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block
-from smpkit.torch.offload.emulated import Ticket
+from smpkit.torch.offload.emulated import EmulatedLink, Ticket
+from smpkit.torch.offload.pages import LARGE_PAGE
 
 
 def take(arena: Arena, num_bytes: int) -> Block:
@@ -110,10 +113,14 @@ class Cudart:
     def __init__(self, error: int) -> None:
         self.error = error
         self.unpinned = list[bool]()
+        self.pinned = list[int]()
+        """How much, each time."""
         self.watched: weakref.ref[torch.UntypedStorage] | None = None
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         assert address % 4096 == num_bytes % 4096 == flags == 0
+        assert num_bytes < LARGE_PAGE or address % LARGE_PAGE == 0
+        self.pinned.append(num_bytes)
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -177,3 +184,138 @@ def test_a_budget_with_less_left_than_a_block_gives_none() -> None:
     assert arena.take(512) is None
     assert take(arena, 256).bytes.numel() == 256
     assert arena.mapped_bytes == 4096 + 256
+
+
+def test_pages_are_there_before_the_driver_looks_them_up_and_all_are_one_registration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, runtime = list[int](), Cudart(error=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(cuda, "touch", lambda memory, progress: order.append(len(runtime.pinned)))
+    for num_bytes in (100, LARGE_PAGE, 5 * LARGE_PAGE + 5000):
+        memory, release = cuda.pinned_memory(num_bytes)
+        assert memory.nbytes == num_bytes
+        release()
+    assert runtime.pinned == [4096, LARGE_PAGE, 5 * LARGE_PAGE + 8192]
+    assert order == [0, 1, 2]
+    assert len(runtime.unpinned) == 3
+
+
+# --- memory that is known to be wanted --------------------------------------------------------------------------------
+
+
+def test_what_was_reserved_is_taken_without_asking_the_system() -> None:
+    arena = Arena()
+    held = [take(arena, size) for size in (5000, 300)]
+    arena.reserve([5000, 300, 70_000] * 4)
+    segments = arena.num_segments
+    held += [take(arena, size) for size in (70_000, 300, 5000, 300, 5000, 70_000, 70_000, 300, 5000, 70_000)]
+    assert arena.num_segments == segments
+    spans = sorted((b.segment.data_ptr() + b.offset, b.size) for b in held)
+    assert all(begin + size <= after for (begin, size), (after, _) in pairwise(spans))
+    arena.reserve([5000, 300, 70_000] * 4)
+    assert arena.num_segments == segments
+
+
+def test_a_reservation_is_exact_to_the_page_and_comes_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SLAB", 1 << 20)
+    asked = list[int]()
+
+    def memory(num_bytes: int) -> tuple[torch.Tensor, object]:
+        asked.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8), lambda: None
+
+    arena = Arena(memory=memory)  # type: ignore[arg-type]
+    arena.reserve([100 << 10] * 25 + [3 << 20])
+    assert asked == [3 << 20, 1000 << 10, 1000 << 10, 500 << 10]
+    assert arena.mapped_bytes == (3 << 20) + 2500 * 1024
+
+
+def test_a_reservation_uses_what_is_there_first() -> None:
+    arena = Arena()
+    for block in [take(arena, 4096) for _ in range(4)]:
+        arena.give(block)
+    assert arena.num_segments == 4
+    arena.reserve([2048] * 8)
+    assert (arena.num_segments, arena.mapped_bytes) == (4, 4 * 4096)
+
+
+def test_a_reservation_ends_with_the_budget() -> None:
+    arena = Arena(budget_bytes=10_000)
+    arena.reserve([4096] * 5)
+    assert arena.mapped_bytes <= 10_000
+    assert [arena.take(4096) is not None for _ in range(3)] == [True, True, False]
+
+
+# --- memory that copies may still use ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_memory_goes_back_only_when_no_copy_uses_it(how: str) -> None:
+    order = list[str]()
+    arena = Arena(
+        memory=lambda size: (torch.empty(size, dtype=torch.uint8), lambda: order.append("released")),
+        settle=lambda: order.append("settled"),
+    )
+    take(arena, 4096)
+    if how == "close":
+        arena.close()
+    del arena
+    assert order == ["settled", "released"]
+
+
+def test_memory_stays_where_nobody_knows_whether_a_copy_uses_it() -> None:
+    released, hanging = list[int](), [True]
+
+    def settle() -> None:
+        if hanging.pop():
+            raise TimeoutError
+        hanging.append(False)
+
+    def memory(num_bytes: int) -> tuple[torch.Tensor, object]:
+        return torch.empty(num_bytes, dtype=torch.uint8), lambda: released.append(num_bytes)
+
+    arena = Arena(memory=memory, settle=settle)  # type: ignore[arg-type]
+    take(arena, 4096)
+    with pytest.raises(TimeoutError):
+        arena.close()
+    assert released == []
+    hanging.append(False)
+    arena.close()
+    assert released == [4096]
+
+
+def test_an_arena_of_pinned_memory_waits_for_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = list[bool]()
+
+    class Gpu(EmulatedLink):
+        device = torch.device("cuda")
+
+        def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=0))
+    arena = host.make_arena(Gpu(), 1 << 20)
+    take(arena, 100)
+    del arena
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"memory.max": "1000", "memory.current": "400"}, 600),
+        ({"memory.max": "max", "memory.current": "400"}, None),
+        ({"memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "1200"}, 0),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "5"}, None),
+        ({}, None),
+    ],
+)
+def test_containers_say_what_is_left_in_two_versions(
+    files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    assert host._of_container() == expected

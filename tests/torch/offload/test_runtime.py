@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
 
 WIDTH, BATCH = 16, 8
@@ -165,3 +169,44 @@ def test_events_tell_what_moved(world: None, tmp_path: Path, monkeypatch: pytest
     counters = {event["name"]: event["value"] for event in events if event["type"] == "counter"}
     assert counters["offload out, bytes"] == report.bytes_out  # type: ignore[union-attr]
     assert counters["offload back, bytes"] == report.bytes_back  # type: ignore[union-attr]
+
+
+def segments(microbatches: int, pipeline: str) -> list[int]:
+    """Return how often host memory was taken before lanes were connected, and after each of four steps."""
+    smp.init(config_of(2, microbatches, "auto") | {"pipeline": pipeline})
+    counts = list[int]()
+    connect = Transport.connect
+
+    def counted(transport: Transport, moves: Iterable[Move]) -> None:
+        counts.append(model.offloading._engine.arena.num_segments)  # type: ignore[union-attr]
+        connect(transport, moves)
+
+    model = smp.DistributedModel(Model())
+    for layer in model.get_module().layers:  # type: ignore[union-attr]
+        smp.set_activation_checkpointing(layer)
+    with mock.patch.object(Transport, "connect", counted):
+        for _ in range(4):
+            train_step(model, torch.randn(512 * BATCH, WIDTH))  # each boundary takes several pages
+            counts.append(model.offloading._engine.arena.num_segments)  # type: ignore[union-attr]
+    smp.shutdown()
+    return counts
+
+
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+def test_host_memory_for_all_microbatches_is_there_before_lanes_are_connected(pipeline: str) -> None:
+    """To pin it in the middle of a step can wait for the device, and two ranks then for each other."""
+    for connected, *steps in run_ranks(segments, 2, 8, pipeline, timeout=150):
+        assert connected > 0
+        assert steps == [connected] * 4
+
+
+def test_another_default_device_is_none_of_the_hosts_business(world: None) -> None:
+    smp.init({"offload_activations": True, "microbatches": 2})
+    model = smp.DistributedModel(Model())
+    for layer in model.get_module().layers:  # type: ignore[union-attr]
+        smp.set_activation_checkpointing(layer)
+    x = torch.randn(BATCH, WIDTH)
+    with torch.device("meta"):
+        for _ in range(2):
+            train_step(model, x)
+    assert smp.offload_report().bytes_back > 0
