@@ -60,6 +60,12 @@ class Gradients:
         self._versions: list[int] = []
         self._hosts: list[Tensor] = []
 
+    def reserve(self) -> None:
+        """Have host memory for the gradients of all slices before a backward, which has no time to pin it."""
+        if not self._hosts and _can_count():
+            sizes = [self._see(index).num_bytes for index in range(len(self._slices))]
+            self._hosts = [self._memory.zeros(num_bytes) for num_bytes in sizes if num_bytes]
+
     def prepare(self) -> None:
         """Before a backward: see which parameters are trained now, and have buffers that are large enough."""
         layouts = [self._see(index) for index in range(len(self._slices))]
@@ -153,6 +159,9 @@ class OwnGradients:
         self.wants_norm = False
         """Whether somebody clips."""
         self._slices = slices
+
+    def reserve(self) -> None:
+        """Reserve nothing: autograd makes them."""
 
     def prepare(self) -> None:
         """Before a backward: nothing."""

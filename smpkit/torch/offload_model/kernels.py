@@ -165,13 +165,11 @@ def choose_kernel(gradient_dtype: torch.dtype, weight_dtype: torch.dtype | None)
     """Return the faster of the two ways on this machine, by measurement."""
     if compiled.function("adam", gradient_dtype, weight_dtype) is None:
         return tiled
-    with torch.device("cpu"):  # the user's default may be another
-        span = Span(
-            torch.zeros(_MEASURED, dtype=gradient_dtype),
-            torch.zeros(_MEASURED, dtype=torch.float32),
-            (torch.zeros(_MEASURED, dtype=torch.float32), torch.zeros(_MEASURED, dtype=torch.float32)),
-            None if weight_dtype is None else torch.zeros(_MEASURED, dtype=weight_dtype),
-        )
+    gradient, master, first, second = (
+        torch.zeros(_MEASURED, dtype=dtype, device="cpu") for dtype in (gradient_dtype, *[torch.float32] * 3)
+    )
+    weight = None if weight_dtype is None else torch.zeros(_MEASURED, dtype=weight_dtype, device="cpu")
+    span = Span(gradient, master, (first, second), weight)
     return min((one_pass, tiled), key=lambda kernel: _seconds(kernel, span))
 
 

@@ -6,13 +6,13 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smpkit.errors import DeadlineError, UnsupportedError, UsageError
 from smpkit.torch.offload_model.gradients import Landing
@@ -52,7 +52,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         max_grad_norm: clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
         overlap: "forward": update after `step()`, each slice before its next forward. "backward": update during the
             backward, which is then the only one before a `step()`; without clipping and loss scale.
-        num_threads: that update; by default all cores but two, at least one.
+        num_threads: that update; by default all cores but two, at least one. Ranks of one host share its cores.
         options: of the rule: `lr`, `betas`, `weight_decay`, ...
 
     Raises:
@@ -87,11 +87,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine = model._engine
         self._engine.synchronize()  # updates of an optimizer before this one: masters are copies of the weights
         self._states = self._make_states(model)
-        self._workers = Workers(num_threads)
+        self._workers = Workers(num_threads, self._engine.device)
         self._pending = [Pending(state, self._engine.bulk_link) for state in self._states]
         self._updates: list[list[Future[None]]] = [[] for _ in self._states]
         self._updated_in_backward: set[int] = set()
         self._engine.gradients.wants_norm = max_grad_norm is not None
+        if overlap == "forward":  # which keeps all gradients until `step`
+            self._engine.gradients.reserve()
         self._engine.attach(self)
 
     def __del__(self) -> None:
@@ -258,7 +260,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.grad_norm = None
             return 1.0
         scale = 1.0 if grad_scale is None else grad_scale
-        norms = [pending.norm() for pending in self._pending]
+        norms = _on_host([pending.norm() for pending in self._pending])
         self.grad_norm = float(torch.stack(norms).double().norm()) / scale if norms else 0.0
         if grad_scale is not None and not math.isfinite(self.grad_norm):
             return None
@@ -273,7 +275,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return
         state.note_changes()
         spans = state.spans(gradients, lambda entry: self._rule_of(entry, factor))
-        self._updates[index] += self._workers.run(spans, gradients.wait, after=tuple(self._updates[index]))
+        weights = self._engine.slices[index].weights
+
+        def ready() -> None:
+            gradients.wait()
+            weights.settle()  # a forward that no backward followed may still be loading them
+
+        self._updates[index] += self._workers.run(spans, ready, after=tuple(self._updates[index]))
         state.written()
 
     def _rule_of(self, entry: Entry, factor: float) -> Rule:
@@ -295,6 +303,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             step=entry.step,
             factor=factor,
         )
+
+
+def _on_host(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return numbers on the host, after one wait for the device, not one for each."""
+    there = [value for value in values if value.device.type != "cpu"]
+    arrived = iter(torch.stack(there).cpu() if there else ())
+    return [value if value.device.type == "cpu" else next(arrived) for value in values]
 
 
 def _import_torchs_compiler() -> None:

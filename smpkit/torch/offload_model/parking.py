@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -84,6 +85,7 @@ class Parking:
         parked.block, parked.home = self._arena.take(parked.pattern.nbytes), self
         if parked.block is None:
             return
+        parked.block.num_users, parked.block.last_uses = 1, []
         dense = tensor if is_dense(tensor) else torch.empty_like(parked.pattern, device=self._device).copy_(tensor)
         after = (link.now(), *parked.block.free_after)
         what = "a slice's output"
@@ -95,6 +97,28 @@ class Parking:
             event, _ = self._leaving[0]
             link.before_reuse(event, link.stream())  # only now may the memory go to somebody else
             self._leaving.popleft()
+
+    def take_over(self, inputs: Sequence[Parked]) -> None:
+        """Copy a user's input that is on the host, from where it is fetched like what slices return.
+
+        Once the model has been called the user may fill that memory anew; a copy from it, or the backward that reads it
+        again, would come too late. What finds no room is copied from the user's memory, and waited for, each time.
+
+        Args:
+            inputs: all of one tensor.
+        """
+        tensor = inputs[0].origin
+        if self._arena is None or tensor is None or tensor.device.type != "cpu" or self._device.type == "cpu":
+            return
+        block, pattern = self._arena.take(tensor.nbytes), inputs[0].pattern
+        if block is None:
+            return
+        for event in block.free_after:
+            self._transfers.link.settle(event, "an input of the model")
+        block.num_users, block.last_uses = len(inputs), []
+        block.bytes.view(pattern.dtype).as_strided(pattern.shape, pattern.stride()).copy_(tensor)
+        for parked in inputs:
+            parked.block, parked.home, parked.origin = block, self, None
 
     def fetch(self, parked: Parked) -> None:
         """Start to bring a tensor back to the device, if it is not there."""
@@ -111,7 +135,7 @@ class Parking:
     def take(self, parked: Parked) -> Tensor:
         """Return the tensor on the device, to be computed with from now on; only the host keeps it, if it is there."""
         if parked.origin is not None:
-            return parked.origin.to(self._device, non_blocking=True).detach()
+            return parked.origin.to(self._device).detach()
         self.fetch(parked)
         tensor = parked.device
         assert tensor is not None
@@ -124,6 +148,10 @@ class Parking:
         """Forget a tensor; its memory on the host is used again after the last copy from and to it."""
         if parked.device is not None and not parked.back.done():
             self._transfers.link.settle(parked.back, "a slice's input")  # nobody waited for it, and it is overwritten
-        if self._arena is not None and parked.block is not None:
-            self._arena.give(parked.block, [event for event in (parked.out, parked.back) if not event.done()])
+        block = parked.block
+        if self._arena is not None and block is not None:
+            block.last_uses += [event for event in (parked.out, parked.back) if not event.done()]
+            block.num_users -= 1
+            if not block.num_users:
+                self._arena.give(block, block.last_uses)
         parked.block = parked.device = parked.home = None

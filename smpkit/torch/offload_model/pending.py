@@ -67,11 +67,11 @@ class Pending:
         return Arrived(flat, (), self._link) if flat else None
 
     def norm(self) -> Tensor:
-        """Return the norm of what has been added."""
+        """Return the norm of what has been added, on the device where it was computed there."""
         latest, simple = self._latest, not self._sum and not self._borrowed
         # The device's norm is of all that the slice has gradients for; tied weights of earlier slices are not its own.
         if simple and latest is not None and latest.norm is not None and self._state.owns_all(latest.flat):
-            return latest.norm.cpu()
+            return latest.norm
         self._fold()
         owned = [gradient for parameter, gradient in self._sum.items() if self._state.owns(parameter)]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import DeadlineError
+from smpkit.torch.devices import make_current
 from smpkit.torch.offload.link import DONE, Event
 from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS, Transfers
 from smpkit.torch.offload_model.weights import SliceWeights
@@ -59,7 +60,9 @@ class Residence:
         self._loads: dict[int, Event | Future[Event]] = {}
         self._latest: Event = DONE
         # Loads that first wait for the optimizer, or cast, do so here, not in the thread that computes.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="smpkit-weights")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="smpkit-weights", initializer=make_current, initargs=(device,)
+        )
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def wait_before_loads(self, wait_for: Callable[[int], object]) -> None:
@@ -101,6 +104,7 @@ class Residence:
         weights = self._slices[index]
         target = self.buffer(index)[: weights.layout.num_bytes]
         self._latest = self._transfers.fetch("weights_in", weights.buffer, target, after, f"slice {index}")
+        weights.read_until(self._transfers.link, self._latest)
         return self._latest
 
     def complete(self) -> None:

@@ -85,12 +85,16 @@ class Run:
             for whole, column in zip(inputs, zip(*parts, strict=True), strict=True)
         ]
         boundaries = [self._arriving(part) for part in parts]
+        for number, column in enumerate(zip(*[each.tensors for each in boundaries], strict=True)):
+            for parked in [column] if self._rows[number][0] is None else zip(column, strict=True):
+                engine.parking.take_over(parked)
         last = len(engine.slices) - 1
         engine.residence.begin_forward()
         for index in range(last + 1):
             with engine.on_device(index, fresh=True, then=index + 1 if index < last else None):
                 boundaries = self._forward_slice(index, boundaries)
-        engine.residence.complete()
+        if engine.sink is None:  # else what writes weights waits for the copies that read them
+            engine.residence.complete()
         self.outputs = boundaries[0].structure
         joined = join(
             [[engine.parking.take(parked) for parked in each.tensors] for each in boundaries],
@@ -119,6 +123,8 @@ class Run:
         engine = self._engine
         columns = [joined.split(gradient) for joined, gradient in zip(self._joined, gradients, strict=True)]
         flowing = [[_parked(column[part]) for column in columns] for part in range(self._count)]
+        if engine.sink is None:  # the parameters keep all of them
+            engine.gradients.reserve()
         engine.gradients.prepare()
         landings = []
         for index in reversed(range(len(engine.slices))):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import UsageError
+from smpkit.torch.offload.link import Event, Link
 from smpkit.torch.offload_model.layout import Layout, apart
 from smpkit.torch.offload_model.transfers import HostMemory
 
@@ -46,6 +47,7 @@ class SliceWeights:
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._copied: list[tuple[nn.Parameter, Tensor]] = []
         self._written: dict[int, tuple[int, int]] = {}
+        self._reading: tuple[Link, Event] | None = None
         self.moved: set[int] = set()
         """Ids of parameters that have been moved out and back since somebody cleared this."""
         for parameter, view in zip(self.layout.parameters, self.views, strict=True):
@@ -64,12 +66,23 @@ class SliceWeights:
         """Whether some parameters do not lie in the buffer, so that `refresh` has work to do before each forward."""
         return bool(self._copied)
 
+    def read_until(self, link: Link, event: Event) -> None:
+        """Note that a copy reads the buffer until `event`; those before it are over by then."""
+        self._reading = link, event
+
+    def settle(self) -> None:
+        """Block until no copy reads the buffer any more: whoever writes to it calls this first."""
+        if self._reading is not None:
+            link, event = self._reading
+            link.settle(event, "the weights of a slice")
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the buffer up to date with the parameters."""
         self.gather()
         for parameter, view in self._copied:
             if self._written.get(id(parameter)) != _state(parameter):
+                self.settle()
                 view.copy_(parameter.detach())
 
     @torch.no_grad()
@@ -78,6 +91,7 @@ class SliceWeights:
         for parameter, view in self._in_place:
             # `parameter.data = ...` (vector_to_parameters, some loaders) moves a parameter out of the buffer.
             if parameter.data_ptr() != view.data_ptr() and parameter.numel() > 0:
+                self.settle()
                 view.copy_(parameter.detach())
                 parameter.data = apart(view)
                 self.moved.add(id(parameter))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,12 +9,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Final
 
+import torch
+
 from smpkit.errors import DeadlineError, UsageError
+from smpkit.torch.devices import make_current
+from smpkit.torch.offload.cores import own_cores
 from smpkit.torch.offload_model.kernels import Kernel, Rule, Span, choose_kernel
 from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS
 
 __all__ = ["Workers"]
 
+_CPU: Final = torch.device("cpu")
 _CHUNK: Final = 1 << 20  # elements of one piece of work: half a millisecond
 
 
@@ -23,14 +27,17 @@ class Workers:
     """Applies rules to spans, in the order in which they come.
 
     Args:
-        num_threads: None: all cores but two, which feed the device; at least one.
+        num_threads: None: this rank's part of the cores but two, which feed the device; at least one.
+        device: whose copies the threads wait for.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, device: torch.device = _CPU) -> None:
         if num_threads is not None and num_threads < 1:
             raise UsageError(f"num_threads is {num_threads}; it must be at least 1")
-        self.num_threads = num_threads or max(1, _num_cores() - 2)
-        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="smpkit-update")
+        self.num_threads = num_threads or max(1, own_cores() - 2)
+        self._pool = ThreadPoolExecutor(
+            self.num_threads, thread_name_prefix="smpkit-update", initializer=make_current, initargs=(device,)
+        )
         self._kernels: dict[tuple[object, object], Kernel] = {}
         weakref.finalize(self, self._pool.shutdown, wait=False)
 
@@ -84,7 +91,3 @@ class Workers:
         if key not in self._kernels:
             self._kernels[key] = choose_kernel(*key)
         return self._kernels[key]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

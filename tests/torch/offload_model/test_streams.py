@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.emulated import Blocked
 from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload_model import optimizer as optimizers
+from smpkit.torch.offload_model import residence, transfers, workers
 from smpkit.torch.offload_model.parking import Parked, Parking
-from smpkit.torch.offload_model.transfers import Traffic, Transfers
+from smpkit.torch.offload_model.transfers import HostMemory, Traffic, Transfers
 from tests.torch.offload.streams import Pending, StreamLink
 
 _WIDTH = 4
@@ -217,3 +221,219 @@ def test_the_weights_of_the_next_slice_come_while_one_computes() -> None:
     assert [each.replace(" slice", "") for each in order] == [
         *("run 3", "fetch 1", "run 2", "fetch 0", "run 1", "run 0")  # the last two are there since the forward
     ]
+
+
+# --- what the host need not wait for ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_forward_ends_without_a_wait_where_an_optimizer_of_ours_writes_the_weights(training: bool) -> None:
+    """The device would have nothing to do until the host has launched what comes behind the model."""
+    model, link = make()
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    link.settled.clear()
+    with torch.set_grad_enabled(training):
+        model(torch.randn(2, _WIDTH))
+    assert len(link.fetched) == 5
+    assert not set(link.settled) & set(link.fetched)
+    del optimizer
+
+
+def test_an_update_waits_for_the_loads_of_a_forward_without_backward() -> None:
+    model, link = make()
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.randn(2, _WIDTH)).sum().backward()
+    with torch.no_grad():
+        model(torch.randn(2, _WIDTH))
+    link.settled.clear()
+    optimizer.step()
+    for index in range(5):
+        optimizer.wait_for(index)
+    assert set(link.fetched[-5:]) <= set(link.settled)
+
+
+@pytest.mark.parametrize("way", ["synchronize", "parameters", "state_dict", "inner"])
+def test_whoever_asks_the_model_for_its_weights_may_write_to_them(way: str) -> None:
+    model, link = make()
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.randn(2, _WIDTH))
+    latest = link.fetched[-1]
+    assert latest not in link.settled
+    if way == "inner":
+        model.model_slices[0].state_dict()
+    else:
+        list(getattr(model, way)() or ())
+    assert latest in link.settled
+    del optimizer
+
+
+def test_weights_that_were_moved_come_back_behind_the_loads() -> None:
+    """`parameter.data = ...` takes a weight out of the buffer that a copy may still be reading."""
+    model, link = make()
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    held = next(iter(model.parameters()))
+    with torch.no_grad():
+        model(torch.randn(2, _WIDTH))
+        first = link.fetched[-5]
+        held.data = torch.zeros_like(held)
+        link.settled.clear()
+        model(torch.randn(2, _WIDTH))
+    assert first in link.settled
+    del optimizer
+
+
+def test_all_norms_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = list[torch.Tensor]()
+
+    class Far:
+        """A number on a device."""
+
+        device = torch.device("cuda")
+
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+    class Stacked:
+        def __init__(self, values: Sequence[Far]) -> None:
+            self.values = values
+
+        def cpu(self) -> torch.Tensor:
+            reads.append(torch.tensor([each.value for each in self.values]))
+            return reads[-1]
+
+    monkeypatch.setattr(torch, "stack", Stacked)
+    norms: list[Any] = [Far(1.0), torch.tensor(2.0), Far(3.0), Far(4.0)]
+    assert [float(each) for each in optimizers._on_host(norms)] == [1.0, 2.0, 3.0, 4.0]
+    assert len(reads) == 1
+
+
+# --- threads, chunks, inputs ------------------------------------------------------------------------------------------
+
+
+def test_threads_that_ask_for_events_have_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they make a context on the first GPU, half a GiB for each other rank of the host."""
+    began = dict[str, torch.device]()
+
+    def note(device: torch.device) -> None:
+        began[threading.current_thread().name.rsplit("_", 1)[0]] = device
+
+    monkeypatch.setattr(residence, "make_current", note)
+    monkeypatch.setattr(workers, "make_current", note)
+    model, _ = make()
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.randn(2, _WIDTH)).sum().backward()
+    optimizer.step()
+    model.synchronize()
+    assert began == {"smpkit-weights": model.device, "smpkit-update": model.device}
+
+
+def test_what_is_large_is_copied_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy engine ends what it has begun: borders would wait behind a whole slice."""
+    monkeypatch.setattr(transfers, "_CHUNK_BYTES", 1000)
+    made = list[list[int]]()
+
+    class Noted(StreamLink):
+        def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+            made.append([source.nbytes for source, _ in copies])
+            return super().send(copies, after, what)
+
+        fetch = send
+
+    moves = Transfers(Noted(), Traffic())
+    source = torch.randint(0, 256, (2500,), dtype=torch.uint8)
+    there, back = torch.zeros_like(source), torch.zeros_like(source)
+    moves.send("gradients_out", source, there, (), "a slice")
+    moves.fetch("weights_in", there, back, (), "a slice")
+    assert torch.equal(source, back)
+    assert made == [[1000, 1000, 500]] * 2
+
+
+def test_the_memory_of_a_model_that_is_gone_waits_for_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list[str]()
+
+    class Gpu(StreamLink):
+        device = torch.device("cuda")
+
+        def close(self) -> None:
+            order.append("settled")
+
+    def pinned(num_bytes: int) -> tuple[torch.Tensor, Any]:
+        return torch.zeros(num_bytes, dtype=torch.uint8), lambda: order.append("unpinned")
+
+    monkeypatch.setattr("smpkit.torch.offload.cuda.pinned_memory", pinned)
+    memory = HostMemory(Gpu())
+    memory.zeros(10), memory.zeros(20)
+    del memory
+    assert order == ["settled", "unpinned", "unpinned"]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_an_input_on_the_host_is_the_models_own_before_the_call_returns(num_microbatches: int) -> None:
+    """The user may fill its memory anew: the copy, and the backward that reads it again, come later."""
+    sources = list[torch.Tensor]()
+
+    class Noted(Behind):
+        def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+            sources.extend(copies.sources)
+            return super().fetch(copies, after, what)
+
+    arena = Arena()
+    parking = Parking(torch.device("meta"), Transfers(Noted(), Traffic()), arena)
+    x = torch.arange(12.0).view(3, 4).t()
+    parked = [Parked(x, requires_grad=False, is_input=True) for _ in range(num_microbatches)]
+    parking.take_over(parked)
+    x.numpy()[:] = -1  # no version counts this
+    taken = [parking.take(each) for each in parked for _ in range(2)]
+    assert {(each.device.type, each.shape, each.stride()) for each in taken} == {("meta", x.shape, x.stride())}
+    assert len(sources) == 2 * num_microbatches  # brought by the link, behind what it needs; nothing else was read
+    assert all(source.view(torch.float32).tolist() == list(range(12)) for source in sources)
+    for each in parked:
+        assert arena.num_blocks == 1
+        parking.release(each)
+    assert arena.num_blocks == 0
+
+
+def test_an_input_that_finds_no_room_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[bool]()
+    to: Any = torch.Tensor.to
+
+    def noted(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **options: Any) -> Any:
+        asked.append(non_blocking)
+        return to(tensor, *args, non_blocking=non_blocking, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    parking = Parking(torch.device("meta"), Transfers(Behind(), Traffic()), Arena(budget_bytes=256))
+    parked = Parked(torch.ones(1000), requires_grad=False, is_input=True)
+    parking.take_over([parked])
+    assert parking.take(parked).device.type == "meta"
+    assert asked == [False]
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_memory_for_gradients_is_there_before_the_first_one(ours: bool) -> None:
+    model, _ = make()
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1) if ours else None
+    gradients: Any = model._engine.gradients
+    assert len(gradients._hosts) == (5 if ours else 0)
+    output = model(torch.randn(2, _WIDTH)).sum()
+    output.backward()
+    assert len(gradients._hosts) == 5
+    before = {each.data_ptr() for each in gradients._hosts}
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(2, _WIDTH)).sum().backward()
+    assert {each.data_ptr() for each in gradients._hosts} == before
+    del optimizer
+
+
+def test_another_default_device_is_none_of_the_hosts_business() -> None:
+    """What the model keeps on the host, and the optimizer's numbers, are on the CPU under any default device."""
+    model, _ = make()
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1, max_grad_norm=1.0)
+    x = torch.randn(2, _WIDTH)
+    with torch.device("meta"):
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+        model.synchronize()
+    assert all(bool(each.isfinite().all()) for each in model.parameters())
