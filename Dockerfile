@@ -14,6 +14,10 @@ FROM ${BASE_IMAGE}
 ARG TORCH="torch>=2.11"
 ARG TORCH_OPTIONS=""
 
+# 0 leaves out a C++ compiler and Python's headers, without which torch.compile fails on GPUs and
+# smp.OffloadOptimizer is slower.
+ARG COMPILER=1
+
 # In two layers: what changes seldom and takes minutes, then smpkit, which takes seconds.
 COPY container/smpkit_container/install.sh wheels/*.whl ca/*.crt /tmp/smpkit-build/
 RUN sh /tmp/smpkit-build/install.sh base
