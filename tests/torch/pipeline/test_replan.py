@@ -22,6 +22,7 @@ from smpkit.plan.schedule import (
 )
 from smpkit.plan.simulate import simulate
 from smpkit.torch.pipeline.executor import _Step
+from smpkit.torch.pipeline.outbox import Outbox
 from smpkit.torch.pipeline.replan import Meter, Trial, _agreed, _better, _costs
 from smpkit.torch.pipeline.stage import Stage
 from tests.ranks import run_ranks
@@ -120,7 +121,7 @@ def test_joined_pipelines_take_the_winner_of_the_first_of_them(first: str, winne
 
 
 def test_what_an_action_waits_for_is_not_its_cost() -> None:
-    transport = SimpleNamespace(waited_ns=0)
+    transport = SimpleNamespace(waited_ns=0, outbox=Outbox(lambda *_: None))
     meter = Meter()
     stage = cast("Stage", SimpleNamespace(transport=transport, settle=lambda: None))
     step = _Step.__new__(_Step)
