@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
+import venv
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -22,9 +24,16 @@ _PAGES = [
 ]
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
     return subprocess.run(
-        [ROOT / "scripts/gpu", *arguments], capture_output=True, text=True, timeout=150, check=False, cwd=ROOT
+        [ROOT / "scripts/gpu", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        cwd=ROOT,
+        env=environment,
     )
 
 
@@ -63,6 +72,17 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
     done = script("--only", "engine")
     assert done.returncode == 2
     assert "--dry-run" in done.stderr
+
+
+def test_an_interpreter_that_lacks_packages_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    """The .venv of scripts/demo has no pytest: every part of tests failed."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    python = tmp_path / "bare/bin/python"
+    done = script("--dry-run", "--out", str(tmp_path / "out"), PYTHON=str(python))
+    assert done.returncode == 2
+    assert f"{python} lacks torch, numpy, pydantic" in done.stderr
+    assert "pytest, pytest_timeout, xdist\n" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_all_test_files_of_the_gpu_are_in_a_part() -> None:

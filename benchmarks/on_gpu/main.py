@@ -31,6 +31,11 @@ _DRY_FACTOR: Final = 4
 """Limits are those of a machine with a GPU; one without is slower."""
 _WORTH_SECONDS: Final = 20.0
 """Less time is not enough to start a part."""
+_NEEDED: Final = (
+    *("torch", "numpy", "pydantic", "transformers", "accelerate"),
+    *("hypothesis", "pytest", "pytest_timeout", "xdist"),
+)
+"""Modules without which most parts cannot start."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,6 +99,14 @@ def _run(options: argparse.Namespace, site: str | None, deadline: float) -> int:
         print("error: nvidia-smi shows no GPU; --dry-run does without one", file=sys.stderr)
         return 2
     variables = _variables(site)
+    if missing := _missing(variables):
+        print(
+            f"error: {sys.executable} lacks {', '.join(missing)}\n"
+            "hint: `scripts/lint` installs everything into .venv; PYTHON=... names another interpreter; where there is"
+            " no network, take `--wheels FOLDER` along",
+            file=sys.stderr,
+        )
+        return 2
     record = Record.read(options.resume) if options.resume is not None else Record(_facts(gpu, variables))
     folder = options.resume or options.out or _default_folder(record, dry=options.dry_run)
     left = [part for part in options.chosen if not (known := record.outcomes.get(part.name)) or not known.is_over]
@@ -180,6 +193,19 @@ def _variables(site: str | None) -> dict[str, str]:
         # Ranks are forked from a server; where that had asked CUDA for GPUs, they could not use them.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
+
+
+def _missing(variables: dict[str, str]) -> list[str]:
+    """Return the modules that the parts need and this interpreter cannot find."""
+    code = "import sys, importlib.util as u; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *_NEEDED],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **variables},
+    )
+    return done.stdout.split()
 
 
 def _facts(gpu: str, variables: dict[str, str]) -> dict[str, str]:
