@@ -27,7 +27,7 @@ def test_secrets_are_known_by_name_or_by_form(name: str, value: str) -> None:
     ("name", "value"),
     [
         *(("max_tokens", 2048), ("num_tokens", "2048"), ("tokenizer", "gpt2"), ("TOKENIZERS_PARALLELISM", "false")),
-        *(("eos_token", "</s>"), ("pad_token", "pad"), ("bos_token_id", "1"), ("HF_TOKEN_PATH", "/root/token")),
+        *(("eos_token", "</s>"), ("pad_token", "pad"), ("bos_token_id", "1"), ("HF_TOKEN_PATH", "/run/token")),
         *(("sort_key", "length"), ("keyboard", "x"), ("TOKEN", ""), ("secret_file", "/x"), ("token", "/opt/token")),
         *(("partition_key", "a"), ("AKIA", "x"), ("url", "https://host:8080/a@b"), ("HF_TOKEN", None)),
     ],
