@@ -23,7 +23,7 @@ from smpkit.torch.tensor_parallel.shards import shard_of
 
 if TYPE_CHECKING:
     from smpkit.torch.join import JoinContext
-    from smpkit.torch.step import StepRun
+    from smpkit.torch.step_run import StepRun
 
 __all__ = ["DataParallel", "Reduction", "broadcast_held", "replicate"]
 

@@ -166,7 +166,8 @@ def _counts_here(parameter: torch.Tensor) -> bool:
         return False
     if model is None or model.pipeline is None:
         return True
-    return state.pp_rank == min(model.pipeline.holders.get(id(parameter), {state.pp_rank}))
+    holders: frozenset[int] = model.pipeline.holders.get(id(parameter), frozenset({state.pp_rank}))
+    return state.pp_rank == min(holders)
 
 
 def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:

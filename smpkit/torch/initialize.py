@@ -27,7 +27,7 @@ from smpkit.torch.board import Board
 from smpkit.torch.context import Launch, launch_from
 from smpkit.torch.groups import Groups, loopback
 from smpkit.torch.rendezvous import gather, meet
-from smpkit.torch.state import Runtime, state
+from smpkit.torch.state import ModuleManager, Runtime, state
 
 __all__ = ["init", "shutdown"]
 
@@ -105,6 +105,7 @@ def shutdown() -> None:
     if state.model is not None and state.model.data_parallel is not None:
         state.model.data_parallel.release()
     state.runtime = state.model = state.optimizer = state.step = None
+    state.module_manager = ModuleManager()
     for forget in state.forgetters:
         forget()
     watcher.end()

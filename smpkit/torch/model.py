@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from smpkit.errors import UsageError
 from smpkit.torch.attributes import refuse_assignment
 from smpkit.torch.backward_start import scaled_start
+from smpkit.torch.checkpointing.foreign import adopt
+from smpkit.torch.checkpointing.whole import check_places
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.gradient_norm import tell_of_torchs_clipping
 from smpkit.torch.join import JoinContext
@@ -30,19 +33,20 @@ from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.precision import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recorder import recorded_backward, recorded_work
 from smpkit.torch.reducer import CommHook
-from smpkit.torch.state import state
+from smpkit.torch.state import ModuleManager, state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 from smpkit.torch.tensor_parallel.arguments import check_callable
 from smpkit.torch.tensor_parallel.dropout import common_numbers, random_number
 from smpkit.torch.tensor_parallel.replace import distribute
 from smpkit.torch.tensor_parallel.same_call import SameCall
 from smpkit.torch.tensor_parallel.successors import adopt_successors
+from smpkit.torch.tensor_parallel.whole_state import with_original_names
 from smpkit.torch.unread import read_now
 
 if TYPE_CHECKING:
     from smpkit.torch.optimizer import DistributedOptimizer
     from smpkit.torch.splitting import Call
-    from smpkit.torch.step import StepRun
+    from smpkit.torch.step_run import StepRun
 
 __all__ = ["PARTIAL_KEY", "DistributedModel", "ModelHook"]
 
@@ -107,7 +111,7 @@ class DistributedModel(ModelState):
             initialize(module, list(module.parameters()), state.device, torch.initial_seed())
         self.module = module if state.pp_size > 1 or sharded else module.to(state.device)
         measured = Measured(trace_execution_times, trace_memory_usage)
-        self.pipeline = Pipeline(module, measured) if state.pp_size > 1 else None
+        self.pipeline = Pipeline(module, measured, _prepare_checkpointing) if state.pp_size > 1 else None
         if self.pipeline is not None:
             tell_of_torchs_clipping()
         self.partitioned = self.pipeline is None
@@ -135,6 +139,9 @@ class DistributedModel(ModelState):
         if self.pipeline is None:
             self._guard_bare_backward()
         state.model = self
+        if state.tp_size > 1:
+            to_original = functools.partial(with_original_names, module)
+            state.module_manager = ModuleManager(((to_original, lambda values: values),))
 
     # --- the model ---------------------------------------------------------------------------------------------
 
@@ -406,7 +413,7 @@ class DistributedModel(ModelState):
     def _run_hooks(self, hooks: OrderedDict[int, ModelHook]) -> None:
         while hooks:
             hook = hooks.pop(next(iter(hooks)))
-            hook(self, state.optimizer)
+            hook(self, cast("DistributedOptimizer | None", state.optimizer))
 
 
 def _answer_to_module(module: nn.Module) -> None:
@@ -447,3 +454,9 @@ def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableH
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:
+    """See to checkpointed modules when it is known where modules lie: ours, and those of torch's own checkpoint."""
+    check_places(root, placement)
+    adopt()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,6 @@ from smpkit.plan.segments import Kind
 from smpkit.torch import devices
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
-
-if TYPE_CHECKING:
-    from smpkit.torch.pipeline.executor import Executor
 
 __all__ = [
     "EVENTS_DIR",
@@ -76,6 +73,28 @@ Note: TypeAlias = "Callable[[Recorder, int, int], object]"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
+class RecordedTransport(Protocol):
+    """Sends and receives messages of a pipeline, and calls `recorder` for each."""
+
+    recorder: Callable[[str, int, int, int, int, int], object] | None
+
+
+class RecordedStage(Protocol):
+    @property
+    def transport(self) -> RecordedTransport: ...
+
+
+class RecordedExecutor(Protocol):
+    """Runs the actions of a pipeline and calls `recorder` for each: the executor, which stands on this module."""
+
+    recorder: Callable[[str, int, int, int, int], object] | None
+
+    @property
+    def stage(self) -> RecordedStage: ...
+    @property
+    def last_schedule(self) -> Schedule | None: ...
+
+
 class Recorder:
     """Collects the events of one step at a time and hands them to the file.
 
@@ -91,7 +110,7 @@ class Recorder:
         self._step = -1
         self._name = ""
         self._began_ns = 0
-        self._executor: Executor | None = None
+        self._executor: RecordedExecutor | None = None
         self._events: list[Event] = []
         self._actions: list[tuple[str, int, int, int, int]] = []
         self._messages: list[tuple[str, int, int, int, int, int]] = []
@@ -145,7 +164,7 @@ class Recorder:
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 
-    def attach(self, executor: Executor) -> None:
+    def attach(self, executor: RecordedExecutor) -> None:
         """Listen to the executor of a pipeline from now on."""
         self._executor = executor
         executor.recorder = self.on_action

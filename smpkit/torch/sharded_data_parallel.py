@@ -38,7 +38,7 @@ from smpkit.torch.tensor_parallel.shards import mark, shard_of
 
 if TYPE_CHECKING:
     from smpkit.torch.reducer import CommHook
-    from smpkit.torch.step import StepRun
+    from smpkit.torch.step_run import StepRun
 
 __all__ = ["ShardedDataParallel", "shard_model"]
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch.context import Launch
-
-if TYPE_CHECKING:
-    from smpkit.torch.model import DistributedModel
-    from smpkit.torch.optimizer import DistributedOptimizer
-    from smpkit.torch.step import StepRun
+from smpkit.torch.step_run import StepRun
 
 __all__ = [
     "Runtime",
@@ -85,32 +83,63 @@ class ModuleManager:
     translate_functions: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = ()
 
 
+class WrappedModel(Protocol):
+    """What the parts below `DistributedModel` ask of it: they must not import the class, which stands on them."""
+
+    module: nn.Module
+    partitioned: bool
+    pipeline: Any
+    data_parallel: Any
+    offloading: Any
+
+    def modules(self) -> Iterator[nn.Module]: ...
+    def local_parameters(self) -> Iterator[nn.Parameter]: ...
+    def owns(self, parameter: torch.Tensor) -> bool: ...
+    def run_post_step_hooks(self) -> None: ...
+    def step_inputs(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def begin_step(self, body: Callable[..., Any], call: Any) -> None: ...
+    def begin_microbatch(self, index: int) -> None: ...
+    def before_last_backward(self) -> None: ...
+    def training_step(self) -> AbstractContextManager[None]: ...
+    def end_step(self, run: StepRun) -> None: ...
+    def abandon_step(self, error: BaseException) -> None: ...
+
+
+class WrappedOptimizer(Protocol):
+    """What the parts below `DistributedOptimizer` ask of it."""
+
+    optimizer: torch.optim.Optimizer
+    masters: Any
+    param_groups: list[dict[str, Any]]
+
+    def follow_model(self) -> None: ...
+    def keep_own_states(self) -> None: ...
+    def scale_for_backward(self) -> float: ...
+    def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor: ...
+    def local_state_dict(self, gather_if_shard: bool = ...) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
+
+
 class State:
     """The process's place in the job; every attribute but the last four raises UsageError before `smp.init()`."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
         """Set by `smp.init()`; the other attributes read it."""
-        self.model: DistributedModel | None = None
+        self.model: WrappedModel | None = None
         """The last model that was wrapped."""
-        self.optimizer: DistributedOptimizer | None = None
+        self.optimizer: WrappedOptimizer | None = None
         """The last optimizer that was wrapped."""
         self.step: StepRun | None = None
         """The `@smp.step` call that runs now."""
         self.tracing = False
         """Whether the step runs on tensors without data, to measure the model."""
+        self.module_manager = ModuleManager()
+        """What Hugging Face's `save_pretrained` asks for the translation of state dicts; set with the model."""
         self.forgetters: list[Callable[[], object]] = []
         """Called by `smp.shutdown()`: what other modules keep for the life of the process groups."""
-
-    @property
-    def module_manager(self) -> ModuleManager:
-        """What Hugging Face's `save_pretrained` asks for the translation of state dicts."""
-        if self.model is None or self.tp_size == 1:
-            return ModuleManager()
-        from smpkit.torch.tensor_parallel.whole_state import with_original_names
-
-        root = self.model.module
-        return ModuleManager(((lambda values: with_original_names(root, values), lambda values: values),))
 
     @property
     def initialized(self) -> bool:

@@ -390,7 +390,7 @@ def shared_inputs(shapes: Sequence[Sequence[int]], head_bytes: int) -> tuple[boo
     from smpkit.torch.pipeline.inputs import Inputs
     from smpkit.torch.pipeline.pipeline import Pipeline
 
-    transport = Pipeline(nn.Linear(1, 1), Measured())._transport
+    transport = Pipeline(nn.Linear(1, 1), Measured(), lambda root, ranks: None)._transport
     inputs, equal, blocks = Inputs(transport, smp.pp_rank(), 3, torch.device("cpu")), True, []
     for step in range(5):
         expected = [torch.randn(shape, generator=torch.Generator().manual_seed(step)) for shape in shapes]

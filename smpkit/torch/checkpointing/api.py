@@ -135,7 +135,8 @@ def _check_module(function: str, module: object) -> None:
             f"{function} takes a torch.nn.Module, not {_kind(module)}",
             hint="put the code into the forward of a module",
         )
-    if module is state.model:
+    model: object = state.model
+    if module is model:
         raise UsageError(
             f"{function} takes a layer, not the whole smp.DistributedModel",
             hint="checkpoint the layers: recomputing everything at once would save nothing",

@@ -95,7 +95,7 @@ def offload_report() -> OffloadReport:
     Raises:
         UsageError: without `offload_activations: true`, or before `smp.DistributedModel(...)`.
     """
-    offloading = None if state.model is None else state.model.offloading
+    offloading: Offloading | None = None if state.model is None else state.model.offloading
     if offloading is None:
         raise UsageError(
             "nothing is offloaded here", hint="set `offload_activations: true`, and wrap the model in DistributedModel"

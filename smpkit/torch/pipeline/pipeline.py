@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,8 +14,6 @@ from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.assignment import Assignment
 from smpkit.plan.partition import assign, partition
 from smpkit.torch.announce import announce
-from smpkit.torch.checkpointing.foreign import adopt
-from smpkit.torch.checkpointing.whole import check_places
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.deadline import report_failure, waiting
 from smpkit.torch.initialize import lane_group
@@ -50,10 +48,20 @@ _NEEDS_GRADIENT: Final[Callable[[nn.Parameter], bool]] = operator.attrgetter("re
 
 
 class Pipeline:
-    """One rank's part in running `root` over the ranks of PP_GROUP."""
+    """One rank's part in running `root` over the ranks of PP_GROUP.
 
-    def __init__(self, root: nn.Module, measured: Measured) -> None:
+    Args:
+        on_placement: called once with `root` and the rank of each module, before modules leave this rank.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        measured: Measured,
+        on_placement: Callable[[nn.Module, Mapping[str, int]], None],
+    ) -> None:
         self._root = root
+        self._on_placement = on_placement
         self._measured = measured
         group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
         lanes = Lanes(lane_group(tuple(ranks)), ranks, state.pp_rank, device) if has_lanes(group, device) else None
@@ -115,7 +123,7 @@ class Pipeline:
             text, seed = self._transport.receive_object(0, "the partition assignment")
             self.assignment = Assignment.from_json(text)
         placement = self.assignment.partition_of
-        check_places(self._root, placement)
+        self._on_placement(self._root, placement)
         refuse_compiled(self._root, placement)
         self.holders = holders_of(self._root, placement, state.pp_size)
         self._tied = find_tied(self._root, placement, state.pp_rank)
@@ -134,7 +142,6 @@ class Pipeline:
         self._parameters = list(self._root.parameters())
         if stage.weights_elsewhere:
             stage.random.give(given_located_weights)
-        adopt()
         watch(stage, state.group(CommGroup.PP_GROUP))
         policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)
         self._executor = Executor(stage, policy)
