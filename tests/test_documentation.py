@@ -35,7 +35,7 @@ def test_pages_from_the_code_are_not_stale(module: object) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    links = [link for link in re.findall(r"(?:\]\(|^\[[^]]+\]: )([^)\s]+)", text, re.MULTILINE) if "://" not in link]
     targets = {link: page.parent / path if (path := link.partition("#")[0]) else page for link in links}
     assert [link for link, target in targets.items() if not target.exists()] == []
     anchors = {link: link.partition("#")[2] for link in links if "#" in link}
