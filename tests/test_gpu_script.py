@@ -8,10 +8,13 @@ import subprocess
 import time
 import venv
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 
+from benchmarks.activation_offload.idle import idle_in, trace_of
 from benchmarks.on_gpu import main as command
 from benchmarks.on_gpu import wheels
 from benchmarks.on_gpu.parts import PARTS, ROOT, Part, over_nccl
@@ -211,6 +214,68 @@ def test_overlap_is_the_time_of_copies_in_which_kernels_run() -> None:
     assert (seen.hidden_out, seen.hidden_back, seen.span) == (5.0, 1.0, 40.0)
     assert seen.share == pytest.approx(6 / 14)
     assert "copies out" in seen.page
+
+
+def traced(category: str, name: str, start: float, end: float, correlation: int | None = None) -> dict[str, Any]:
+    arguments = {} if correlation is None else {"correlation": correlation, "stream": 7}
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "args": arguments}
+
+
+OUT, BACK = "Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"
+
+
+def test_an_engine_is_idle_while_a_copy_is_asked_for_and_computed() -> None:
+    """The host is ahead: it asks for everything in the first ten microseconds."""
+    seen = idle_in(
+        [
+            traced("cuda_runtime", "cudaLaunchKernel", 0, 1, 1),
+            traced("cuda_runtime", "cudaMemcpyAsync", 1, 2, 2),
+            traced("cuda_driver", "cuLaunchKernelEx", 2, 3, 3),
+            traced("cuda_runtime", "cudaMemcpyAsync", 3, 4, 4),
+            traced("cuda_runtime", "cudaMemcpyAsync", 4, 5, 5),
+            traced("kernel", "gemm", 10, 100, 1),
+            traced("gpu_memcpy", OUT, 115, 150, 2),  # 15 late
+            traced("kernel", "gemm", 100, 200, 3),
+            traced("gpu_memcpy", OUT, 203, 240, 4),  # 3 late
+            traced("gpu_memcpy", OUT, 240, 260, 5),  # behind the one before
+            traced("gpu_memset", "Memset (Device)", 260, 300, 6),
+            {"ph": "M", "name": "process_name"},
+        ]
+    )
+    assert (seen.out.copies, seen.out.busy, seen.out.idle) == (3, 92, 18)
+    assert (seen.back.copies, seen.back.idle) == (0, 0)
+    assert (seen.span, seen.share) == (290, 18 / 290)
+
+
+def test_a_copy_is_not_ready_before_the_host_has_asked_nor_late_where_it_begins_at_once() -> None:
+    """The host is behind: the device waits for it. The second copy depends on less than what was launched before."""
+    seen = idle_in(
+        [
+            traced("cuda_runtime", "cudaLaunchKernel", 0, 1, 1),
+            traced("kernel", "gemm", 2, 20, 1),
+            traced("cuda_runtime", "cudaMemcpyAsync", 50, 60, 2),
+            traced("gpu_memcpy", BACK, 64, 80, 2),
+            traced("cuda_runtime", "cudaLaunchKernel", 60, 61, 3),
+            traced("cuda_runtime", "cudaMemcpyAsync", 62, 63, 4),
+            traced("kernel", "gemm", 61, 200, 3),
+            traced("gpu_memcpy", BACK, 100, 120, 4),
+        ]
+    )
+    assert (seen.back.busy, seen.back.idle) == (36, 4)
+    assert seen.share == 4 / 198
+
+
+def test_a_trace_without_the_host_s_calls_says_nothing_about_idleness() -> None:
+    with pytest.raises(ValueError, match="not the calls that asked for them"):
+        idle_in([traced("gpu_memcpy", OUT, 0, 1, 2)])
+
+
+def test_a_trace_of_the_profiler_can_be_read() -> None:
+    events = trace_of(lambda: torch.ones(64, 64) @ torch.ones(64, 64))
+    assert "aten::mm" in {event.get("name") for event in events}
+    seen = idle_in(events)
+    assert seen.share == 0
+    assert torch.cuda.is_available() or seen.span == 0
 
 
 def test_results_are_json_that_other_tools_read(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.activation_offload.blocks import Decoder, train_step
 from benchmarks.activation_offload.contestants import CONTESTANTS, Absent, Contestant, Entry
+from benchmarks.activation_offload.idle import idle_of
 
 __all__ = ["FULL", "TINY", "Sizes", "training_rows"]
 
@@ -130,6 +131,7 @@ def _measured(contestant: Contestant, model: Decoder, x: Tensor, sizes: Sizes) -
         row = _memory(model, x, entry) if x.is_cuda else {}
         times = [_seconds(model, x, entry) for _ in range(sizes.steps)]
         row |= {"ms": 1e3 * statistics.median(times), "least ms": 1e3 * min(times)}
+        row |= _idle(model, x, entry) if x.is_cuda else {}
         if entry.report is not None:
             step = entry.report().steps[-1]
             row |= {"out GiB": step.bytes_out / 2**30, "back GiB": step.bytes_back / 2**30}
@@ -156,6 +158,14 @@ def _memory(model: Decoder, x: Tensor, entry: Entry) -> Row:
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     return {"peak GiB": allocated / 2**30, "reserved / allocated": reserved / allocated, "pinned GiB": pinned / 2**30}
+
+
+def _idle(model: Decoder, x: Tensor, entry: Entry) -> Row:
+    """Return which part of a step a copy engine does nothing although a copy is ready; nothing where none is made."""
+    found = idle_of(lambda: train_step(model, x, entry.around))
+    if not (found.out.copies or found.back.copies):
+        return {}
+    return {"link idle though asked, %": 100 * found.share}
 
 
 def _fingerprint(model: Decoder) -> list[int]:

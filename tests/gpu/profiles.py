@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Overlap", "overlap_in", "overlap_of", "union"]
+from benchmarks.activation_offload.idle import length, union
+
+__all__ = ["Overlap", "overlap_in", "overlap_of"]
 
 Interval = tuple[float, float]
 _LONGEST = 12
@@ -63,15 +65,15 @@ def overlap_in(events: Sequence[tuple[str, float, float]]) -> Overlap:
             kinds[kind].append((start, end))
             names.setdefault(name, []).append(end - start)
     whole = {kind: union(intervals) for kind, intervals in kinds.items()}
-    length = {kind: _length(intervals) for kind, intervals in whole.items()}
+    lengths = {kind: length(intervals) for kind, intervals in whole.items()}
     hidden = {kind: _common(whole[kind], whole["kernels"]) for kind in ("out", "back")}
     everything = [each for intervals in whole.values() for each in intervals]
     span = max((end for _, end in everything), default=0.0) - min((start for start, _ in everything), default=0.0)
     lines = [
         "| ms | in all | beside kernels |",
         "|---|---|---|",
-        f"| kernels | {length['kernels'] / 1e3:.3f} | |",
-        *(f"| copies {kind} | {length[kind] / 1e3:.3f} | {hidden[kind] / 1e3:.3f} |" for kind in ("out", "back")),
+        f"| kernels | {lengths['kernels'] / 1e3:.3f} | |",
+        *(f"| copies {kind} | {lengths[kind] / 1e3:.3f} | {hidden[kind] / 1e3:.3f} |" for kind in ("out", "back")),
         f"| from the first to the last | {span / 1e3:.3f} | |",
         "",
         "| longest | times | ms |",
@@ -80,28 +82,13 @@ def overlap_in(events: Sequence[tuple[str, float, float]]) -> Overlap:
     longest = sorted(names.items(), key=lambda item: -sum(item[1]))[:_LONGEST]
     lines += [f"| {name[:70].replace('|', '/')} | {len(each)} | {sum(each) / 1e3:.3f} |" for name, each in longest]
     page = "\n".join(lines)
-    return Overlap(length["kernels"], length["out"], length["back"], hidden["out"], hidden["back"], span, page)
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return disjoint intervals, in order, that cover the same."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
+    return Overlap(lengths["kernels"], lengths["out"], lengths["back"], hidden["out"], hidden["back"], span, page)
 
 
 def _kind_of(name: str) -> str | None:
     if name.startswith("Memcpy"):
         return "out" if "DtoH" in name else "back" if "HtoD" in name else "kernels"
     return None if name.startswith("Memset") else "kernels"
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
 
 
 def _common(left: Sequence[Interval], right: Sequence[Interval]) -> float:
