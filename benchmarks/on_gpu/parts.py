@@ -169,7 +169,7 @@ def _everything() -> tuple[Part, ...]:
 
 
 def over_nccl(library: str) -> Part:
-    """Return the tests of pipelines with lanes over NCCL 2.30 or later, which lets several ranks share a GPU if told.
+    """Return the tests of pipelines and replicas over NCCL 2.30 or later, which lets several ranks share a GPU if told.
 
     Args:
         library: a libnccl.so.2, loaded in place of torch's.
@@ -185,7 +185,7 @@ def over_nccl(library: str) -> Part:
         "nccl",
         "two ranks on the GPU over NCCL",
         200,
-        ["tests/gpu/test_pipeline.py", "tests/gpu/test_killed_rank.py"],
+        ["tests/gpu/test_pipeline.py", "tests/gpu/test_killed_rank.py", "tests/gpu/test_data_parallel.py"],
         alone=True,
     )
     return replace(part, environment=variables)

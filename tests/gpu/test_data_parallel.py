@@ -1,13 +1,15 @@
-"""Replicas on the GPU: averaged gradients in buckets and views, sharded optimizer states, sharded parameters."""
+"""Replicas on the GPU: averaged gradients in buckets and views, communication hooks, sharded parameters."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.on_gpu.parts import NCCL
 from tests.gpu.ranks import run_on_gpu
 from tests.transparency import test_data_parallel, test_sharded_data_parallel
 from tests.transparency.models import assert_same, train_plainly
@@ -33,6 +35,18 @@ def test_replicas_equal_plain_pytorch(overlap: bool, view: bool) -> None:
 def test_training_without_a_step_function_equals_plain_pytorch() -> None:
     for trace in run_on_gpu(test_data_parallel.train_plain_style, 2, True):
         assert_same(trace, train_plainly(STEPS, 2), _TOLERANCE)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("name", test_data_parallel.HOOKS)
+def test_replicas_with_a_communication_hook_equal_plain_pytorch(name: str, view: bool) -> None:
+    if name == "torch's" and os.environ.get(NCCL) != "1":
+        pytest.skip("over gloo a future does not order the GPU's streams: needs `scripts/gpu --nccl`")
+    plain = train_plainly(STEPS, 1)
+    for trace, seen in run_on_gpu(test_data_parallel.train_with_hook, name, view):
+        assert set(seen) == {"cuda"}
+        assert len(seen) > STEPS  # several buckets a step
+        assert_same(trace, plain, _TOLERANCE)
 
 
 def train_sharded(accumulation: int) -> dict[str, Tensor]:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smpkit.torch as smp
+from smpkit.torch import devices
 from tests.ranks import run_ranks
 from tests.transparency.models import Trace, assert_same, batch, build, loss_of, optimizer_of, record, train_plainly
 
@@ -108,4 +111,74 @@ def test_one_rank_equals_a_hand_written_loop_to_the_bit(microbatches: int, accum
 def test_trap_20_training_without_a_step_function_equals_plain_pytorch(accumulation: int, overlap: bool) -> None:
     plain = train_plainly(STEPS, accumulation)
     for trace in run_ranks(train_plain_style, 2, accumulation, overlap):
+        assert_same(trace, plain, TOLERANCE)
+
+
+# --- communication hooks ----------------------------------------------------------------------------------------------
+
+HOOKED_MICROBATCHES = 2
+LATE_CYCLES = 200_000_000
+"""Of a GPU's clock: a tenth of a second."""
+
+
+def late_hook(devices_seen: list[str], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average on a stream of the hook's own, which comes to it late: only the future says when the gradients are there.
+
+    A future over gloo says nothing about streams, so this one is made here.
+    """
+    buffer = bucket.buffer()
+    devices_seen.append(buffer.device.type)
+    asynchronous = devices.is_asynchronous(buffer.device)
+    computed = devices.record_event(buffer.device)
+    own = devices.new_stream(buffer.device)
+    future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if asynchronous else [])
+    with devices.on_stream(own):
+        devices.order_after(computed, own)
+        made = buffer / (HOOKED_MICROBATCHES * dist.get_world_size())
+        dist.all_reduce(made)
+        if asynchronous:
+            torch.cuda._sleep(LATE_CYCLES)
+        future.set_result(made * 1)  # behind the sleep; without the wait the user finds memory that nobody has written
+    return future
+
+
+def torchs_hook(devices_seen: list[str], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average over replicas as torch's own does, and over microbatches."""
+    devices_seen.append(bucket.buffer().device.type)
+    bucket.buffer().div_(HOOKED_MICROBATCHES)
+    assert dist.group.WORLD is not None
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+
+HOOKS = {"late": late_hook, "torch's": torchs_hook}
+
+
+def train_with_hook(name: str, view: bool) -> tuple[Trace, list[str]]:
+    """Return what training did, and of each bucket that the hook was given, on which type of device it lay."""
+    smp.init({"microbatches": HOOKED_MICROBATCHES, "ddp": True})
+    model = smp.DistributedModel(build(), bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+    seen: list[str] = []
+    model.register_comm_hook(seen, HOOKS[name])
+    optimizer = smp.DistributedOptimizer(optimizer_of(model))
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens, targets = batch(step)
+        mine = slice(smp.dp_rank(), None, smp.dp_size())
+        loss = train_step(model, tokens[mine], targets[mine], 1).reduce_mean().item()
+        losses.append(sum(smp.allgather(loss, smp.DP_GROUP)) / smp.dp_size())
+        optimizer.step()
+    trace = record(model, losses)
+    smp.shutdown()
+    return trace, seen
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_training_with_a_communication_hook_equals_plain_pytorch(name: str, view: bool) -> None:
+    if name == "torch's" and torch.cuda.is_available():
+        pytest.skip("over gloo a future does not order the streams of a GPU: tests/gpu runs this over NCCL")
+    plain = train_plainly(STEPS, 1)
+    for trace, seen in run_ranks(train_with_hook, 2, name, view):
+        assert len(seen) > STEPS  # several buckets a step
         assert_same(trace, plain, TOLERANCE)
