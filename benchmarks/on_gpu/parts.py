@@ -56,7 +56,12 @@ def _benchmark(
 
 
 _FILES: Final[Mapping[str, tuple[str, float, bool, tuple[str, ...]]]] = {
-    "partition": ("cut as on the CPU; a rank that is killed", 120, False, ("partition", "tracing", "killed_rank")),
+    "partition": (
+        "cut as on the CPU; a rank that is killed, or has a wrong label",
+        150,
+        False,
+        ("partition", "tracing", "killed_rank", "wrong_labels"),
+    ),
     "engine": (
         "offload engine: bits, streams, captured graphs, pinned memory",
         150,
