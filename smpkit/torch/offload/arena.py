@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smpkit.errors import UsageError
 from smpkit.torch.offload.link import Event
-from smpkit.torch.offload.pages import PAGE, SLAB
+from smpkit.torch.offload.pages import LARGE_PAGE, PAGE, SLAB, Supply
 
 __all__ = ["ALIGNMENT", "Arena", "Block", "Form", "HostMemory", "aligned", "ordinary_memory", "release_all"]
 
@@ -28,6 +28,10 @@ ALIGNMENT: Final = 256
 """Bytes: where a GPU's copies begin."""
 _SLACK: Final = 64
 """The arena grows by at least 1/64 of its size, which bounds both the number of mappings and what is unused."""
+_FIRST: Final = 64 << 20
+"""What a supply has ready before anything is known of what will be wanted."""
+_SPARE: Final = 32
+"""Of a slab of a supply up to 1/32 may stay unused."""
 _MOST_FORMS: Final = 8
 
 HostMemory = Callable[[int], tuple[Tensor, Callable[[], object]]]
@@ -107,6 +111,16 @@ class Block:
 
 
 @dataclass(eq=False)
+class _Segment:
+    """Memory of the system, in one piece."""
+
+    tensor: Tensor
+    release: Callable[[], object]
+    reached: int = 0
+    """How much of it, from its begin, has been cut into blocks."""
+
+
+@dataclass(eq=False)
 class _Range:
     """Free memory that has no size class yet."""
 
@@ -119,11 +133,17 @@ class _Range:
 class Arena:
     """Blocks of host memory under a budget. `take` belongs to one thread at a time; `give` may be called anywhere.
 
+    [Note: memory ahead of its use] Nobody knows before the first forward how much will leave, unless a pipeline says so
+    (`reserve`), and pinning memory in it takes longer than its layers do. So while a step uses more than any before it,
+    and less than half is free, a thread makes as much ready as there is, 1 GiB at most. When the step is over, what it
+    has not come to goes back to the system, and a slab that it has used in part is replaced by one of that size.
+
     Args:
         budget_bytes: never holds more; None: as much as there is.
         memory: where the memory comes from.
         settle: called before memory goes back to the system: blocks until no copy reads or writes it any more. When it
             raises, the memory stays.
+        supply: makes the next slab ready while this one is used up; see [Note: memory ahead of its use].
 
     Raises:
         UsageError: a budget that is not positive.
@@ -134,6 +154,7 @@ class Arena:
         budget_bytes: int | None = None,
         memory: HostMemory = ordinary_memory,
         settle: Callable[[], object] | None = None,
+        supply: Supply | None = None,
     ) -> None:
         if budget_bytes is not None and budget_bytes < 1:
             raise UsageError(f"a host memory budget of {budget_bytes} bytes holds nothing")
@@ -153,7 +174,16 @@ class Arena:
         # deque needs no lock, and leaves what `take` is about to change alone.
         self._returned: deque[Block] = deque()
         self._releases: list[Callable[[], object]] = []
+        self._segments: dict[int, _Segment] = {}
+        """By address; only with a supply."""
         self._taken = 0
+        self._most_bytes = 0
+        """What a step has used, at most, of those that are over."""
+        self._trimmed_bytes = 0
+        self._supply = supply
+        if supply is not None:
+            self._prepare(supply, _FIRST)
+            weakref.finalize(self, supply.close).atexit = False
         # Not at the end of the process, which gives all back at once, and which a GPU that hangs must not hold up.
         weakref.finalize(self, release_all, self._releases, settle).atexit = False
 
@@ -202,17 +232,23 @@ class Arena:
 
     def close(self) -> None:
         """Give all memory back to the system; blocks must not be used any more."""
+        if self._supply is not None:
+            self._supply.close()
         release_all(self._releases, self._settle)  # while the memory is there: it goes with the last tensor
         self._free.clear()
         self._cut.clear()
         self._ranges.clear()
+        self._segments.clear()
         self._returned.clear()
         self.mapped_bytes = self.used_bytes = self._taken = 0
 
     def reset_peak(self) -> None:
         """Start a new peak from what is used now."""
         self._collect()
+        self._most_bytes = max(self._most_bytes, self.peak_bytes)
         self.peak_bytes = self.used_bytes
+        if self._supply is not None:
+            self._trim(self._supply)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -244,7 +280,74 @@ class Arena:
             found = self._fitting(size)
         if found is None:
             found = self._grow(size)
+        if self._supply is not None:
+            used = self.used_bytes + size
+            if used > self._most_bytes and 2 * (self.mapped_bytes - used) < self.mapped_bytes:
+                # A multiple of what is wanted now: layers are alike.
+                self._prepare(self._supply, max(1, min(self.mapped_bytes, SLAB) // size) * size, size)
         return None if found is None else self._block(found, size)
+
+    def _prepare(self, supply: Supply, num_bytes: int, least: int = PAGE) -> None:
+        """Let the supply have this much ready, or what is left of the budget, unless that is too little."""
+        left = self._left()
+        wanted = -(-num_bytes // PAGE) * PAGE if left is None else min(num_bytes, left) // PAGE * PAGE
+        if wanted >= least:
+            supply.prepare(wanted)
+
+    def _left(self) -> int | None:
+        """Return how much of the budget nobody has, the supply included."""
+        held = self.mapped_bytes + (0 if self._supply is None else self._supply.held_bytes)
+        return None if self.budget_bytes is None else max(0, self.budget_bytes - held)
+
+    def _supplied(self, supply: Supply, size: int) -> _Range | None:
+        """Return the slab that is ready or on its way, if it is large enough; if not, make room for one that is."""
+        left = self._left()
+        if 0 < supply.num_bytes < size and (left is None or left >= size):
+            supply.drop()
+            return None
+        slab = supply.take()
+        if slab is None or slab[0].nbytes >= size:
+            return None if slab is None else self._have(*slab)
+        slab[1]()  # here and now: the budget has no room for both
+        return None
+
+    def _have(self, tensor: Tensor, release: Callable[[], object]) -> _Range:
+        """Take over memory of the system."""
+        self._releases.append(release)
+        if self._supply is not None:
+            self._segments[tensor.data_ptr()] = _Segment(tensor, release)
+        self.mapped_bytes += tensor.nbytes
+        self.num_segments += 1
+        self._ranges.append(_Range(tensor, 0, tensor.nbytes, ()))
+        return self._ranges[-1]
+
+    def _trim(self, supply: Supply) -> None:
+        """Give back what a step has not come to; see [Note: memory ahead of its use]."""
+        supply.drop()
+        if self.mapped_bytes == self._trimmed_bytes:
+            return
+        self._merge()
+        is_complete, exact = True, 0
+        for found in list(self._ranges):
+            segment = self._segments[found.segment.data_ptr()]
+            size, reached = found.segment.nbytes, segment.reached
+            left = self._left()
+            if size - reached <= (max(LARGE_PAGE, size // _SPARE) if reached else 0):
+                continue
+            if found.size < size:
+                is_complete = False  # a graph lives: at the end of the next step
+                continue
+            if left is not None and left < exact + reached:
+                continue  # both are there for a while
+            exact += reached
+            self._ranges.remove(found)
+            del self._segments[found.segment.data_ptr()]
+            self._releases.remove(segment.release)
+            self.mapped_bytes -= size
+            supply.give_back(size, segment.release, found.free_after)
+        if exact:
+            self._prepare(supply, exact)
+        self._trimmed_bytes = self.mapped_bytes + supply.num_bytes if is_complete else 0
 
     def _block(self, found: _Range, size: int) -> Block:
         """Cut a block off a range."""
@@ -252,6 +355,9 @@ class Arena:
         self._cut[size] += 1
         found.offset += size
         found.size -= size
+        if self._segments:
+            segment = self._segments[found.segment.data_ptr()]
+            segment.reached = max(segment.reached, found.offset)
         if not found.size:
             self._ranges.remove(found)
         return block
@@ -278,7 +384,9 @@ class Arena:
             size: what is wanted now.
             ahead: sizes that will be wanted, this one first: then for as many as a slab holds, and no more.
         """
-        left = None if self.budget_bytes is None else self.budget_bytes - self.mapped_bytes
+        if self._supply is not None and (supplied := self._supplied(self._supply, size)) is not None:
+            return supplied
+        left = self._left()
         if left is not None and left < size:
             return None
         if ahead:
@@ -288,14 +396,9 @@ class Arena:
         wanted = -(-wanted // PAGE) * PAGE
         num_bytes = wanted if left is None else min(wanted, left // ALIGNMENT * ALIGNMENT)
         try:
-            segment, release = self._memory(num_bytes)
+            return self._have(*self._memory(num_bytes))
         except (MemoryError, OSError, RuntimeError):
             return None  # the machine has no more, which is what an unwise budget comes to
-        self._releases.append(release)
-        self.mapped_bytes += num_bytes
-        self.num_segments += 1
-        self._ranges.append(_Range(segment, 0, num_bytes, ()))
-        return self._ranges[-1]
 
 
 def _joined(ranges: list[_Range]) -> Iterator[_Range]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from smpkit.torch import devices
 from smpkit.torch.offload.arena import Arena, ordinary_memory
 from smpkit.torch.offload.link import Link
+from smpkit.torch.offload.pages import Supply
 
 __all__ = ["available_bytes", "make_arena"]
 
@@ -32,7 +35,9 @@ def make_arena(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Ar
     if link.device.type == "cuda":
         from smpkit.torch.offload.cuda import pinned_memory
 
-        return Arena(budget_bytes, pinned_memory, settle=link.close)
+        # A thread begins at the first GPU: a context there would take half a GiB for each process.
+        supply = Supply(pinned_memory, partial(devices.make_current, link.device))
+        return Arena(budget_bytes, pinned_memory, settle=link.close, supply=supply)
     return Arena(budget_bytes, ordinary_memory)
 
 

@@ -12,16 +12,20 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from smpkit.torch.offload.cores import own_cores
 
-__all__ = ["LARGE_PAGE", "PAGE", "SLAB", "Progress", "mapped_bytes", "touch", "zero_bytes", "zeros"]
+__all__ = ["LARGE_PAGE", "PAGE", "SLAB", "Progress", "Supply", "mapped_bytes", "touch", "zero_bytes", "zeros"]
+
+Slab = tuple[Tensor, Callable[[], object]]
+"""Bytes, and what gives them back to the system."""
 
 _log = logging.getLogger("smpkit")
 
@@ -31,6 +35,7 @@ LARGE_PAGE: Final = 2 << 20
 SLAB: Final = 1 << 30
 """The most that is made ready between two looks at the clock, and the most that the arena takes at a time."""
 _PIECE: Final = 64 << 20
+_POLL_SECONDS: Final = 2e-3
 _MOST_THREADS: Final = 8
 """More do not help: the system hands out pages under locks."""
 
@@ -118,3 +123,165 @@ class Progress:
             self._said_at = self._seconds
             gib = self._num_bytes / 2**30
             _log.info("%s: %.1f GiB in %.0f s (%.2f GiB/s)", self._what, gib, self._seconds, gib / self._seconds)
+
+
+class Awaited(Protocol):
+    """A copy."""
+
+    def done(self) -> bool:
+        """Return whether it is over."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Spent:
+    num_bytes: int
+    release: Callable[[], object]
+    after: tuple[Awaited, ...]
+
+
+class Supply:
+    """Makes one slab of memory ready, in a thread, before anybody needs it; and gives slabs back, in the same thread.
+
+    To pin memory takes longer than a layer's forward, and the driver may wait for the device: neither belongs into a
+    step. The thread starts with the first request and ends with `close`.
+
+    Args:
+        memory: takes so many bytes from the system; raises OSError or MemoryError where it has no more.
+        begin: called in the thread, first.
+    """
+
+    def __init__(self, memory: Callable[[int], Slab], begin: Callable[[], object] = lambda: None) -> None:
+        self._memory = memory
+        self._begin = begin
+        self._changed = threading.Condition()
+        self._wanted = self._request = 0
+        """How much is on its way to be ready, and the number of that request."""
+        self._making = (0, 0)
+        """The same of what the thread is at, which may be wanted no more."""
+        self._ready: Slab | None = None
+        self._spent: list[_Spent] = []
+        self._error: Exception | None = None
+        self._is_dry = False
+        """The system had no more."""
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is ready, or on the way to be."""
+        with self._changed:
+            return self._wanted if self._ready is None else self._ready[0].nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """The same, and what has not gone back yet."""
+        with self._changed:
+            wanted = (self._wanted, self._request) if self._wanted else (0, 0)
+            stray = self._making[0] if self._making != wanted else 0
+            return self.num_bytes + stray + sum(each.num_bytes for each in self._spent)
+
+    def prepare(self, num_bytes: int) -> None:
+        """Begin to make a slab ready, unless there is one, or the system had no more when it was last asked."""
+        with self._changed:
+            if not (self._is_over or self._is_dry or self._wanted or self._ready):
+                self._wanted = num_bytes
+                self._request += 1
+                self._wake()
+
+    def take(self) -> Slab | None:
+        """Return the slab, waiting for one that is on the way; None if there is none.
+
+        Raises:
+            RuntimeError: the thread has failed; its error is the cause.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted)
+            error, self._error = self._error, None
+            if error is not None:
+                raise RuntimeError("the thread that prepares host memory has failed") from error
+            slab, self._ready = self._ready, None
+            return slab
+
+    def give_back(self, num_bytes: int, release: Callable[[], object], after: Iterable[Awaited] = ()) -> None:
+        """Give memory back to the system, in the thread, when no copy uses it any more.
+
+        Args:
+            num_bytes: how much it is.
+            release: gives it back.
+            after: its last readers and writers.
+        """
+        with self._changed:
+            self._spent.append(_Spent(num_bytes, release, tuple(after)))
+            if self._is_over:
+                self._release()
+            else:
+                self._wake()
+
+    def drop(self) -> None:
+        """Give back what is ready, and what is on its way as soon as it is."""
+        with self._changed:
+            self._wanted = 0
+            slab, self._ready = self._ready, None
+            if slab is not None:
+                self.give_back(slab[0].nbytes, slab[1])
+
+    def close(self, seconds: float = 60.0) -> None:
+        """End the thread, and give back what it has; a driver that hangs holds nobody up for longer than this."""
+        with self._changed:
+            self.drop()
+            self._is_over = True
+            self._changed.notify_all()
+        # The collector may close an arena in any thread, this one too.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="smpkit-slabs", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+            while self._work():
+                pass
+        except Exception as error:  # raised again where somebody hears it
+            with self._changed:
+                self._error, self._is_over, self._wanted = error, True, 0
+                self._changed.notify_all()
+
+    def _work(self) -> bool:
+        """Do what was asked for; return whether there may be more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._wanted or self._spent)
+            if self._spent:  # copies do not say when they are over
+                self._changed.wait_for(lambda: self._wanted, _POLL_SECONDS)
+            self._making = wanted, request = (0 if self._is_over else self._wanted), self._request
+        slab = self._made(wanted) if wanted else None
+        with self._changed:
+            self._making = (0, 0)
+            self._is_dry = self._is_dry or (wanted > 0 and slab is None)
+            if request == self._request and (self._wanted or slab is None):
+                self._ready, self._wanted = slab or self._ready, 0
+            elif slab is not None:
+                self._spent.append(_Spent(wanted, slab[1], ()))
+            self._changed.notify_all()
+        self._release()
+        with self._changed:
+            return not self._is_over or bool(self._spent)
+
+    def _made(self, num_bytes: int) -> Slab | None:
+        try:
+            return self._memory(num_bytes)
+        except (MemoryError, OSError):
+            return None  # whoever needs it asks for less, or is told
+
+    def _release(self) -> None:
+        """Give back what no copy uses any more."""
+        with self._changed:
+            done = [each for each in self._spent if all(event.done() for event in each.after)]
+        for each in done:
+            each.release()
+        with self._changed:
+            self._spent = [each for each in self._spent if each not in done]
