@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -165,6 +166,7 @@ class Supply:
         """The system had no more."""
         self._is_over = False
         self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
 
     @property
     def num_bytes(self) -> int:
@@ -227,6 +229,8 @@ class Supply:
 
     def close(self, seconds: float = 60.0) -> None:
         """End the thread, and give back what it has; a driver that hangs holds nobody up for longer than this."""
+        if os.getpid() != self._owner:
+            return  # a fork has neither the thread nor the memory, and the lock may be held for good
         with self._changed:
             self.drop()
             self._is_over = True

@@ -193,6 +193,24 @@ def test_a_slab_on_its_way_is_waited_for_and_not_pinned_twice(system: System) ->
     arena.close()
 
 
+def test_a_slab_that_nobody_wants_any_more_goes_back_and_the_next_is_made(system: System) -> None:
+    supply = Supply(system.memory)
+    system.may_go_on.clear()
+    supply.prepare(3 * MIB)
+    assert until(lambda: supply._making[0] > 0)
+    supply.drop()
+    assert (supply.num_bytes, supply.held_bytes) == (0, 3 * MIB)
+    supply.prepare(5 * MIB)
+    assert (supply.num_bytes, supply.held_bytes) == (5 * MIB, 8 * MIB)
+    system.may_go_on.set()
+    slab = supply.take()
+    assert slab is not None
+    assert slab[0].nbytes == 5 * MIB
+    assert until(lambda: system.held == 5 * MIB)
+    supply.close()
+    slab[1]()
+
+
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_the_thread_ends_with_the_arena_even_while_it_pins(system: System, how: str) -> None:
     arena = make(system)
