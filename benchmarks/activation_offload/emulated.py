@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.activation_offload.stage import SleepingLayer, run_stage
 from smpkit.plan.actions import Action
-from smpkit.plan.offload_formulas import step_bound_seconds
 from smpkit.plan.offload_simulate import Rules, simulate_offload
 from smpkit.plan.offload_work import LayerCost, LinkSpeed, Window, work_of
 from smpkit.plan.schedule import one_f_one_b
@@ -20,6 +19,7 @@ from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.emulated import EmulatedLink
 from smpkit.torch.offload.engine import Engine
 from smpkit.torch.offload.prefetch import Order
+from tests.plan.offload_formulas import step_bound_seconds
 
 __all__ = ["link_table"]
 

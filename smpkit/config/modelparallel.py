@@ -219,7 +219,7 @@ class ModelParallelConfig(Section):
     """Deadline of every collective and every wait between ranks, in seconds. An extension of smpkit."""
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
-        key: ("is unknown to v1", counterpart.hint) for key, counterpart in V2_KEYS.items()
+        key: ("is unknown to v1", f"a key of SMP v2: {what_to_do}") for key, what_to_do in V2_KEYS.items()
     }
 
     @field_validator("activation_loading_horizon", mode="wrap")

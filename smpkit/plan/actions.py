@@ -109,11 +109,6 @@ class Schedule:
         """
         return tuple(max(map(len, live_segments(actions)), default=0) for actions in self.actions)
 
-    @property
-    def num_actions(self) -> int:
-        """How many actions all ranks have together."""
-        return sum(map(len, self.actions))
-
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
 

@@ -83,12 +83,9 @@ class Assignment:
     @property
     def compute_imbalance(self) -> float:
         """The compute of the busiest partition over the mean, 1 or more; it bounds the speed."""
-        return _worst_over_mean([load.step_flops for load in self.loads])
-
-    @property
-    def memory_imbalance(self) -> float:
-        """The memory of the fullest partition over the mean, 1 or more."""
-        return _worst_over_mean([load.memory_bytes for load in self.loads])
+        work = [load.step_flops for load in self.loads]
+        total = sum(work)
+        return max(work) * len(work) / total if total else 1.0
 
     def log_lines(self) -> list[str]:
         """Return SMP v1's heading and a line for every unit, as they are logged."""
@@ -119,11 +116,6 @@ class Assignment:
         if any(not 0 <= place < num_partitions for _, place in units) or len(content["loads"]) != num_partitions:
             raise ValueError(f"units or loads outside of {num_partitions} partitions")
         return cls(num_partitions, units, tuple(Load(*load) for load in content["loads"]))
-
-
-def _worst_over_mean(values: Sequence[float]) -> float:
-    total = sum(values)
-    return max(values) * len(values) / total if total else 1.0
 
 
 def private_parameters_bytes(unit: UnitCost) -> int:

@@ -37,12 +37,11 @@ class Lane:
         """When the present copy ends if the speed stays; infinity without one."""
         return self._since_seconds + self._left_bytes / self._rate if self.is_busy else inf
 
-    def start(self, now_seconds: float) -> Work:
-        """Begin the next copy; return what it is of."""
+    def start(self, now_seconds: float) -> None:
+        """Begin the next copy."""
         self.is_busy = True
         self._begun_seconds, self._rate = now_seconds, self._full_rate
         self._since_seconds, self._left_bytes = now_seconds + self._latency_seconds, self.queue[0].num_bytes
-        return self.queue[0]
 
     def moves(self, now_seconds: float) -> bool:
         """Return whether bytes are on the link, not only a latency."""

@@ -21,7 +21,6 @@ __all__ = [
     "OffloadedModel",
     "StepTime",
     "Update",
-    "break_even_tokens",
     "device_peak_bytes",
     "host_peak_bytes",
     "largest_parameters",
@@ -281,8 +280,3 @@ def largest_parameters(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def break_even_tokens(machine: Machine) -> float:
-    """Return from how many tokens per step on compute takes longer than the optimizer on the host."""
-    return machine.flops_per_second / (8 * machine.updated_parameters_per_second)

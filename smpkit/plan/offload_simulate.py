@@ -2,7 +2,10 @@
 
 A boundary leaves the device unless its backward is already within the window: then it stays. Its load is issued when
 the work begins from which the window reaches it, and starts when its lane is free and its own copy out is complete.
-The rest is `Rules`: their defaults are what the engine of `smpkit.torch.offload` does.
+
+As in the engine of `smpkit.torch.offload`, a boundary leaves when the forward of its layer begins, whose input it is.
+The memory of a load is taken when it is issued. A boundary that is still on the device when its load is due stays
+there. Device memory that was copied is given back when the next layer begins.
 """
 
 from __future__ import annotations
@@ -23,16 +26,8 @@ __all__ = ["LoadStall", "OffloadTimeline", "Rules", "peak_without_offloading", "
 
 @dataclass(frozen=True)
 class Rules:
-    """In what engines differ."""
+    """In what the engine differs by where it runs."""
 
-    leaves_at_start: bool = True
-    """A boundary leaves when its layer's forward begins, whose input it is; otherwise when that ends."""
-    takes_at_issue: bool = True
-    """A load's memory is taken when it is issued; otherwise when its copy starts."""
-    uses_what_is_there: bool = True
-    """A boundary that is still on the device when its load is due stays there; otherwise it goes and comes back."""
-    looks_at_turns: bool = True
-    """Device memory that was copied is given back when the next layer begins; otherwise when the copy ends."""
     is_planned: bool = True
     """The actions are known beforehand. Otherwise loads begin with the backward, and the latest boundaries, as many as
     the window leads, are copied but held, because the backward could begin any time."""
@@ -163,7 +158,7 @@ class _Play:
             tuple(self._lanes.back.copies),
             tuple(self._kept),
             tuple(self._stalls),
-            _peak(self._held if self._rules.looks_at_turns else sorted(self._held)),
+            _peak(self._held),
             _peak(self._held_on_host),
         )
 
@@ -190,7 +185,7 @@ class _Play:
             return
         is_first = present.place == 0 or self._work[present.place - 1].task != present.task
         self._turn = max(self._now, self._not_before[present.task]) if is_first else self._now
-        if is_first and self._rules.looks_at_turns and self._rules.is_planned:
+        if is_first and self._rules.is_planned:
             self._issue(present, before=1)  # When an action begins, its first layer has not looked what was copied.
         if self._makes(present):
             self._made += 1
@@ -211,13 +206,12 @@ class _Play:
             if leaving is None and need.boundary not in self._on_host:
                 return  # Not made yet: it will be needed so soon that it stays.
             self._to_issue.pop()
-            if leaving is not None and self._rules.uses_what_is_there:
+            if leaving is not None:
                 self._leaving.remove(leaving)
                 self._on_device.add(need.boundary)
             else:
                 self._lanes.back.queue.append(need)
-                if self._rules.takes_at_issue:
-                    self._held.append((self._now, need.num_bytes))
+                self._held.append((self._now, need.num_bytes))
 
     def _start_work(self) -> None:
         present = self._present
@@ -230,7 +224,7 @@ class _Play:
         self._starts.append(self._now)
         if present.action.kind is Kind.FORWARD:
             self._held.append((self._now, present.num_bytes))
-            if self._rules.leaves_at_start and self._makes(present):
+            if self._makes(present):
                 self._leave(present)
 
     def _waits(self, present: Work) -> bool:
@@ -251,10 +245,7 @@ class _Play:
             self._held.append((self._now, -present.num_bytes))
             if present.boundary in self._on_host or self._is_queued(present):
                 self._held_on_host.append((self._now, -present.num_bytes))
-        elif self._makes(present):
-            if not self._rules.leaves_at_start:
-                self._leave(present)
-        elif present.action.kind is Kind.FORWARD:
+        elif present.action.kind is Kind.FORWARD and not self._makes(present):
             self._held.append((self._now, -present.num_bytes))
         self._ends.append(self._now)
         self._take_turn()
@@ -289,25 +280,18 @@ class _Play:
         if out.queue and not out.is_busy:
             out.start(self._now)
         if back.queue and not back.is_busy and back.queue[0].boundary in self._on_host:
-            need = back.start(self._now)
-            if not self._rules.takes_at_issue:
-                self._held.append((self._now, need.num_bytes))
+            back.start(self._now)
         self._lanes.share_out(self._now)
 
     def _end_copies(self) -> None:
         if left := self._lanes.out.finish(self._now):
             self._on_host.add(left.boundary)
-            if not self._rules.looks_at_turns:
-                self._release()
         if loaded := self._lanes.back.finish(self._now):
             self._on_device.add(loaded.boundary)
 
 
 def _peak(held: Iterable[tuple[float, int]]) -> int:
-    """Return the most bytes at a time, of times and bytes that are taken or freed then.
-
-    Sorted, what is freed at a moment makes room for what is taken at the same one; an engine does as it comes.
-    """
+    """Return the most bytes at a time, of times and bytes that are taken or freed then, as they came."""
     total = peak = 0
     for _, num_bytes in held:
         total += num_bytes

@@ -70,7 +70,6 @@ def interleaved(
     active_microbatches: int,
     costs: Costs | None = None,
     *,
-    max_live: Sequence[int] | None = None,
     split_backward: bool = False,
 ) -> Schedule:
     """Run backward first, and choose by simulation how many microbatches each rank holds.
@@ -82,16 +81,11 @@ def interleaved(
 
     Args:
         active_microbatches: no rank ever holds more (SMP v1's parameter).
-        max_live: for each rank, how many fit its memory.
         split_backward: also try to split the backward into input and weight halves (zero bubble; our extension).
     """
     _require_positive(num_microbatches, "num_microbatches")
     _require_positive(active_microbatches, "active_microbatches")
-    if max_live is not None and (len(max_live) != graph.num_ranks or min(max_live) < 1):
-        raise UsageError(f"`max_live` {list(max_live)} is not a positive number for each of {graph.num_ranks} ranks")
-    limit = min(active_microbatches, num_microbatches)
-    limits = [min(limit, fitting) for fitting in max_live or [limit] * graph.num_ranks]
-    search = _Search(graph, num_microbatches, limits, costs or Costs())
+    search = _Search(graph, num_microbatches, min(active_microbatches, num_microbatches), costs or Costs())
     return search.best((False, True) if split_backward and graph.has_backward else (False,))
 
 
@@ -115,7 +109,8 @@ class _Search:
 
     graph: SegmentGraph
     num_microbatches: int
-    limits: Sequence[int]
+    limit: int
+    """The most microbatches that any rank may hold."""
     costs: Costs
 
     def best(self, splits: Sequence[bool]) -> Schedule:
@@ -135,7 +130,7 @@ class _Search:
                 return
         name = "zero_bubble" if split else "interleaved"
         choices: list[tuple[tuple[int, ...], Sequence[int] | None]] = [
-            (caps, None) for caps in _cap_choices(self.graph.depths, bounds.full_pipe, self.limits)
+            (caps, None) for caps in _cap_choices(self.graph.depths, bounds.full_pipe, self.limit)
         ]
         if split:
             choices = sorted([*self._postponing(), *choices], key=lambda choice: sum(choice[0]))
@@ -153,7 +148,7 @@ class _Search:
                 yield _Found(Schedule(name, self.graph, self.num_microbatches, actions, caps), seconds)
                 if seconds <= enough:
                     return
-        if not split and self.graph.has_backward and min(self.limits) >= self.num_microbatches:
+        if not split and self.graph.has_backward and self.limit >= self.num_microbatches:
             # Where a microbatch comes back to ranks, an early backward can be in the way of the last forward.
             all_forwards = simple(self.graph, self.num_microbatches, self.costs)
             yield from _played(replace(all_forwards, name=name), self.costs)
@@ -164,8 +159,8 @@ class _Search:
         Of a chain, P and `P - rank` make ZB-H1: no rank holds more than rank 0 does in 1F1B.
         """
         deepest = max(1, *self.graph.depths)
-        for room in range(max(self.limits) - min(deepest, max(self.limits)) + 1):
-            caps = tuple(min(deepest + room, limit) for limit in self.limits)
+        for room in range(max(self.limit - deepest, 0) + 1):
+            caps = (min(deepest + room, self.limit),) * self.graph.num_ranks
             for more in {0, min(1, room)}:
                 yield caps, tuple(max(1, depth + more) for depth in self.graph.depths)
 
@@ -183,7 +178,7 @@ class _Search:
                 schedule = replace(
                     looped(self.graph, self.num_microbatches, groups, warmup_per_rank), name="interleaved"
                 )
-                if all(live <= limit for live, limit in zip(schedule.caps, self.limits, strict=True)):
+                if max(schedule.caps) <= self.limit:
                     yield from _played(schedule, self.costs)
 
 
@@ -193,14 +188,14 @@ def _played(schedule: Schedule, costs: Costs) -> Iterator[_Found]:
         yield _Found(schedule, simulate(schedule, costs).makespan_seconds)
 
 
-def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limits: Sequence[int]) -> list[tuple[int, ...]]:
+def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limit: int) -> list[tuple[int, ...]]:
     """Return the caps to try, from few live microbatches to many."""
     deepest = max(1, *depths)
     shapes = [[depth + more for depth in depths] for more in range(deepest + 1)]
     shapes += [[2 * depth - 1 for depth in depths]]
     shapes += [[ceil(live * factor / 4) for live in full_pipe] for factor in range(4, 13)]
-    shapes += [[same] * len(depths) for same in (*range(1, 2 * deepest + 1), max(limits))]
-    choices = {tuple(max(1, min(cap, limit)) for cap, limit in zip(shape, limits, strict=True)) for shape in shapes}
+    shapes += [[same] * len(depths) for same in (*range(1, 2 * deepest + 1), limit)]
+    choices = {tuple(max(1, min(cap, limit)) for cap in shape) for shape in shapes}
     return sorted(choices, key=lambda caps: (sum(caps), caps))
 
 

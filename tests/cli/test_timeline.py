@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from smpkit.observe.events import EventWriter
-from smpkit.observe.trace import trace_problems
 from smpkit.plan.simulate import simulate
 from tests.cli.conftest import Smpkit, process
 from tests.observe.logs import COSTS, chain, logs_of
+from tests.observe.trace_problems import trace_problems
 
 REPORT = """\
 step 1 of 0 to 1, `train_step`: 15.4 ms, 4 microbatches

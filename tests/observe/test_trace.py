@@ -8,8 +8,9 @@ import pytest
 
 from smpkit.observe.events import MessageSpan, RankLog
 from smpkit.observe.merge import merge
-from smpkit.observe.trace import chrome_trace, trace_problems
+from smpkit.observe.trace import chrome_trace
 from tests.observe.logs import chain, logs_of
+from tests.observe.trace_problems import trace_problems
 
 
 def trace(steps: list[int] | None = None, num_steps: int = 2) -> list[dict[str, Any]]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from smpkit.plan.offload_formulas import (
+from smpkit.plan.offload_simulate import simulate_offload
+from smpkit.plan.offload_work import LayerCost, LinkSpeed, Window, Work, work_of
+from smpkit.plan.schedule import one_f_one_b
+from tests.plan.offload_formulas import (
     backlog_boundaries,
     headroom,
     offloaded_bytes,
     peak_bound_bytes,
     step_bound_seconds,
 )
-from smpkit.plan.offload_simulate import simulate_offload
-from smpkit.plan.offload_work import LayerCost, LinkSpeed, Window, Work, work_of
-from smpkit.plan.schedule import one_f_one_b
 
 _LAYER = LayerCost(1.0, 2.0, 100, recompute_seconds=1.0)
 _WINDOWS = [Window(1), Window(2), Window(8), Window(horizon=1), Window(horizon=4), Window(4, 1)]

@@ -11,7 +11,6 @@ from smpkit.plan.offload_model import (
     Machine,
     OffloadedModel,
     Update,
-    break_even_tokens,
     device_peak_bytes,
     host_peak_bytes,
     largest_parameters,
@@ -105,12 +104,6 @@ def test_largest_model_of_a_host() -> None:
     assert host_peak_bytes(replace(model, num_parameters=largest + 1)) > room
     assert largest_parameters(model, 128 * _GIB, update=Update.JUST_IN_TIME) < largest
     assert largest_parameters(replace(model, number_bytes=4), 128 * _GIB) > largest
-
-
-def test_break_even_is_where_compute_and_optimizer_take_the_same_time() -> None:
-    tokens = break_even_tokens(replace(_H200, updated_parameters_per_second=100e9 / 28))
-    assert tokens == pytest.approx(15_000, rel=0.01)
-    assert break_even_tokens(replace(_H200, updated_parameters_per_second=100e9 / 40)) == pytest.approx(21_500)
 
 
 @pytest.mark.parametrize(

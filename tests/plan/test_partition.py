@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smpkit.errors import ConfigError
-from smpkit.plan.partition import Assignment, Objective, Tied, UnitCost, assign, partition
+from smpkit.plan.assignment import Assignment, UnitCost
+from smpkit.plan.partition import assign, partition
 from tests.counted import lines_of
 from tests.plan.graphs import SETTINGS
-
-TIED_RULES: tuple[Tied, ...] = ("replicate", "colocate")
 
 
 def layers(num_layers: int, num_bytes: int = 10, flops: float = 1.0) -> list[UnitCost]:
@@ -135,44 +134,6 @@ def test_tied_units_may_live_apart_with_a_copy_each() -> None:
     assert [load.parameters_bytes for load in found.loads] == [60, 60]
 
 
-def test_tied_units_can_live_together_and_their_parameter_counts_once() -> None:
-    found = partition(TIED, 2, 0.5, tied="colocate")
-    assert found.partition_of["embed"] == found.partition_of["head"] == 0
-    assert places(found) == "001110"
-    assert [load.parameters_bytes for load in found.loads] == [50, 30]
-
-
-def test_sharing_is_followed_through() -> None:
-    units = [UnitCost("a", 1, shared={"x": 1}), UnitCost("b", 1), UnitCost("c", 2, shared={"x": 1, "y": 1})]
-    units += [UnitCost("d", 1), UnitCost("e", 1, shared={"y": 1})]
-    found = partition(units, 3, 0.5, tied="colocate")
-    assert found.partition_of == {"a": 0, "b": 1, "c": 0, "d": 2, "e": 0}
-
-
-def test_a_pinned_unit_of_a_tied_group_takes_the_others_along() -> None:
-    found = partition(TIED, 2, 0.5, tied="colocate", pinned={"head": 1})
-    assert found.partition_of["embed"] == 1
-
-
-def test_a_copy_that_a_pinned_unit_brings_is_not_paid_again() -> None:
-    units = [UnitCost("embed", 40, shared={"wte": 40}), *layers(4), UnitCost("head", 40, shared={"wte": 40})]
-    assert places(partition(units, 2, 1.0, pinned={"head": 0})) == "011110"
-
-
-def test_what_a_pinned_unit_shares_weighs_on_its_partition() -> None:
-    units = [*layers(6), UnitCost("head", 40, shared={"wte": 40})]
-    assert places(partition(units, 2, 1.0, pinned={"head": 0})) == "0111110"
-
-
-def test_the_rest_is_cut_around_pinned_units() -> None:
-    found = partition(layers(6), 3, 0.5, pinned={"layers.0": 2, "layers.1": 2})
-    assert places(found) == "220011"
-
-
-def test_pinning_every_unit_of_a_partition_is_enough_for_it() -> None:
-    assert places(partition(layers(3), 3, 0.5, pinned={"layers": 1, "layers.1": 0, "layers.2": 2})) == "102"
-
-
 def test_the_innermost_name_wins() -> None:
     units = [UnitCost("model.layers.0.a"), UnitCost("model.layers.0.b"), UnitCost("model.layers.1.a")]
     found = assign(units, 3, {"model": 1, "model.layers.0": 2, "model.layers.0.b": 0}, default_partition=0)
@@ -193,25 +154,33 @@ def test_what_is_not_named_goes_to_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "num_partitions", "pinned", "message"),
+    ("units", "num_partitions", "message"),
     [
-        (layers(3), 4, {}, "the model has 3 units, too few for 4 partitions"),
-        ([], 1, {}, "the model has 0 units, too few for 1 partitions"),
-        (layers(3), 3, {"layers.0": 1, "layers.1": 1}, "1 of them can be placed freely, 2 partitions are still empty"),
-        (layers(2), 2, {"layers.0": 2}, "`layers.0` is put on partition 2, and there are 2"),
-        (layers(2), 2, {"layers.0": -1}, "`layers.0` is put on partition -1, and there are 2"),
-        (layers(2), 2, {"layer.0": 1}, "no unit is called `layer.0` or is below it\n.*did you mean `layers.0`"),
-        (layers(2), 2, {"zzz": 1}, "no unit is called `zzz` or is below it\n.*name a unit"),
-        (layers(2) + layers(1), 2, {}, "two units are called `layers.0`"),
-        (layers(2), 0, {}, "0 is not a positive number"),
+        (layers(3), 4, "the model has 3 units, too few for 4 partitions"),
+        ([], 1, "the model has 0 units, too few for 1 partitions"),
+        (layers(2) + layers(1), 2, "two units are called `layers.0`"),
+        (layers(2), 0, "0 is not a positive number"),
     ],
-    ids=["few", "none", "pinned", "large", "negative", "near", "unknown", "twice", "no partition"],
+    ids=["few", "none", "twice", "no partition"],
 )
-def test_what_cannot_be_meant_is_refused(
-    units: list[UnitCost], num_partitions: int, pinned: dict[str, int], message: str
-) -> None:
+def test_what_cannot_be_cut_is_refused(units: list[UnitCost], num_partitions: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        partition(units, num_partitions, 0.5, pinned=pinned)
+        partition(units, num_partitions, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "message"),
+    [
+        ({"layers.0": 2}, "`layers.0` is put on partition 2, and there are 2"),
+        ({"layers.0": -1}, "`layers.0` is put on partition -1, and there are 2"),
+        ({"layer.0": 1}, "no unit is called `layer.0` or is below it\n.*did you mean `layers.0`"),
+        ({"zzz": 1}, "no unit is called `zzz` or is below it\n.*name a unit"),
+    ],
+    ids=["large", "negative", "near", "unknown"],
+)
+def test_places_that_do_not_exist_are_refused(pinned: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assign(layers(2), 2, pinned, 0)
 
 
 def test_every_wrong_pin_is_named_at_once() -> None:
@@ -231,19 +200,11 @@ def test_the_default_partition_must_exist() -> None:
         assign(layers(2), 2, {}, default_partition=2)
 
 
-def test_tied_units_cannot_be_pinned_apart() -> None:
-    with pytest.raises(ConfigError, match="`embed` on partition 0 and `head` on partition 1"):
-        partition(TIED, 2, 0.5, tied="colocate", pinned={"embed": 0, "head": 1})
-
-
-def test_the_hint_names_a_degree_that_works_and_the_way_around_ties() -> None:
+def test_the_hint_names_a_degree_that_works() -> None:
     with pytest.raises(ConfigError) as caught:
-        partition(TIED, 6, 0.5, tied="colocate")
-    hint = caught.value.problems[0].hint or ""
-    assert "`pipeline_parallel_degree` to 5" in hint
-    assert "copy of shared parameters" in hint
-    partition(TIED, 5, 0.5, tied="colocate")
-    partition(TIED, 6, 0.5, tied="replicate")
+        partition(TIED, 7, 0.5)
+    assert caught.value.problems[0].hint == "lower `pipeline_parallel_degree` to 6 or less"
+    partition(TIED, 6, 0.5)
 
 
 @st.composite
@@ -285,30 +246,15 @@ def test_no_contiguous_cut_has_a_cheaper_worst_part(
     assert worst(found) <= min(every) + 1e-8
 
 
-@given(
-    data=st.data(),
-    units=random_units(),
-    num_partitions=st.integers(1, 4),
-    tied=st.sampled_from(TIED_RULES),
-)
+@given(units=random_units(), num_partitions=st.integers(1, 4))
 @SETTINGS
-def test_every_partition_gets_a_unit_or_the_error_says_why(
-    data: st.DataObject, units: list[UnitCost], num_partitions: int, tied: Tied
-) -> None:
-    names = st.sampled_from([unit.name for unit in units])
-    pinned = data.draw(st.dictionaries(names, st.integers(0, num_partitions - 1), max_size=3))
-    objective = Objective(4, 4) if data.draw(st.booleans()) else None
-    try:
-        found = partition(units, num_partitions, 0.5, pinned=pinned, tied=tied, objective=objective)
-    except ConfigError as error:
-        if "too few" in str(error) or "pinned apart" in str(error):
-            return
-        raise
+def test_every_partition_gets_a_unit_or_the_error_says_why(units: list[UnitCost], num_partitions: int) -> None:
+    if len(units) < num_partitions:
+        with pytest.raises(ConfigError, match="too few"):
+            partition(units, num_partitions, 0.5)
+        return
+    found = partition(units, num_partitions, 0.5)
     assert {place for _, place in found.units} == set(range(num_partitions))
-    assert all(found.partition_of[name] == place for name, place in pinned.items())
-    if tied == "colocate":
-        for one, other in combinations(units, 2):
-            assert found.partition_of[one.name] == found.partition_of[other.name] or not {*one.shared} & {*other.shared}
 
 
 @pytest.mark.parametrize(("num_units", "num_partitions"), [(50, 8), (200, 4)])

@@ -130,12 +130,6 @@ def test_the_work_of_the_search_grows_no_faster_than_the_microbatches() -> None:
     assert lines(32) < 2.2 * lines(16)
 
 
-def test_memory_limits_of_single_ranks_are_kept() -> None:
-    found = interleaved(SegmentGraph.chain(4), 8, 8, max_live=[2, 8, 1, 1])
-    check(found)
-    assert all(live <= limit for live, limit in zip(found.peak_live_microbatches, [2, 8, 1, 1], strict=True))
-
-
 @pytest.mark.parametrize("latency_seconds", [0.0, 0.5, 1.0, 2.0])
 def test_with_enough_memory_a_chain_loses_one_round_of_links_only(latency_seconds: float) -> None:
     graph, costs = SegmentGraph.chain(8), Costs(latency_seconds=latency_seconds)
@@ -297,19 +291,12 @@ def test_the_same_question_gets_the_same_answer(data: st.DataObject, graph: Segm
 
 
 @pytest.mark.parametrize(
-    ("num_microbatches", "active", "max_live", "message"),
-    [
-        (0, 1, None, "`num_microbatches` is 0"),
-        (1, 0, None, "`active_microbatches` is 0"),
-        (1, 1, [1], "not a positive number for each of 2 ranks"),
-        (1, 1, [1, 0], "not a positive number for each of 2 ranks"),
-    ],
+    ("num_microbatches", "active", "message"),
+    [(0, 1, "`num_microbatches` is 0"), (1, 0, "`active_microbatches` is 0")],
 )
-def test_impossible_numbers_are_refused(
-    num_microbatches: int, active: int, max_live: list[int] | None, message: str
-) -> None:
+def test_impossible_numbers_are_refused(num_microbatches: int, active: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        interleaved(SegmentGraph.chain(2), num_microbatches, active, max_live=max_live)
+        interleaved(SegmentGraph.chain(2), num_microbatches, active)
 
 
 def test_names_are_public_where_the_executor_imports_them() -> None:

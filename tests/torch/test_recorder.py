@@ -16,8 +16,9 @@ from smpkit.errors import ConfigError
 from smpkit.observe.events import ActionSpan, Counter, Mark, WorkSpan, read_events
 from smpkit.observe.executed import executed_step
 from smpkit.observe.merge import read_run
-from smpkit.observe.trace import chrome_trace, trace_problems
+from smpkit.observe.trace import chrome_trace
 from smpkit.torch import devices, recorder
+from tests.observe.trace_problems import trace_problems
 from tests.ranks import run_ranks
 
 WIDTH, MICROBATCHES, STEPS, SLEEP = 64, 4, 6, 0.03
