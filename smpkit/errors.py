@@ -11,7 +11,7 @@
     ├── RemoteError                    exit code 1: another rank failed; says which and why
     ├── JobError                       exit code 1: a managed job failed or was stopped; says why
     ├── CheckpointError                exit code 1: a checkpoint is missing, incomplete or of another model
-    ├── ScheduleError  AssertionError  exit code 3: an order of actions that cannot run (in smpkit.plan.segments)
+    ├── ScheduleError  AssertionError  exit code 3: an order of actions that cannot run (in smpkit.plan.schedule.graph)
     └── CloudError                     exit code 4: the cloud refused or could not be reached
 
 A message says what happened with the values, in one sentence that starts in lower case and has no full stop; the hint

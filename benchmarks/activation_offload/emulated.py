@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.activation_offload.stage import SleepingLayer, run_stage
-from smpkit.plan.actions import Action
-from smpkit.plan.offload_simulate import Rules, simulate_offload
-from smpkit.plan.offload_work import LayerCost, LinkSpeed, Window, work_of
-from smpkit.plan.schedule import one_f_one_b
+from smpkit.plan.offload.simulate import Rules, simulate_offload
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, work_of
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.emulated import EmulatedLink
 from smpkit.torch.offload.engine import Engine
 from smpkit.torch.offload.prefetch import Order
-from tests.plan.offload_formulas import step_bound_seconds
+from tests.plan.offload.formulas import step_bound_seconds
 
 __all__ = ["link_table"]
 

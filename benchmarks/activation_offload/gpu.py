@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.activation_offload.blocks import Block
 from benchmarks.activation_offload.stage import run_stage
 from benchmarks.activation_offload.training import Sizes, training_rows
-from smpkit.plan.offload_simulate import Rules, peak_without_offloading, simulate_offload
-from smpkit.plan.offload_work import LayerCost, LinkSpeed, Window, auto_window, work_of
-from smpkit.plan.schedule import one_f_one_b
+from smpkit.plan.offload.simulate import Rules, peak_without_offloading, simulate_offload
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, work_of
+from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.build import make_engine
 
 __all__ = ["gpu_tables"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from smpkit.plan.actions import Action
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.engine import Engine
 
 __all__ = ["SleepingLayer", "run_stage"]

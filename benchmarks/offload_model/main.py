@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.offload_model import deepspeed_adam, optimizers, sizes
-from smpkit.plan.offload_model import Machine
+from smpkit.plan.offload.model import Machine
 
 HERE = Path(__file__).parent
 FAIRSCALE = ("fairscale", "smpkit", "smpkit fast")

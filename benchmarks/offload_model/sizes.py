@@ -10,14 +10,7 @@ from torch import nn
 
 from benchmarks.offload_model.worker import Decoder
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.plan.offload_model import (
-    WORKSPACE_BYTES,
-    Machine,
-    OffloadedModel,
-    Update,
-    device_peak_bytes,
-    step_time,
-)
+from smpkit.plan.offload.model import WORKSPACE_BYTES, Machine, OffloadedModel, Update, device_peak_bytes, step_time
 
 TINY = {"tiny": (128, 3)}
 SIZES = {"1.3 B": (2048, 52), "3 B": (3072, 53), "6.7 B": (4096, 67)}

@@ -8,9 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from smpkit.config.explain import validated
-from smpkit.config.job import JobConfig
+from smpkit.config.job import Experiment, JobConfig
 from smpkit.config.section import KeyPath
-from smpkit.config.service import Experiment
 from smpkit.config.words import suggestion
 from smpkit.errors import ConfigError, Problem
 

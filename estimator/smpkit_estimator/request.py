@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smpkit.config.confidential import masked
-from smpkit.config.job import Channel, JobConfig
-from smpkit.config.places import FileSystem
+from smpkit.config.job import Channel, FileSystem, JobConfig
 from smpkit_estimator.hyperparameters import hyperparameters
 
 __all__ = ["CODE_CHANNEL", "SECRETS", "Circumstances", "TrainingRequest", "build_request"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.plan.offload_model import OffloadedModel, Update, device_peak_bytes, host_peak_bytes
+from smpkit.plan.offload.model import OffloadedModel, Update, device_peak_bytes, host_peak_bytes
 from smpkit.torch.offload.emulated import EmulatedLink
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from smpkit.cli._layout import table, width
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
     from smpkit.plan.memory import ModelFacts
-    from smpkit.plan.offload_forecast import Forecast, Speed
+    from smpkit.plan.offload.forecast import Forecast, Speed
 
 __all__ = ["advise", "has_boundaries", "plain", "report"]
 

@@ -13,7 +13,7 @@ from smpkit.cli import _console
 from smpkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from smpkit.plan.offload_model import Machine, OffloadedModel, StepTime
+    from smpkit.plan.offload.model import Machine, OffloadedModel, StepTime
 
 __all__ = ["options", "run"]
 
@@ -85,7 +85,7 @@ def run(values: dict[str, Any], count_parameters: Callable[[], int] | None, *, a
 
 
 def _plan(values: dict[str, Any], count_parameters: Callable[[], int] | None) -> _Plan:
-    from smpkit.plan.offload_model import (
+    from smpkit.plan.offload.model import (
         WORKSPACE_BYTES,
         Machine,
         OffloadedModel,

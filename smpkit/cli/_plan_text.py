@@ -68,7 +68,7 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def _picture(made: Plan) -> Iterator[str]:
-    from smpkit.plan.draw import draw
+    from smpkit.plan.schedule.draw import draw
 
     cfg, schedule = made.world.parameters, made.timeline.schedule
     count = f"{schedule.num_microbatches} microbatches, at most {cfg.active_microbatches} active"

@@ -15,14 +15,13 @@ from smpkit.modules import module_command
 
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
-    from smpkit.plan.actions import Costs, Schedule
-    from smpkit.plan.assignment import Assignment, UnitCost
-    from smpkit.plan.memory import ModelFacts, RankMemory
+    from smpkit.plan.memory import ModelFacts, RankMemory, Share
     from smpkit.plan.mesh import Mesh
-    from smpkit.plan.offload_forecast import Forecast, Speed
-    from smpkit.plan.segments import Segment, SegmentGraph
-    from smpkit.plan.shares import Share
-    from smpkit.plan.simulate import Timeline
+    from smpkit.plan.offload.forecast import Forecast, Speed
+    from smpkit.plan.partition.assignment import Assignment, UnitCost
+    from smpkit.plan.schedule.actions import Costs, Schedule
+    from smpkit.plan.schedule.graph import Segment, SegmentGraph
+    from smpkit.plan.schedule.simulate import Timeline
 
 __all__ = ["Plan", "World", "describe", "plan_of", "speed_of", "with_model", "world_of"]
 
@@ -140,8 +139,9 @@ def _sized(
 def plan_of(world: World) -> Plan:
     """Plan for a model in which every part hands on to the next one."""
     from smpkit.plan.mesh import Mesh
-    from smpkit.plan.schedule import Costs, SegmentGraph
-    from smpkit.plan.simulate import simulate
+    from smpkit.plan.schedule.actions import Costs
+    from smpkit.plan.schedule.graph import SegmentGraph
+    from smpkit.plan.schedule.simulate import simulate
 
     cfg = world.parameters
     mesh = Mesh.from_world(
@@ -155,7 +155,7 @@ def plan_of(world: World) -> Plan:
 
 def _schedule(cfg: ModelParallelConfig, graph: SegmentGraph) -> Schedule:
     """Choose the order as the runtime does."""
-    from smpkit.plan.schedule import interleaved, simple
+    from smpkit.plan.schedule.search import interleaved, simple
 
     if cfg.pipeline in ("interleaved", "zero_bubble"):
         split = cfg.pipeline == "zero_bubble"
@@ -166,9 +166,9 @@ def _schedule(cfg: ModelParallelConfig, graph: SegmentGraph) -> Schedule:
 def with_model(made: Plan, options: dict[str, Any]) -> Plan:
     """Add the partition assignment that the runtime would choose, the memory, and the bubble of these parts."""
     from smpkit.plan.memory import OPTIMIZERS, memory_of_ranks
-    from smpkit.plan.offload_forecast import forecast
-    from smpkit.plan.simulate import simulate
-    from smpkit.plan.walk import peak_live_shares, runs_of, walk
+    from smpkit.plan.offload.forecast import forecast
+    from smpkit.plan.schedule.linear_graph import peak_live_shares, runs_of, walk
+    from smpkit.plan.schedule.simulate import simulate
 
     cfg = made.world.parameters
     model = describe(options["model"], made.world.source, cfg, made.world.ranks)
@@ -211,7 +211,7 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
 
 def _largest(made: Plan, stage: int, memory_with: Callable[[Share], tuple[RankMemory, ...]]) -> RankMemory:
     """Return the memory of the rank of a stage that holds most."""
-    from smpkit.plan.shares import shares_of
+    from smpkit.plan.memory import shares_of
 
     cfg = made.world.parameters
     shares = shares_of(
@@ -225,7 +225,7 @@ def _largest(made: Plan, stage: int, memory_with: Callable[[Share], tuple[RankMe
 
 def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Costs:
     """Return what the parts take, a backward twice a forward and what is computed again; untraced ranks count alike."""
-    from smpkit.plan.actions import Costs
+    from smpkit.plan.schedule.actions import Costs
 
     forward = {segment: sum(unit.flops for unit in run) / speed.flops_per_second for segment, run in runs.items()}
     if not any(forward.values()):
@@ -238,8 +238,8 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
 
 def speed_of(options: dict[str, Any]) -> Speed:
     """Return how fast a device and its link are said to be."""
-    from smpkit.plan.offload_forecast import Speed
-    from smpkit.plan.offload_work import LinkSpeed
+    from smpkit.plan.offload.forecast import Speed
+    from smpkit.plan.offload.work import LinkSpeed
 
     for flag in ("tflops", "link_gbs"):
         if options[flag] <= 0:
@@ -248,7 +248,7 @@ def speed_of(options: dict[str, Any]) -> Speed:
 
 
 def _assignment(cfg: ModelParallelConfig, model: ModelFacts) -> Assignment:
-    from smpkit.plan.partition import assign, partition
+    from smpkit.plan.partition.search import assign, partition
 
     degree, num_chunks = cfg.pipeline_parallel_degree, cfg.virtual_pipeline_degree
     if cfg.auto_partition:

@@ -92,7 +92,7 @@ def _located(problem: Problem, origins: Mapping[KeyPath, object]) -> Problem:
     for length in range(len(problem.path), 0, -1):
         origin = origins.get(problem.path[:length])
         if origin not in (None, "default"):
-            from smpkit.config.locate import LocatedProblem
+            from smpkit.config.explain import LocatedProblem
 
             return LocatedProblem(problem.path, problem.message, problem.hint, source=str(origin))
     return replace(problem)

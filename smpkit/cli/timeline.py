@@ -16,7 +16,7 @@ from smpkit.errors import SmpkitError, UsageError
 if TYPE_CHECKING:
     from smpkit.observe.executed import ExecutedStep
     from smpkit.observe.merge import Run
-    from smpkit.plan.simulate import Timeline
+    from smpkit.plan.schedule.simulate import Timeline
 
 __all__ = ["timeline"]
 
@@ -73,7 +73,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _write_trace(run: Run, path: Path, numbers: Sequence[int] | None) -> None:
-    from smpkit.observe.trace import chrome_trace
+    from smpkit.observe.chrome_trace import chrome_trace
 
     try:
         path.write_text(chrome_trace(run, numbers), encoding="utf-8")
@@ -105,7 +105,7 @@ def _report(run: Run, step: ExecutedStep, pipeline: int) -> Iterator[str]:
 
 def _pictures(step: ExecutedStep) -> Iterator[str]:
     """Draw both to one scale: a column is the shortest planned action, or more where that is too wide."""
-    from smpkit.plan.draw import draw
+    from smpkit.plan.schedule.draw import draw
 
     column = _column_seconds(step)
     if step.planned is not None:
@@ -134,7 +134,7 @@ def _column_seconds(step: ExecutedStep) -> float:
 
 
 def _idle_table(step: ExecutedStep) -> Iterator[str]:
-    from smpkit.plan.simulate import Cause
+    from smpkit.plan.schedule.simulate import Cause
 
     rows = [["stage", "rank", "busy", "idle", *(cause.value for cause in Cause), "other", "live"]]
     makespan = step.executed.makespan_seconds

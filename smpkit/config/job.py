@@ -4,21 +4,304 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from smpkit.config.compute import Compute
 from smpkit.config.confidential import masked
 from smpkit.config.distribution import Distribution
-from smpkit.config.mappings import Hyperparameters, Variables, channel_problems, tag_problems, variable_problems
-from smpkit.config.places import Channel, Checkpoints, InputMode
+from smpkit.config.explain import validation_error
+from smpkit.config.fields import (
+    BucketUri,
+    ContainerPath,
+    Hyperparameters,
+    JobName,
+    Location,
+    Pattern,
+    Script,
+    Variables,
+    Word,
+    channel_problems,
+    name_from,
+    tag_problems,
+    variable_problems,
+)
 from smpkit.config.section import KeyPath, Section, free_form
-from smpkit.config.service import Container, Encryption, Experiment, Network, Secret
-from smpkit.config.texts import BucketUri, JobName, Location, Pattern, Script, Word, name_from
 from smpkit.errors import Problem
 
-__all__ = ["Channel", "Checkpoints", "Compute", "JobConfig"]
+__all__ = [
+    "Channel",
+    "Checkpoints",
+    "Compute",
+    "Container",
+    "Encryption",
+    "Experiment",
+    "FileSystem",
+    "InputMode",
+    "JobConfig",
+    "Network",
+    "Secret",
+]
+
+
+class Compute(Section):
+    """The machines."""
+
+    instance_type: Word = "local"
+    """`local` for this machine, or a SageMaker instance type such as `ml.p4d.24xlarge`."""
+
+    instance_count: int = Field(default=1, ge=1, le=100_000)
+    """Number of hosts."""
+
+    volume_gb: int = Field(default=30, ge=1)
+    """Disk space of each host, in GB."""
+
+    spot: bool = False
+    """Use spare capacity: cheaper, may be interrupted, then starts again from the last checkpoint."""
+
+    max_run_seconds: int = Field(default=86_400, ge=1)
+    """The job is stopped after running this long, in seconds."""
+
+    max_wait_seconds: int | None = Field(default=None, ge=1)
+    """With `spot`: most time for waiting and running together, in seconds. Default: `max_run_seconds`."""
+
+    keep_alive_seconds: int | None = Field(default=None, ge=0, le=21_600)
+    """How long the machines stay reserved for a next job after this one, in seconds (a warm pool)."""
+
+    retries: int | None = Field(default=None, ge=1, le=30)
+    """How often SageMaker starts the job again after an error of its own."""
+
+    training_plan: Word | None = None
+    """ARN of a SageMaker training plan: machines reserved beforehand."""
+
+    infra_check: bool | None = None
+    """Let SageMaker check the machines before the job starts."""
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Check `max_wait_seconds` against `spot` and `max_run_seconds`."""
+        if self.max_wait_seconds is None:
+            return
+        path = ("max_wait_seconds",)
+        if not self.spot and ("spot",) not in broken:
+            yield Problem(path, "requires spot", "set `spot: true`, or remove it")
+        if self.max_wait_seconds < self.max_run_seconds and ("max_run_seconds",) not in broken:
+            message = f"must be at least max_run_seconds ({self.max_run_seconds}), got {self.max_wait_seconds}"
+            yield Problem(path, message, "waiting includes running")
+
+
+InputMode = Literal["File", "FastFile", "Pipe"]
+
+
+class Located(Section):
+    """Something with a URI, for which the URI alone may be written."""
+
+    @classmethod
+    def prepare(cls, data: object) -> object:
+        """Read a text as the URI."""
+        return {"uri": data} if isinstance(data, str) else data
+
+    @classmethod
+    def as_written(cls, problem: Problem, data: Any) -> Problem:
+        """Tell a problem of the URI at the text itself, if it was written as one."""
+        return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
+
+
+class FileSystem(Section):
+    """A file system of AWS that the machines mount: no data is copied before the start. The job needs `network`."""
+
+    id: Word
+    """Its id, such as `fs-0123456789abcdef0`."""
+
+    type: Literal["FSxLustre", "EFS"]
+    """FSx for Lustre or EFS."""
+
+    path: ContainerPath
+    """The folder in it; on FSx for Lustre it begins with the mount name: `/fsx/tokens`."""
+
+    access: Literal["ro", "rw"] = "ro"
+    """Read only, or read and write."""
+
+
+class Channel(Located):
+    """One input of the job: `uri` or `file_system`. A text alone is the `uri`."""
+
+    uri: Location | None = None
+    """A folder, relative to the job file, or an S3 URI."""
+
+    file_system: FileSystem | None = None
+    """A file system in place of a URI."""
+
+    mode: InputMode | None = None
+    """How SageMaker brings the data: copied before the start, read on demand, or streamed. Default: `input_mode`."""
+
+    content_type: str | None = None
+    """MIME type, told to the script and otherwise unused."""
+
+    sharded: bool = False
+    """Give each host its share of the objects instead of all of them."""
+
+    data_type: Literal["S3Prefix", "ManifestFile", "AugmentedManifestFile"] = "S3Prefix"
+    """What `uri` names: the beginning of objects' names, or a file that lists them."""
+
+    compression: Literal["None", "Gzip"] | None = None
+    """Compression of the data, for mode `Pipe`."""
+
+    record_wrapping: Literal["None", "RecordIO"] | None = None
+    """Form of the records, for mode `Pipe`."""
+
+    attribute_names: list[str] = Field(default_factory=list, max_length=16)
+    """With `AugmentedManifestFile`: the attributes to read."""
+
+    shuffle_seed: int | None = None
+    """Shuffle the objects (or the lines of a manifest) at the start of every epoch, with this seed."""
+
+    accept_eula: bool | None = None
+    """Accept the licence of the model that `uri` or `hub_content` names; whoever sets it has read it."""
+
+    hub_content: str | None = None
+    """ARN of a model in a private SageMaker hub, to which `uri` belongs."""
+
+    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Ask for one place, and refuse what only objects in S3 have."""
+        if any(path[:1] in (("uri",), ("file_system",)) for path in broken):
+            return
+        if self.file_system is None:
+            if self.uri is None:
+                yield Problem(("uri",), "is required", "a folder or an S3 URI; or set `file_system`")
+            return
+        if self.uri is not None:
+            yield Problem(("uri",), "is given together with file_system", "keep one of them")
+        for name in written:
+            if name in _ONLY_IN_S3 and not (name == "mode" and self.mode == "File"):
+                yield Problem((name,), "is for objects in S3, and file_system has none", "remove it")
+
+
+_ONLY_IN_S3 = (
+    *("mode", "sharded", "data_type", "compression", "record_wrapping", "attribute_names", "shuffle_seed"),
+    *("accept_eula", "hub_content"),
+)
+
+
+class Checkpoints(Located):
+    """Where checkpoints are kept, so that an interrupted job goes on."""
+
+    uri: Location
+    """A folder, relative to the job file, or an S3 URI."""
+
+    local_path: ContainerPath = "/opt/ml/checkpoints"
+    """The folder inside the container that is kept in step with `uri`."""
+
+
+def _variable(value: str) -> str:
+    problems = [Problem((), problem.message, problem.hint) for problem in variable_problems(value, None)]
+    if problems:
+        raise validation_error("variable", problems)
+    return value
+
+
+class Network(Section):
+    """The network of the machines. `subnets` and `security_groups` belong together."""
+
+    subnets: list[Word] = Field(default_factory=list, max_length=16)
+    """Subnets of your VPC, by id."""
+
+    security_groups: list[Word] = Field(default_factory=list, max_length=5)
+    """Security groups of your VPC, by id."""
+
+    isolation: bool = False
+    """Cut the container off from the network, S3 included: SageMaker itself brings the sources."""
+
+    encrypt_traffic: bool = False
+    """Encrypt what the hosts send each other; slower."""
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Refuse one half of a VPC."""
+        if broken & {("subnets",), ("security_groups",)} or bool(self.subnets) == bool(self.security_groups):
+            return
+        missing, there = ("security_groups", "subnets") if self.subnets else ("subnets", "security_groups")
+        yield Problem((missing,), f"is required with {there}", "a VPC needs both")
+
+
+class Encryption(Section):
+    """Keys of AWS KMS, by id or ARN. Default: what bucket and volume have by themselves."""
+
+    output_key: Word | None = None
+    """Encrypts the results and the sources in S3."""
+
+    volume_key: Word | None = None
+    """Encrypts the disks of the machines."""
+
+
+class Container(Section):
+    """What is started in the image. Default: the image's own entry point, with the argument `train`."""
+
+    entry_point: list[str] = Field(default_factory=list, max_length=100)
+    """Program and arguments to run instead of the image's entry point."""
+
+    arguments: list[str] = Field(default_factory=list, max_length=100)
+    """Arguments for the entry point, instead of `train`."""
+
+    log_level: int = Field(default=20, ge=0)
+    """Python's number for the least important messages to log: 10 debug, 20 info, 30 warning."""
+
+    remote_debug: bool | None = None
+    """Allow a shell in the running container through AWS Systems Manager."""
+
+    registry_access: Literal["Platform", "Vpc"] | None = None
+    """Where the image's registry is: `Platform` for ECR, `Vpc` for a private one that your VPC (`network`) reaches."""
+
+    registry_credentials: str | None = Field(default=None, min_length=1, max_length=2048)
+    """ARN of the Lambda function that gives SageMaker the credentials of a private registry."""
+
+    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Refuse credentials for a registry that needs none."""
+        if self.registry_credentials is None or broken & {("registry_access",), ("registry_credentials",)}:
+            return
+        if self.registry_access != "Vpc":
+            yield Problem(("registry_credentials",), "requires registry_access", "set `registry_access: Vpc`")
+
+
+class Experiment(Section):
+    """The place of a job in SageMaker Experiments. Default: none, or what your account does by itself."""
+
+    name: str | None = Field(default=None, min_length=1, max_length=120)
+    """The experiment."""
+
+    trial: str | None = Field(default=None, min_length=1, max_length=120)
+    """The trial in it."""
+
+    display_name: str | None = Field(default=None, min_length=1, max_length=120)
+    """What the job is called in it."""
+
+    run: str | None = Field(default=None, min_length=1, max_length=120)
+    """The run in it."""
+
+
+class Secret(Section):
+    """A value for a variable of the script that neither the job file nor the request holds.
+
+    A text alone is the `entry`.
+    """
+
+    entry: Word | None = None
+    """On SageMaker: the entry in AWS Secrets Manager, by name or ARN. The job's role needs
+    `secretsmanager:GetSecretValue` for it; the container reads it, and SageMaker never sees its value."""
+
+    key: str | None = Field(default=None, min_length=1, max_length=256)
+    """The key to take if the entry holds a JSON object, as those made in the console do. Default: the whole text."""
+
+    variable: Annotated[str, AfterValidator(_variable)] | None = None
+    """On this machine and in Docker: the variable of your environment to take. Default: the one of the same name."""
+
+    @classmethod
+    def prepare(cls, data: object) -> object:
+        """Read a text as the entry."""
+        return {"entry": data} if isinstance(data, str) else data
+
+    @classmethod
+    def as_written(cls, problem: Problem, data: Any) -> Problem:
+        """Tell a problem of the entry at the text itself, if it was written as one."""
+        return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
 
 
 class JobConfig(Section):

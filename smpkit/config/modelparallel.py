@@ -10,8 +10,8 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field
 from pydantic_core.core_schema import ValidationInfo
 
 from smpkit.config import rules
+from smpkit.config.documents import parse_json
 from smpkit.config.explain import validated, validation_error
-from smpkit.config.json_text import parse_json
 from smpkit.config.migrate import HISTORIC, V2_KEYS
 from smpkit.config.section import KeyPath, Section, in_order
 from smpkit.config.words import quoted, typed

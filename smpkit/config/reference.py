@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.config._page import write_or_check
+from smpkit.config.load import ENVIRONMENT_PREFIX
 from smpkit.config.schema import json_schema
-from smpkit.config.sources import ENVIRONMENT_PREFIX
 
 __all__ = ["DEFAULT_PATH", "main", "reference"]
 

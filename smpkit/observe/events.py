@@ -82,7 +82,7 @@ class Header:
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """One action of the schedule (see `smpkit.plan.actions`); waiting for what it needs is part of it."""
+    """One action of the schedule (see `smpkit.plan.schedule.actions`); waiting for what it needs is part of it."""
 
     step: int
     kind: str
@@ -132,7 +132,7 @@ class StepSpan:
 
 @dataclass(frozen=True)
 class PlannedSchedule:
-    """A schedule that steps refer to, as `smpkit.plan.schedule.to_json` writes it."""
+    """A schedule that steps refer to, as `smpkit.plan.schedule.actions.to_json` writes it."""
 
     key: str
     text: str

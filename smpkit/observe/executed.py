@@ -1,4 +1,4 @@
-"""A step as it was executed, beside the one that was planned, in the terms of `smpkit.plan.simulate`.
+"""A step as it was executed, beside the one that was planned, in the terms of `smpkit.plan.schedule.simulate`.
 
 Planned means: the actions of the schedule, each as long as it took on average in this step, over links that cost
 nothing. What the executed step is longer by was lost to links, to waiting for ranks that were late, and to Python.
@@ -18,9 +18,9 @@ from typing import Final
 
 from smpkit.observe.events import ActionSpan, EventsError, MessageSpan
 from smpkit.observe.merge import RankStep, Run
-from smpkit.plan.actions import Action, Costs, Schedule, from_json
-from smpkit.plan.segments import Kind, ScheduleError, Segment, SegmentGraph
-from smpkit.plan.simulate import Cause, Span, Stall, Timeline, simulate
+from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json
+from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
+from smpkit.plan.schedule.simulate import Cause, Span, Stall, Timeline, simulate
 
 __all__ = ["ExecutedStep", "Link", "Matched", "executed_step", "match_messages"]
 

@@ -36,10 +36,10 @@ from smpkit.observe.events import (
     StepSpan,
     WorkSpan,
 )
-from smpkit.plan.actions import Schedule, to_json
 from smpkit.plan.mesh import CommGroup
-from smpkit.plan.schedule import one_f_one_b
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.actions import Schedule, to_json
+from smpkit.plan.schedule.graph import Kind
+from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch import devices
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state

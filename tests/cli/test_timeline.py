@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from smpkit.observe.events import EventWriter
-from smpkit.plan.simulate import simulate
+from smpkit.plan.schedule.simulate import simulate
 from tests.cli.conftest import Smpkit, process
 from tests.observe.logs import COSTS, chain, logs_of
 from tests.observe.trace_problems import trace_problems

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpkit.config.yaml_text import parse_yaml
+from smpkit.config.documents import parse_yaml
 from smpkit.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.activation_offload.blocks import Block, Decoder, gradients_of, train_step
 from benchmarks.activation_offload.stage import run_stage
-from smpkit.plan.schedule import one_f_one_b
+from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload import activations
 from smpkit.torch.offload.build import make_engine
 

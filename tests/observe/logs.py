@@ -16,10 +16,10 @@ from smpkit.observe.events import (
     StepSpan,
     WorkSpan,
 )
-from smpkit.plan.actions import Action, Costs, Schedule, to_json
-from smpkit.plan.schedule import one_f_one_b
-from smpkit.plan.segments import Kind, SegmentGraph
-from smpkit.plan.simulate import Timeline, simulate
+from smpkit.plan.schedule.actions import Action, Costs, Schedule, to_json
+from smpkit.plan.schedule.graph import Kind, SegmentGraph
+from smpkit.plan.schedule.simulate import Timeline, simulate
+from smpkit.plan.schedule.templates import one_f_one_b
 
 MILLISECOND = 1_000_000
 COSTS = Costs(forward_seconds=1e-3, backward_seconds=2e-3, latency_seconds=1e-4)

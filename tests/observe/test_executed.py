@@ -9,9 +9,10 @@ import pytest
 from smpkit.observe.events import ActionSpan, Event, EventsError, PlannedSchedule, RankLog, StepSpan
 from smpkit.observe.executed import ExecutedStep, executed_step
 from smpkit.observe.merge import merge
-from smpkit.plan.actions import to_json
-from smpkit.plan.schedule import Segment, SegmentGraph, simple
-from smpkit.plan.simulate import Cause, simulate
+from smpkit.plan.schedule.actions import to_json
+from smpkit.plan.schedule.graph import Segment, SegmentGraph
+from smpkit.plan.schedule.search import simple
+from smpkit.plan.schedule.simulate import Cause, simulate
 from tests.observe.logs import COSTS, chain, header, logs_of
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from smpkit.plan.schedule import Costs, Segment, SegmentGraph, Transfer
+from smpkit.plan.schedule.actions import Costs
+from smpkit.plan.schedule.graph import Segment, SegmentGraph, Transfer
 
 # Machines that run tests are shared; a slow example is no failure, the timeout of the test is.
 SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

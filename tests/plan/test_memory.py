@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from smpkit.errors import SmpkitError
-from smpkit.plan.assignment import UnitCost
 from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, TensorFacts, UnitFacts, memory_of_ranks
-from smpkit.plan.partition import assign
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.partition.search import assign
 
 
 def tensor(name: str, elements: int, dtype: str = "float32", *, trainable: bool = True) -> TensorFacts:

@@ -14,7 +14,9 @@ from torch import nn
 
 import smpkit.torch as smp
 import smpkit.torch.pipeline.executor as executor_module
-from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, from_json, interleaved
+from smpkit.plan.schedule.actions import Costs, Schedule, from_json
+from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
+from smpkit.plan.schedule.search import interleaved
 from smpkit.torch.pipeline.ending import Ending
 from smpkit.torch.pipeline.executor import Executor, Policy
 from smpkit.torch.pipeline.messages import Tag

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from smpkit.plan.actions import Action
-from smpkit.plan.offload_simulate import OffloadTimeline, simulate_offload
-from smpkit.plan.offload_work import LayerCost, LinkSpeed, Window, Work, auto_window, work_of
-from smpkit.plan.schedule import one_f_one_b
+from smpkit.plan.offload.simulate import OffloadTimeline, simulate_offload
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, Work, auto_window, work_of
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import Engine
 from smpkit.torch.offload.prefetch import Order

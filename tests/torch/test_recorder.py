@@ -13,10 +13,10 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import ConfigError
+from smpkit.observe.chrome_trace import chrome_trace
 from smpkit.observe.events import ActionSpan, Counter, Mark, WorkSpan, read_events
 from smpkit.observe.executed import executed_step
 from smpkit.observe.merge import read_run
-from smpkit.observe.trace import chrome_trace
 from smpkit.torch import devices, recorder
 from tests.observe.trace_problems import trace_problems
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from typing import Any, BinaryIO, Protocol
 
 import smpkit
-from smpkit.config.texts import JOB_NAME
+from smpkit.config.fields import JOB_NAME
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, SmpkitError, UsageError
 from smpkit_estimator.backends.sagemaker_errors import (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.errors import CheckpointError
-from smpkit.plan.assignment import Assignment
+from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch import checkpoint_files as files
 from smpkit.torch.checkpoints.loading import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader

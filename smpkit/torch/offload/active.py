@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 import torch
 
-from smpkit.plan.actions import Action
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
 
 __all__ = ["Offloader", "begin_action", "boundary", "current", "follow", "footprint", "install", "reserve"]
 

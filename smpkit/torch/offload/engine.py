@@ -21,8 +21,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from smpkit.plan.actions import Action
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.arena import Arena, aligned
 from smpkit.torch.offload.arrivals import Arrivals
 from smpkit.torch.offload.forms import Forms

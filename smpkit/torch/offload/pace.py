@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal
 
 from smpkit.errors import UsageError
-from smpkit.plan.offload import auto_lead
+from smpkit.plan.offload.lead import auto_lead
 from smpkit.torch.offload.link import Link, Wait
 
 __all__ = ["Lead", "Pace", "check_lead"]

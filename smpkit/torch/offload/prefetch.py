@@ -13,8 +13,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from smpkit.plan.actions import Action
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
 
 __all__ = ["Order"]
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.plan.cut import cut
+from smpkit.plan.partition.cut import cut
 
 __all__ = ["Balance", "check_count", "slice_ends"]
 

@@ -22,10 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import SmpkitError, UsageError
-from smpkit.plan.assignment import UnitCost
-from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts
+from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
-from smpkit.plan.shares import in_dtype
+from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch.blocks import blocks_of
 from smpkit.torch.context import Launch
 from smpkit.torch.partitioning.delayed import without_memory

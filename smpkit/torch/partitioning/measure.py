@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from smpkit.plan.assignment import UnitCost
+from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch import devices
 from smpkit.torch.partitioning.trace import Step, leaving_no_trace
 from smpkit.torch.pipeline.specs import map_tensors

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smpkit.plan.actions import Action
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.active import install
 
 __all__ = ["CheckpointedCall", "CheckpointedCalls"]

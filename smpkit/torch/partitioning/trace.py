@@ -22,8 +22,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from smpkit.plan.assignment import UnitCost
-from smpkit.plan.units import Node, UnitTree, unit_tree
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.partition.units import Node, UnitTree, unit_tree
 from smpkit.torch import devices
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.partitioning.kernels import FusedKernels

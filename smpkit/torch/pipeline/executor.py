@@ -17,7 +17,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from smpkit.plan.schedule import Action, Costs, Kind, Schedule, SegmentGraph, check, interleaved, simple
+from smpkit.plan.schedule.actions import Action, Costs, Schedule
+from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.graph import Kind, SegmentGraph
+from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.deadline import note_place
 from smpkit.torch.offload import active
 from smpkit.torch.pipeline.carried import carried_anywhere, refuse_kept_graph, warn_of_carried

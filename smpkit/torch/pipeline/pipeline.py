@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
-from smpkit.plan.assignment import Assignment
-from smpkit.plan.partition import assign, partition
+from smpkit.plan.partition.assignment import Assignment
+from smpkit.plan.partition.search import assign, partition
 from smpkit.torch.announce import announce
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.deadline import report_failure, waiting

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from smpkit.plan.schedule import Action, Kind, Schedule, Segment, SegmentGraph, Transfer
+from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.record import Move, Record
 from smpkit.torch.pipeline.timetable import Timetable, timetable_of

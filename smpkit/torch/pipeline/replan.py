@@ -22,8 +22,10 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
-from smpkit.plan.schedule import Costs, Kind, Schedule, Segment, SegmentGraph, check, from_json, to_json
-from smpkit.plan.simulate import simulate
+from smpkit.plan.schedule.actions import Costs, Schedule, from_json, to_json
+from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
+from smpkit.plan.schedule.simulate import simulate
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH, Move
 from smpkit.torch.pipeline.specs import spec_of

@@ -11,8 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from smpkit.plan.schedule import Action, Kind, Schedule
-from smpkit.plan.simulate import simulate
+from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.graph import Kind
+from smpkit.plan.schedule.simulate import simulate
 from smpkit.torch.pipeline.record import Move
 
 __all__ = ["Passage", "Timetable", "returning", "timetable_of"]

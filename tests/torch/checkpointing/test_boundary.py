@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smpkit.torch as smp
-from smpkit.plan.actions import Action
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload import active
 
 WIDTH, BATCH = 8, 4

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from smpkit.plan.schedule import one_f_one_b
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.graph import Kind
+from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 from smpkit.torch.offload.emulated import Blocked

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from smpkit.plan.actions import Action
-from smpkit.plan.segments import Kind
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.prefetch import Order
 
 

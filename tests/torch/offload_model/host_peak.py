@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.plan.offload_model import OffloadedModel, Update, host_peak_bytes
+from smpkit.plan.offload.model import OffloadedModel, Update, host_peak_bytes
 from smpkit.torch.offload.emulated import EmulatedLink
 
 TOKENS = 4

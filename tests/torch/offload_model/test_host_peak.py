@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from smpkit.plan.offload_model import OffloadedModel, Update, largest_parameters
+from smpkit.plan.offload.model import OffloadedModel, Update, largest_parameters
 
 MIB = 1 << 20
 LAYERS = 16

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.plan.assignment import UnitCost
+from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch.offload.active import current
 from smpkit.torch.partitioning.describe import describe
 

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.plan.assignment import UnitCost
-from smpkit.plan.partition import partition
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.partition.search import partition
 from smpkit.torch.partitioning.describe import describe
 from smpkit.torch.partitioning.kernels import FusedKernels
 from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of

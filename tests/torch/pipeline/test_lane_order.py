@@ -21,7 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smpkit.plan.schedule import Action, Kind, Schedule, SegmentGraph, check, interleaved, simple
+from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.graph import Kind, SegmentGraph
+from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.pipeline import ring as rings
 from smpkit.torch.pipeline import transport as transports
 from smpkit.torch.pipeline.buffers import Buffers

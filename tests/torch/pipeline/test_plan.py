@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from smpkit.plan.schedule import Action, Kind, Schedule, SegmentGraph, interleaved
+from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.graph import Kind, SegmentGraph
+from smpkit.plan.schedule.search import interleaved
 from smpkit.torch.pipeline.plan import _places, _split
 from tests.plan.graphs import TIED_HEAD
 

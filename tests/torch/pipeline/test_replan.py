@@ -9,18 +9,11 @@ import pytest
 import torch
 
 import smpkit.torch as smp
-from smpkit.plan.listing import list_schedule
-from smpkit.plan.schedule import (
-    Costs,
-    Kind,
-    Schedule,
-    ScheduleError,
-    Segment,
-    SegmentGraph,
-    interleaved,
-    to_json,
-)
-from smpkit.plan.simulate import simulate
+from smpkit.plan.schedule.actions import Costs, Schedule, to_json
+from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
+from smpkit.plan.schedule.list_scheduler import list_schedule
+from smpkit.plan.schedule.search import interleaved
+from smpkit.plan.schedule.simulate import simulate
 from smpkit.torch.pipeline.executor import _Step
 from smpkit.torch.pipeline.outbox import Outbox
 from smpkit.torch.pipeline.replan import Meter, Trial, _agreed, _better, _costs

@@ -11,10 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import smpkit.torch as smp
 from smpkit.config.modelparallel import ModelParallelConfig
-from smpkit.plan.memory import memory_of_ranks
+from smpkit.plan.memory import memory_of_ranks, shares_of
 from smpkit.plan.mesh import Mesh
-from smpkit.plan.partition import partition
-from smpkit.plan.shares import shares_of
+from smpkit.plan.partition.search import partition
 from smpkit.torch.partitioning.describe import describe
 from tests.ranks import run_ranks
 from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, samples

@@ -1,0 +1,1 @@
+"""What offloading costs and saves: activations (checkpointed layers' inputs) and whole models."""

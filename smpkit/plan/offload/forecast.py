@@ -1,0 +1,154 @@
+"""What activation offloading will do on each rank of a pipeline: memory with and without it, traffic, stalls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Literal
+
+from smpkit.plan.memory import ModelFacts
+from smpkit.plan.offload.simulate import OffloadTimeline, Rules, peak_without_offloading, simulate_offload
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, Work, auto_window, work_of
+from smpkit.plan.partition.assignment import Assignment
+from smpkit.plan.schedule.graph import Kind
+from smpkit.plan.schedule.simulate import Timeline
+
+__all__ = ["Forecast", "Speed", "forecast", "layers_of"]
+
+_RING: Final = 2
+"""How many boundaries the engine lets wait for the link of a GPU before compute waits too."""
+_MOST_LEAD: Final = 16
+"""How many layers ahead the engine loads at most."""
+_WORTH: Final = 1e-3
+"""A longer horizon must save this share of the step to be advised."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the devices reach, from which seconds are made."""
+
+    flops_per_second: float
+    link: LinkSpeed
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What offloading does on one rank in one step."""
+
+    resident_bytes: int
+    """The most that boundaries occupy on the device without offloading."""
+    device_bytes: int
+    """The most with it."""
+    host_bytes: int
+    out_bytes: int
+    back_bytes: int
+    lead: int
+    """How many layers ahead loads are issued."""
+    step_seconds: float
+    stall_seconds: float
+    """How long compute waits for copies."""
+    sufficient_horizon: int
+    """The smallest `activation_loading_horizon` that stalls no longer than any larger one."""
+    needed_bytes_per_second: float
+    """How fast the link out must be for no copy to take longer than the forward of its layer."""
+
+
+def forecast(
+    model: ModelFacts,
+    assignment: Assignment,
+    timeline: Timeline,
+    horizon: int | Literal["auto"],
+    speed: Speed,
+) -> tuple[Forecast, ...]:
+    """Return a forecast for each rank.
+
+    Waits between ranks are those of `timeline`; that a stall of one rank may let others wait is not followed up.
+
+    Args:
+        timeline: the schedule, played with costs in seconds.
+        horizon: `activation_loading_horizon`.
+    """
+    found = []
+    for rank, actions in enumerate(timeline.schedule.actions):
+        work = work_of(actions, layers_of(model, assignment, timeline, rank, speed.flops_per_second))
+        ready = [span.start_seconds for span in timeline.spans[rank]]
+        found.append(_forecast(work, ready, None if horizon == "auto" else horizon, speed.link, len(timeline.spans)))
+    return tuple(found)
+
+
+def layers_of(
+    model: ModelFacts, assignment: Assignment, timeline: Timeline, rank: int, flops_per_second: float
+) -> list[list[LayerCost]]:
+    """Return the layers of each segment of a rank: its units, a backward taking twice a forward."""
+    count = sum(segment.rank == rank for segment in timeline.schedule.graph.segments)
+    runs = list(_runs(assignment, rank))
+    if len(runs) != count:  # one segment stands for all, as in a plan that knows nothing of what returns to a rank
+        runs = [[name for run in runs for name in run], *([] for _ in range(count - 1))]
+    costs = {unit.cost.name: unit.cost for unit in model.units}
+    return [
+        [
+            LayerCost(
+                costs[name].flops / flops_per_second,
+                2 * costs[name].flops / flops_per_second,
+                costs[name].boundary_bytes,
+                costs[name].recomputed_flops / flops_per_second,
+            )
+            for name in run
+        ]
+        for run in runs
+    ]
+
+
+def _runs(assignment: Assignment, rank: int) -> Iterator[list[str]]:
+    """Yield the units of a rank in parts that follow each other without another rank between."""
+    run: list[str] = []
+    for name, place in assignment.units:
+        if place == rank:
+            run.append(name)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _forecast(
+    work: Sequence[Work], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
+) -> Forecast:
+    found = _play(work, ready, horizon, link, num_ranks)
+    longest = max(1, len(ready))
+    best = _play(work, ready, longest, link, num_ranks).stall_seconds
+    allowed = best + _WORTH * found.makespan_seconds
+    sufficient = next(
+        (each for each in range(1, longest) if _play(work, ready, each, link, num_ranks).stall_seconds <= allowed),
+        longest,
+    )
+    return Forecast(
+        resident_bytes=peak_without_offloading(work),
+        device_bytes=found.peak_bytes,
+        host_bytes=found.host_peak_bytes,
+        out_bytes=found.out_bytes,
+        back_bytes=found.back_bytes,
+        lead=auto_window(work, link, Window(_MOST_LEAD)).lead or 1,
+        step_seconds=found.makespan_seconds,
+        stall_seconds=found.stall_seconds,
+        sufficient_horizon=sufficient,
+        needed_bytes_per_second=max(
+            (_rate(each, link) for each in work if each.action.kind is Kind.FORWARD and each.num_bytes), default=0.0
+        ),
+    )
+
+
+def _rate(forward: Work, link: LinkSpeed) -> float:
+    left = forward.seconds - link.latency_seconds
+    return forward.num_bytes / left if left > 0 else inf
+
+
+def _play(
+    work: Sequence[Work], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
+) -> OffloadTimeline:
+    """Play the engine as it runs on a GPU; with a single rank there are no actions to plan from."""
+    window = auto_window(work, link, Window(_MOST_LEAD, horizon))
+    rules = Rules(ring=_RING) if num_ranks > 1 else Rules(is_planned=False, ring=max(_RING, window.lead or 1))
+    return simulate_offload(work, link, window, ready, rules)

@@ -1,0 +1,138 @@
+"""What offloading is planned from: the layers' costs, the link, the window of loading, and one rank's work in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from smpkit.errors import UsageError
+from smpkit.plan.offload.lead import auto_lead
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
+
+__all__ = ["LayerCost", "LinkSpeed", "Window", "Work", "auto_window", "needs_back", "work_of"]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one checkpointed layer costs for one microbatch; times in seconds, or in any other unit if it is one."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """Without the recomputation."""
+    boundary_bytes: int
+    """What stays of it for the backward: its input. 0: the layer keeps nothing that can be offloaded."""
+    recompute_seconds: float = 0.0
+    weight_seconds: float = 0.0
+    """The part of the backward that WEIGHT actions take over where it is split."""
+
+    def seconds(self, kind: Kind, split_backward: bool = False) -> float:
+        """Return what an action spends on this layer."""
+        if kind is Kind.FORWARD:
+            return self.forward_seconds
+        if kind is Kind.WEIGHT:
+            return self.weight_seconds
+        return self.recompute_seconds + self.backward_seconds - self.weight_seconds * split_backward
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """How fast a device and its host copy."""
+
+    out_bytes_per_second: float
+    back_bytes_per_second: float
+    both_bytes_per_second: float | None = None
+    """Both directions together while both copy; None: neither slows the other."""
+    latency_seconds: float = 0.0
+    """What each copy keeps its lane busy before its first byte."""
+
+    def __post_init__(self) -> None:
+        for name, rate in vars(self).items():
+            if rate is not None and (rate < 0 or (rate == 0 and name != "latency_seconds")):
+                raise UsageError(f"`{name}` of the link is {rate}", hint="give what was measured, more than 0")
+
+    @property
+    def slowdown(self) -> float:
+        """The share of its speed that each direction keeps while both copy."""
+        if self.both_bytes_per_second is None:
+            return 1.0
+        return min(1.0, self.both_bytes_per_second / (self.out_bytes_per_second + self.back_bytes_per_second))
+
+    def back_seconds(self, num_bytes: int) -> float:
+        """Return how long a load occupies its lane when the other one is idle."""
+        return self.latency_seconds + num_bytes / self.back_bytes_per_second if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """One layer's share of an action: what the compute lane does at a time."""
+
+    place: int
+    """Index in this rank's order."""
+    task: int
+    """Index of the action in this rank's list."""
+    action: Action
+    layer: int
+    seconds: float
+    num_bytes: int
+    """Of the boundary that a forward makes and a backward needs; 0 for neither."""
+
+    def __str__(self) -> str:
+        return f"{self.action} layer {self.layer}"
+
+    @property
+    def boundary(self) -> tuple[int, int, int]:
+        """Which boundary it is: its segment, microbatch and layer."""
+        return self.action.segment, self.action.microbatch, self.layer
+
+
+def work_of(actions: Sequence[Action], layers: Sequence[Sequence[LayerCost]]) -> tuple[Work, ...]:
+    """Return the work of one rank in order: a forward goes up through the layers of its segment, the others down.
+
+    Args:
+        actions: the rank's list of a schedule.
+        layers: for each of the rank's segments its layers.
+    """
+    splits = any(action.kind is Kind.WEIGHT for action in actions)
+    found: list[Work] = []
+    for task, action in enumerate(actions):
+        costs = list(enumerate(layers[action.segment]))
+        for layer, cost in costs if action.kind is Kind.FORWARD else reversed(costs):
+            num_bytes = 0 if action.kind is Kind.WEIGHT else cost.boundary_bytes
+            found.append(Work(len(found), task, action, layer, cost.seconds(action.kind, splits), num_bytes))
+    return tuple(found)
+
+
+def needs_back(work: Work) -> bool:
+    """Return whether it is a backward that reads a boundary."""
+    return work.action.kind is Kind.BACKWARD and work.num_bytes > 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """How far ahead of compute boundaries may be on the device; both bounds hold."""
+
+    lead: int | None = None
+    """In pieces of work, forwards and backwards of layers alike; None: no bound."""
+    horizon: int | None = None
+    """In actions, as `activation_loading_horizon` counts; None: no bound."""
+
+    def __post_init__(self) -> None:
+        for name, bound in (("lead", self.lead), ("horizon", self.horizon)):
+            if bound is not None and bound < 1:
+                raise UsageError(f"a {name} of {bound} loads nothing", hint="use 1 or more")
+
+    def reaches(self, now: Work, need: Work, before: int = 0) -> bool:
+        """Return whether what `need` reads may be on the device once `now` begins, or `before` pieces before that."""
+        near = self.lead is None or need.place - now.place + before <= self.lead
+        return near and (self.horizon is None or need.task - now.task <= self.horizon)
+
+
+_UNBOUNDED: Final = Window()
+
+
+def auto_window(work: Sequence[Work], link: LinkSpeed, bound: Window = _UNBOUNDED) -> Window:
+    """Return the smallest window in which no load is late by itself, within `bound`."""
+    loads = [link.back_seconds(each.num_bytes) if needs_back(each) else 0.0 for each in work]
+    return Window(auto_lead([each.seconds for each in work], loads, bound.lead), bound.horizon)

@@ -1,0 +1,1 @@
+"""Which module of the model is on which pipeline rank."""

@@ -1,0 +1,133 @@
+"""Cut a row of items into neighbouring parts, so that the dearest part is as cheap as it can be.
+
+By dynamic programming, exactly; the items 3 1 4 1 5 9 2 6 in three parts, of which the dearest costs 14::
+
+    3 1 4 1 | 5 9 | 2 6
+
+With virtual stages every partition holds several parts, its chunks, dealt out like cards. Three partitions with two
+chunks each::
+
+    chunk       0 1 2 3 4 5
+    partition   0 1 2 0 1 2
+
+The cut makes the dearest chunk as cheap as it can be; afterwards the chunks of one partition are evened out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+__all__ = ["Cost", "cut", "even_out", "partition_of_chunk"]
+
+Cost = Callable[[int, int, int], int]
+"""Of (part, start, end): the cost of a part with the items from `start` to before `end`."""
+
+
+def cut(num_items: int, cost: Cost, needs_item: Sequence[bool]) -> list[int]:
+    """Return where each part ends.
+
+    No other cut has a cheaper worst part; of those that have as cheap a one, none has a smaller sum of squares; of
+    those, later parts are larger.
+
+    Args:
+        cost: must not fall when a part gets longer; whole numbers, so that equal means equal.
+        needs_item: for each part, whether it may not be empty; there must be an item for each that needs one.
+    """
+    worst, _ = _cheapest(num_items, cost, needs_item, max, None)
+    _, ends = _cheapest(num_items, cost, needs_item, lambda so_far, part: so_far + part * part, worst)
+    return ends
+
+
+def _cheapest(
+    num_items: int, cost: Cost, needs_item: Sequence[bool], add: Callable[[int, int], int], limit: int | None
+) -> tuple[int, list[int]]:
+    """Find by dynamic programming the cut that is cheapest when the costs of its parts are put together with `add`.
+
+    `best[end]` is the value of the cheapest cut of the first `end` items into the parts so far, None if there is none.
+    """
+    best: list[int | None] = [0, *[None] * num_items]
+    starts: list[list[int]] = []
+    for part, needs in enumerate(needs_item):
+        row = [_cheapest_last(part, end, cost, end - needs, best, add, limit) for end in range(num_items + 1)]
+        best, chosen = [value for value, _ in row], [start for _, start in row]
+        starts.append(chosen)
+    assert best[-1] is not None, "no cut, although there is an item for every part that needs one"
+    ends = [num_items]
+    for chosen in reversed(starts[1:]):
+        ends.append(chosen[ends[-1]])
+    return best[-1], ends[::-1]
+
+
+def _cheapest_last(
+    part: int,
+    end: int,
+    cost: Cost,
+    latest: int,
+    best: Sequence[int | None],
+    add: Callable[[int, int], int],
+    limit: int | None,
+) -> tuple[int | None, int]:
+    """Return value and start of the cheapest last part that ends at `end` and starts at `latest` or before."""
+    value, chosen = None, 0
+    for start in range(latest, -1, -1):
+        last = cost(part, start, end)
+        # Going back only makes the last part dearer: nothing better can follow.
+        if (limit is not None and last > limit) or (value is not None and add(0, last) > value):
+            break
+        before = best[start]
+        if before is not None and (value is None or add(before, last) <= value):
+            value, chosen = add(before, last), start
+    return value, chosen
+
+
+def partition_of_chunk(chunk: int, num_partitions: int) -> int:
+    """Return where a chunk lies."""
+    return chunk % num_partitions
+
+
+def even_out(ends: Sequence[int], cost: Callable[[int, int, int], int], num_partitions: int) -> list[int]:
+    """Return the ends of chunks after units were moved so that the dearest partition is cheaper.
+
+    No chunk becomes dearer than the dearest one was, and none becomes empty that was not.
+
+    Args:
+        ends: where each chunk ends.
+        cost: of (chunk, start, end); whole numbers.
+        num_partitions: chunk k is on partition k mod this.
+    """
+    best = list(ends)
+    limit = max(_chunk_costs(best, cost))
+    score = _score(best, cost, num_partitions)
+    while True:
+        found = [(_score(move, cost, num_partitions), move) for move in _moves(best, cost, limit)]
+        better = min(found, default=(score, best))
+        if better[0] >= score:
+            return best
+        score, best = better
+
+
+def _score(ends: Sequence[int], cost: Callable[[int, int, int], int], num_partitions: int) -> tuple[int, int]:
+    """Return the cost of the dearest partition, then the sum of squares."""
+    totals = [0] * num_partitions
+    for chunk, each in enumerate(_chunk_costs(ends, cost)):
+        totals[partition_of_chunk(chunk, num_partitions)] += each
+    return max(totals), sum(total * total for total in totals)
+
+
+def _chunk_costs(ends: Sequence[int], cost: Callable[[int, int, int], int]) -> list[int]:
+    return [cost(chunk, start, end) for chunk, (start, end) in enumerate(pairwise([0, *ends]))]
+
+
+def _moves(ends: list[int], cost: Callable[[int, int, int], int], limit: int) -> Iterator[list[int]]:
+    """Yield the cuts in which neighbouring boundaries have moved by one unit: one chunk gives, another one gets."""
+    empty = {chunk for chunk, (start, end) in enumerate(pairwise([0, *ends])) if start == end}
+    for first in range(len(ends) - 1):
+        for last in range(first, len(ends) - 1):
+            for step in (-1, 1):
+                moved = [end + step * (first <= place <= last) for place, end in enumerate(ends)]
+                sizes = [end - start for start, end in pairwise([0, *moved])]
+                if any(size < (chunk not in empty) for chunk, size in enumerate(sizes)):
+                    continue
+                if max(_chunk_costs(moved, cost)) <= limit:
+                    yield moved

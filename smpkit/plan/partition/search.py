@@ -1,0 +1,178 @@
+"""Decide which pipeline rank owns which unit: cut the units, in execution order, into contiguous parts of equal cost.
+
+The cost of a part is `w * memory + (1 - w) * compute`, each as a share of the whole model, with `w = memory_weight`.
+The cut is exact: no other makes the most expensive part cheaper, and of those that make it as cheap this one is the
+most even. Ties leave more to later ranks, which hold fewer microbatches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import accumulate, pairwise
+from typing import Final
+
+from smpkit.errors import ConfigError, Problem
+from smpkit.plan.partition.assignment import Assignment, UnitCost, assignment_of, private_parameters_bytes
+from smpkit.plan.partition.cut import cut, even_out, partition_of_chunk
+
+__all__ = ["assign", "partition"]
+
+_WHOLE: Final = 10**9
+"""Costs are whole numbers, this many for the whole model: sums are exact, so ties are ties on every machine."""
+
+
+def partition(
+    units: Sequence[UnitCost], num_partitions: int, memory_weight: float, *, num_chunks: int = 1
+) -> Assignment:
+    """Return the best contiguous assignment of units to partitions; every partition gets at least one unit.
+
+    With several chunks per partition (virtual stages) the units are cut into `num_chunks * num_partitions` parts, of
+    which part k is on partition k mod `num_partitions`; no other cut makes the dearest part cheaper. Ranks that use a
+    shared parameter hold a copy each.
+
+    Args:
+        units: in execution order.
+        memory_weight: 1 balances memory only, 0 compute only.
+        num_chunks: parts of a partition.
+
+    Raises:
+        ConfigError: there are fewer units than parts, or an argument is impossible; names every problem.
+    """
+    _require(_basic_problems(units, num_partitions, memory_weight))
+    _require(_shortage(len(units), num_partitions, num_chunks))
+    costs = _RangeCosts(units, memory_weight)
+    ends = cut(len(units), costs.of, [True] * num_partitions * num_chunks)
+    if num_chunks > 1:
+        ends = even_out(ends, costs.of, num_partitions)
+    places = {
+        index: partition_of_chunk(chunk, num_partitions)
+        for chunk, (start, end) in enumerate(pairwise([0, *ends]))
+        for index in range(start, end)
+    }
+    return assignment_of(units, places, num_partitions)
+
+
+def assign(
+    units: Sequence[UnitCost],
+    num_partitions: int,
+    pinned: Mapping[str, int],
+    default_partition: int,
+    num_chunks: int = 1,
+) -> Assignment:
+    """Return the assignment that a user wrote down; units that no name covers go to `default_partition`.
+
+    With several chunks per partition, places count chunks: k is on partition k mod `num_partitions`. A partition may
+    stay empty. Raises ConfigError, with every problem, if `pinned` cannot be meant.
+    """
+    _require(_basic_problems(units, num_partitions, 0.0))
+    _require(_index_problems({"default_partition": default_partition}, num_partitions * num_chunks))
+    pins = _resolve(units, num_partitions * num_chunks, pinned)
+    places = {i: partition_of_chunk(pins.get(i, default_partition), num_partitions) for i in range(len(units))}
+    return assignment_of(units, places, num_partitions)
+
+
+def _resolve(units: Sequence[UnitCost], num_partitions: int, pinned: Mapping[str, int]) -> dict[int, int]:
+    """Return the given partition of each unit that a name covers."""
+    problems = _index_problems(pinned, num_partitions)
+    pins: dict[int, int] = {}
+    covering: set[str] = set()
+    for index, unit in enumerate(units):
+        names = [name for name in _ancestors(unit.name) if name in pinned]
+        covering.update(names)
+        if names:
+            pins[index] = pinned[names[0]]
+    known = sorted({name for unit in units for name in _ancestors(unit.name)})
+    for name in pinned:
+        if name not in covering:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else "name a unit, or a module around units"
+            problems.append(Problem((), f"no unit is called `{name}` or is below it", hint))
+    _require(problems)
+    return pins
+
+
+def _ancestors(name: str) -> list[str]:
+    """Return a name and those of the modules around it, innermost first; the model's own is empty."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _basic_problems(units: Sequence[UnitCost], num_partitions: int, memory_weight: float) -> list[Problem]:
+    problems = []
+    if num_partitions < 1:
+        problems.append(Problem(("pipeline_parallel_degree",), f"{num_partitions} is not a positive number"))
+    if not 0 <= memory_weight <= 1:
+        problems.append(Problem(("memory_weight",), f"{memory_weight} is not between 0 and 1"))
+    twice = {name for name, count in Counter(unit.name for unit in units).items() if count > 1}
+    return problems + [Problem((), f"two units are called `{name}`") for name in sorted(twice)]
+
+
+def _index_problems(places: Mapping[str, int], num_partitions: int) -> list[Problem]:
+    hint = f"use 0 to {num_partitions - 1}"
+    return [
+        Problem((), f"`{name}` is put on partition {place}, and there are {num_partitions}", hint)
+        for name, place in places.items()
+        if not 0 <= place < num_partitions
+    ]
+
+
+def _shortage(num_units: int, num_partitions: int, num_chunks: int) -> list[Problem]:
+    """Return the problem that some partition, or chunk of one, would get nothing, if it would."""
+    if num_units >= num_partitions * num_chunks:
+        return []
+    message = f"the model has {num_units} units, too few for {num_partitions} partitions"
+    if num_units >= num_partitions:
+        message += f" of {num_chunks} chunks each"
+        return [Problem(("virtual_pipeline_degree",), message, "lower `virtual_pipeline_degree`")]
+    hint = f"lower `pipeline_parallel_degree` to {num_units} or less"
+    return [Problem(("pipeline_parallel_degree",), message, hint)]
+
+
+def _require(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems, subject="partitioning")
+
+
+class _RangeCosts:
+    """The cost of neighbouring units on one partition."""
+
+    def __init__(self, units: Sequence[UnitCost], memory_weight: float) -> None:
+        self._compute = _running(_compute_shares(units, memory_weight))
+        self._private = _running(map(_private_bytes, units))
+        self._shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
+        self._holders = {key: [i for i, unit in enumerate(units) if key in unit.shared] for key in self._shared}
+        total = sum(map(_private_bytes, units)) + sum(self._shared.values())
+        self._share_of_byte = memory_weight * _WHOLE / total if total else 0.0
+
+    def of(self, _: int, start: int, end: int) -> int:
+        """Return the cost of the units from `start` to before `end`; it never falls when there are more of them."""
+        memory = self._private[end] - self._private[start]
+        for key, num_bytes in self._shared.items():
+            if _any_between(self._holders[key], start, end):
+                memory += num_bytes
+        return self._compute[end] - self._compute[start] + round(memory * self._share_of_byte)
+
+
+def _compute_shares(units: Sequence[UnitCost], memory_weight: float) -> list[int]:
+    """Return the compute of each unit as a part of _WHOLE; if nothing costs anything, units count alike."""
+    total = sum(unit.step_flops for unit in units)
+    if total and memory_weight < 1:
+        return [round((1 - memory_weight) * unit.step_flops / total * _WHOLE) for unit in units]
+    has_memory = memory_weight and any(unit.parameters_bytes or unit.activation_bytes for unit in units)
+    return [0 if has_memory else _WHOLE // len(units)] * len(units)
+
+
+def _running(values: Iterable[int]) -> list[int]:
+    return list(accumulate(values, initial=0))
+
+
+def _private_bytes(unit: UnitCost) -> int:
+    return private_parameters_bytes(unit) + unit.activation_bytes
+
+
+def _any_between(ascending: Sequence[int], start: int, end: int) -> bool:
+    place = bisect_left(ascending, start)
+    return place < len(ascending) and ascending[place] < end

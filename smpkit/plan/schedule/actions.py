@@ -1,0 +1,214 @@
+"""A schedule: for each pipeline rank the list of actions that it executes, in order, one after the other.
+
+The same object is drawn, simulated, checked and executed. It holds no time: what an action lasts and how long a value
+travels are `Costs`, which the planner compares schedules by.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, TypeVar
+
+from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph, Transfer
+
+__all__ = ["Action", "Costs", "Message", "Schedule", "from_json", "message_order", "to_json"]
+
+_FORMAT: Final = 1
+_LABEL: Final = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One thing a rank does: a kind of work on one of its own segments, for one microbatch."""
+
+    kind: Kind
+    segment: int
+    """Index of the segment on the rank whose list this action is in."""
+    microbatch: int
+
+    def __str__(self) -> str:
+        """`F3`: forward of microbatch 3; `F3.1`: of the rank's second segment (the first one's index is left out)."""
+        return f"{self.kind}{self.microbatch}.{self.segment}" if self.segment else f"{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, label: str) -> Action:
+        """Read what `str` wrote; raise ScheduleError for anything else."""
+        if not (found := _LABEL.fullmatch(label)):
+            raise ScheduleError(f"`{label}` is not an action", hint="write F, B or W, a microbatch, and .segment")
+        return cls(Kind(found[1]), int(found[3] or 0), int(found[2]))
+
+
+Seconds = float | Mapping[Segment, float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What things take, in seconds or in any other unit as long as it is one; a number stands for every segment."""
+
+    forward_seconds: Seconds = 1.0
+    backward_seconds: Seconds = 2.0
+    """Of the whole backward."""
+    weight_seconds: Seconds | None = None
+    """The part of the backward that WEIGHT actions take over where it is split; None: half of it."""
+    latency_seconds: float = 0.0
+    """From the end of the action that sends to the arrival of an empty message."""
+    seconds_per_byte: float = 0.0
+    """Time that a message occupies its link; the messages of one ordered pair of ranks follow each other."""
+
+    def seconds(self, kind: Kind, segment: Segment, split_backward: bool = False) -> float:
+        """Return what an action takes."""
+        if kind is Kind.FORWARD:
+            return _of(self.forward_seconds, segment)
+        backward = _of(self.backward_seconds, segment)
+        weight = backward / 2 if self.weight_seconds is None else _of(self.weight_seconds, segment)
+        if kind is Kind.WEIGHT:
+            return weight
+        return max(0.0, backward - weight) if split_backward else backward
+
+    def occupancy_seconds(self, transfer: Transfer) -> float:
+        """Return how long a message keeps its link busy."""
+        return transfer.num_bytes * self.seconds_per_byte
+
+
+def _of(seconds: Seconds, segment: Segment) -> float:
+    return seconds[segment] if isinstance(seconds, Mapping) else seconds
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank, and what they were made from."""
+
+    name: str
+    graph: SegmentGraph
+    num_microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    """One list per rank."""
+    caps: tuple[int, ...]
+    """How many microbatches may be live on each rank: begun, and not finished with their last action there."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward is split into input and weight halves."""
+        return any(action.kind is Kind.WEIGHT for actions in self.actions for action in actions)
+
+    @cached_property
+    def peak_live_microbatches(self) -> tuple[int, ...]:
+        """The most microbatches that are live at a time on each rank."""
+        return tuple(max(live_microbatches(actions), default=0) for actions in self.actions)
+
+    @cached_property
+    def peak_live_segments(self) -> tuple[int, ...]:
+        """The most segments of microbatches that are live at a time on each rank: begun and not finished.
+
+        Where a rank has several chunks of the model, this says what is kept better than whole microbatches do.
+        """
+        return tuple(max(map(len, live_segments(actions)), default=0) for actions in self.actions)
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
+
+
+def live_microbatches(actions: tuple[Action, ...]) -> list[int]:
+    """Return how many microbatches are live while each action of one rank runs."""
+    return [len(live) for live in _live([action.microbatch for action in actions])]
+
+
+def live_segments(actions: tuple[Action, ...]) -> list[frozenset[tuple[int, int]]]:
+    """Return the (segment, microbatch) that are live while each action of one rank runs."""
+    return _live([(action.segment, action.microbatch) for action in actions])
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def _live(keys: Sequence[_Key]) -> list[frozenset[_Key]]:
+    """Return for each place of the list the keys that have begun and not ended there."""
+    left = Counter(keys)
+    live: set[_Key] = set()
+    found = []
+    for key in keys:
+        live.add(key)
+        found.append(frozenset(live))
+        left[key] -= 1
+        if not left[key]:
+            live.remove(key)
+    return found
+
+
+@dataclass(frozen=True)
+class Message:
+    """One value on its way between two ranks: an activation (FORWARD) or, back along the transfer, its gradient."""
+
+    kind: Kind
+    microbatch: int
+    transfer: Transfer
+
+
+def message_order(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
+    """Return for each ordered pair of ranks (sender, receiver) the messages in the order in which the sender has them.
+
+    Receivers post their receives in this order: nccl has no tags, so the n-th receive gets the n-th send.
+    """
+    found: dict[tuple[int, int], list[Message]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            for transfer in schedule.graph.sends(action.kind, Segment(rank, action.segment)):
+                receiver = transfer.target.rank if action.kind is Kind.FORWARD else transfer.source.rank
+                message = Message(action.kind, action.microbatch, transfer)
+                found.setdefault((rank, receiver), []).append(message)
+    return {pair: tuple(found[pair]) for pair in sorted(found)}
+
+
+def to_json(schedule: Schedule) -> str:
+    """Write a schedule as text that `from_json` reads; the same schedule gives the same text."""
+    graph = schedule.graph
+    transfers = [
+        [t.source.rank, t.source.index, t.target.rank, t.target.index, t.num_bytes, t.differentiable]
+        for t in graph.transfers
+    ]
+    content = {
+        "format": _FORMAT,
+        "name": schedule.name,
+        "num_ranks": graph.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "has_backward": graph.has_backward,
+        "segments": [[segment.rank, segment.index] for segment in graph.segments],
+        "transfers": transfers,
+        "caps": list(schedule.caps),
+        "actions": [" ".join(map(str, actions)) for actions in schedule.actions],
+    }
+    return json.dumps(content)
+
+
+def from_json(text: str) -> Schedule:
+    """Read what `to_json` wrote; raise ScheduleError if it is not that.
+
+    The result is well formed, not yet proven: `check` does that.
+    """
+    try:
+        content = json.loads(text)
+        if content["format"] != _FORMAT:
+            raise ScheduleError(f"a schedule of format {content['format']}, this smpkit reads format {_FORMAT}")
+        return _schedule_of(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ScheduleError(f"not a schedule: {type(error).__name__}: {error}") from None
+
+
+def _schedule_of(content: Mapping[str, Any]) -> Schedule:
+    transfers = tuple(
+        Transfer(Segment(source, i), Segment(target, j), num_bytes, differentiable)
+        for source, i, target, j, num_bytes, differentiable in content["transfers"]
+    )
+    segments = tuple(Segment(rank, index) for rank, index in content["segments"])
+    return Schedule(
+        name=content["name"],
+        graph=SegmentGraph(content["num_ranks"], segments, transfers, content["has_backward"]),
+        num_microbatches=content["num_microbatches"],
+        actions=tuple(tuple(map(Action.parse, line.split())) for line in content["actions"]),
+        caps=tuple(content["caps"]),
+    )

@@ -1,0 +1,197 @@
+"""Greedy list scheduling: whoever can start first does, and of what a rank could do then, the most urgent.
+
+[Note: why caps cannot deadlock] A rank admits microbatches in ascending order (everybody prefers the smaller one, and
+links keep the order), and no more than its cap at a time. Take the smallest microbatch that is not finished everywhere.
+Where it is admitted, its next task waits for nobody but itself; where it is not, no later one is either, so nothing is
+live there and it may be. Hence something can always run, for every graph and all caps of at least one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Final
+
+from smpkit.plan.schedule.actions import Action, Costs
+from smpkit.plan.schedule.graph import Kind, SegmentGraph
+from smpkit.plan.schedule.tasks import Links, Task, tasks_of
+
+__all__ = ["list_schedule"]
+
+Urgency = tuple[int, int, int, int]
+"""Priority of the kind, group of the microbatch, number of the task, microbatch: smaller goes first."""
+Head = tuple[float, Urgency]
+"""When a rank's best next task can start, and which one it is."""
+_NEVER: Final[Head] = (float("inf"), (0, 0, 0, 0))
+
+
+def list_schedule(
+    graph: SegmentGraph,
+    num_microbatches: int,
+    caps: Sequence[int],
+    costs: Costs,
+    *,
+    split_backward: bool = False,
+    forwards_first: bool = False,
+    group: int = 1,
+    depths: Sequence[int] | None = None,
+) -> tuple[tuple[tuple[Action, ...], ...], float]:
+    """Return every rank's actions and when the last one ends.
+
+    Of what it could do at a time, a rank does backward before forward before weights, then the smaller microbatch. With
+    caps of `P - rank` on a chain that is 1F1B; with groups of P on a loop, interleaved 1F1B.
+
+    Args:
+        caps: for each rank, how many microbatches may be live; at least one.
+        forwards_first: hold back a rank's backwards until all of its forwards have run (GPipe).
+        depths: for each rank, how many microbatches may be there whose last BACKWARD has not run; caps count those too
+            that wait for WEIGHT. None: as many as caps allow.
+        group: so many neighbouring microbatches go through a segment before the first of them goes on to the next one.
+    """
+    run = _Run(
+        graph.num_ranks,
+        num_microbatches,
+        tasks_of(graph, costs, split_backward),
+        caps,
+        Links(costs),
+        group,
+        depths or caps,
+    )
+    if forwards_first:
+        run.hold_backwards()
+    return run.actions()
+
+
+class _Rank:
+    """What one rank could do next."""
+
+    def __init__(self, cap: int, depth: int, tasks: Sequence[Task], num_microbatches: int) -> None:
+        self.free_seconds = 0.0
+        self.order: list[Action] = []
+        self._cap, self._depth = cap, depth
+        self._live = self._inside = 0
+        self._left = [len(tasks)] * num_microbatches
+        # What is left of that for which others wait.
+        self._left_inside = [sum(not task.fills_gaps for task in tasks)] * num_microbatches
+        # First tasks of microbatches that are not admitted yet, in ascending order.
+        self._arrived: deque[Head] = deque()
+        self._coming: list[Head] = []
+        self._ready: list[Urgency] = []
+        # Backwards wait here while forwards are left; None: they do not have to.
+        self.held: list[Head] | None = None
+        self.forwards_left = 0
+
+    def offer(self, seconds: float, urgency: Urgency, task: Task, is_first: bool) -> None:
+        """Take a task that can start at `seconds`."""
+        if is_first:
+            self._arrived.append((seconds, urgency))
+        elif self.held is not None and task.kind is not Kind.FORWARD:
+            self.held.append((seconds, urgency))
+        else:
+            heappush(self._coming, (seconds, urgency))
+
+    def head(self) -> Head:
+        """Return the task that this rank would do next, and when."""
+        while self._coming and self._coming[0][0] <= self.free_seconds:
+            heappush(self._ready, heappop(self._coming)[1])
+        best = (self.free_seconds, self._ready[0]) if self._ready else self._coming[0] if self._coming else _NEVER
+        if self._arrived and self._live < self._cap and self._inside < self._depth:
+            seconds, urgency = self._arrived[0]
+            best = min(best, (max(seconds, self.free_seconds), urgency))
+        return best
+
+    def take(self, head: Head, task: Task) -> float:
+        """Run the head and return when it ends."""
+        seconds, urgency = head
+        microbatch = urgency[3]
+        if self._ready and self._ready[0] == urgency:
+            heappop(self._ready)
+        elif self._coming and self._coming[0] == head:
+            heappop(self._coming)
+        else:
+            self._arrived.popleft()
+            self._live += 1
+            self._inside += 1
+        self.order.append(task.action(microbatch))
+        self._left[microbatch] -= 1
+        self._live -= not self._left[microbatch]
+        if not task.fills_gaps:
+            self._left_inside[microbatch] -= 1
+            self._inside -= not self._left_inside[microbatch]
+        self._release_held(task)
+        self.free_seconds = seconds + task.seconds
+        return self.free_seconds
+
+    def _release_held(self, task: Task) -> None:
+        self.forwards_left -= task.kind is Kind.FORWARD
+        if self.held is not None and not self.forwards_left:
+            for head in self.held:
+                heappush(self._coming, head)
+            self.held = None
+
+
+class _Run:
+    """One run of the planner."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        tasks: tuple[Task, ...],
+        caps: Sequence[int],
+        links: Links,
+        group: int,
+        depths: Sequence[int],
+    ) -> None:
+        self._tasks, self._links, self._group = tasks, links, group
+        own = [[task for task in tasks if task.segment.rank == rank] for rank in range(num_ranks)]
+        self._ranks = [_Rank(*limits, num_microbatches) for limits in zip(caps, depths, own, strict=True)]
+        self._num_microbatches = num_microbatches
+        self._missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]
+        self._ready_seconds = [[0.0] * len(tasks) for _ in range(num_microbatches)]
+
+    def hold_backwards(self) -> None:
+        """Make every rank finish its forwards first."""
+        for number, rank in enumerate(self._ranks):
+            rank.held = []
+            own = sum(task.kind is Kind.FORWARD and task.segment.rank == number for task in self._tasks)
+            rank.forwards_left = own * self._num_microbatches
+
+    def actions(self) -> tuple[tuple[tuple[Action, ...], ...], float]:
+        """Let the rank that can start first do its next task, until all are done."""
+        for number, task in enumerate(self._tasks):
+            if not task.num_needs:
+                for microbatch in range(self._num_microbatches):
+                    self._offer(number, microbatch)
+        heads = [rank.head() for rank in self._ranks]
+        for _ in range(len(self._tasks) * self._num_microbatches):
+            head = min(heads)
+            assert head != _NEVER, "nobody can go on; caps below the number of microbatches hold back forwards"
+            _, _, number, microbatch = head[1]
+            task = self._tasks[number]
+            rank = task.segment.rank
+            touched = self._finish(task, microbatch, self._ranks[rank].take(head, task))
+            for other in {rank, *touched}:
+                heads[other] = self._ranks[other].head()
+        orders = tuple(tuple(rank.order) for rank in self._ranks)
+        return orders, max(rank.free_seconds for rank in self._ranks)
+
+    def _finish(self, task: Task, microbatch: int, end_seconds: float) -> list[int]:
+        """Hand on what a task gives; return the ranks that have something new to do."""
+        missing, ready, touched = self._missing[microbatch], self._ready_seconds[microbatch], []
+        for feed in task.feeds:
+            target = self._tasks[feed.target].segment.rank
+            arrival = self._links.arrival_seconds(task.segment.rank, target, feed.transfer, end_seconds)
+            ready[feed.target] = max(ready[feed.target], arrival)
+            missing[feed.target] -= 1
+            if not missing[feed.target]:
+                self._offer(feed.target, microbatch)
+                touched.append(target)
+        return touched
+
+    def _offer(self, number: int, microbatch: int) -> None:
+        task = self._tasks[number]
+        is_first = task.kind is Kind.FORWARD and not task.segment.index
+        urgency = task.priority, microbatch // self._group, number, microbatch
+        self._ranks[task.segment.rank].offer(self._ready_seconds[microbatch][number], urgency, task, is_first)

@@ -1,0 +1,203 @@
+"""Play a schedule with costs: when every action starts and ends, who waits for what, and how full the ranks get.
+
+The bubble is the idle share, `idle / (ranks * makespan)`. Of a chain without link time it is `(P - 1) / (M + P - 1)`
+for `simple` and for `interleaved`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from smpkit.plan.schedule.actions import Action, Costs, Schedule, message_order
+from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment
+from smpkit.plan.schedule.tasks import Feed, Links, Task, tasks_of
+
+__all__ = ["Cause", "LinkUse", "Span", "Stall", "Timeline", "simulate"]
+
+
+class Cause(str, Enum):
+    """Why a rank is idle."""
+
+    FILL = "fill"
+    """Nothing has reached it yet."""
+    FORWARD = "forward"
+    """An activation that it needs is still being computed."""
+    BACKWARD = "backward"
+    """A gradient that it needs is still being computed."""
+    LINK = "link"
+    """What it needs is on its way."""
+    DRAIN = "drain"
+    """It has finished and others have not."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action in time."""
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A time in which a rank is idle."""
+
+    cause: Cause
+    start_seconds: float
+    end_seconds: float
+    action: Action | None
+    """What the rank does afterwards; None at the end."""
+    waits_for: int | None
+    """The rank that it waits for; None where it waits for nobody in particular."""
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """What one rank sends to another in one step."""
+
+    num_messages: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time."""
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    """For each rank, in order."""
+    stalls: tuple[tuple[Stall, ...], ...]
+
+    @cached_property
+    def makespan_seconds(self) -> float:
+        """When the last action ends."""
+        return max((spans[-1].end_seconds for spans in self.spans if spans), default=0.0)
+
+    @cached_property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """How long each rank is idle."""
+        busy = (sum(span.end_seconds - span.start_seconds for span in spans) for spans in self.spans)
+        return tuple(self.makespan_seconds - seconds for seconds in busy)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all ranks together, 0 to 1."""
+        total = len(self.spans) * self.makespan_seconds
+        return sum(self.idle_seconds) / total if total else 0.0
+
+    def stall_seconds(self, rank: int) -> dict[Cause, float]:
+        """Return how long a rank is idle for each cause."""
+        stalls = self.stalls[rank]
+        return {
+            cause: sum(stall.end_seconds - stall.start_seconds for stall in stalls if stall.cause is cause)
+            for cause in Cause
+        }
+
+    @property
+    def peak_live_microbatches(self) -> tuple[int, ...]:
+        """The most microbatches that are live at a time on each rank."""
+        return self.schedule.peak_live_microbatches
+
+    @cached_property
+    def links(self) -> dict[tuple[int, int], LinkUse]:
+        """What travels in one step, for each ordered pair of ranks (sender, receiver)."""
+        order = message_order(self.schedule)
+        return {
+            pair: LinkUse(len(messages), sum(message.transfer.num_bytes for message in messages))
+            for pair, messages in order.items()
+        }
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Play a schedule; raise ScheduleError if it stands still."""
+    return _Play(schedule, costs or Costs()).timeline()
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """The last thing that a task got: when, when it was sent, and from where."""
+
+    seconds: float = 0.0
+    sent_seconds: float = 0.0
+    kind: Kind = Kind.FORWARD
+    rank: int | None = None
+
+
+class _Play:
+    """One run of the simulator."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._schedule = schedule
+        self._tasks = tasks_of(schedule.graph, costs, schedule.splits_backward)
+        self._numbers = {(task.kind, task.segment): number for number, task in enumerate(self._tasks)}
+        self._links = Links(costs)
+        self._missing = [[task.num_needs for task in self._tasks] for _ in range(schedule.num_microbatches)]
+        self._arrivals = [[_Arrival()] * len(self._tasks) for _ in range(schedule.num_microbatches)]
+        self._spans: list[list[Span]] = [[] for _ in schedule.actions]
+        self._stalls: list[list[Stall]] = [[] for _ in schedule.actions]
+
+    def timeline(self) -> Timeline:
+        """Let ranks run until they block, and again when something reached them."""
+        turns = deque(range(len(self._spans)))
+        while turns:
+            turns.extend(self._run(turns.popleft()))
+        for rank, actions in enumerate(self._schedule.actions):
+            if len(self._spans[rank]) < len(actions):
+                raise ScheduleError(f"rank {rank} stands still before {actions[len(self._spans[rank])]}")
+        self._drain()
+        return Timeline(self._schedule, tuple(map(tuple, self._spans)), tuple(map(tuple, self._stalls)))
+
+    def _run(self, rank: int) -> set[int]:
+        """Run a rank's list as far as it goes; return the other ranks that got something."""
+        reached: set[int] = set()
+        spans, actions = self._spans[rank], self._schedule.actions[rank]
+        while len(spans) < len(actions):
+            action = actions[len(spans)]
+            number = self._numbers[action.kind, Segment(rank, action.segment)]
+            if self._missing[action.microbatch][number]:
+                break
+            reached |= self._play(rank, action, number)
+        return reached - {rank}
+
+    def _play(self, rank: int, action: Action, number: int) -> set[int]:
+        arrival, spans, task = self._arrivals[action.microbatch][number], self._spans[rank], self._tasks[number]
+        free = spans[-1].end_seconds if spans else 0.0
+        if arrival.seconds > free:
+            self._stalls[rank] += _stalls(action, arrival, free, is_first=not spans)
+        start = max(free, arrival.seconds)
+        spans.append(Span(action, start, start + task.seconds))
+        return {self._give(task, feed, action.microbatch, start + task.seconds) for feed in task.feeds}
+
+    def _give(self, task: Task, feed: Feed, microbatch: int, now_seconds: float) -> int:
+        """Hand on what a task gives to another one; return that one's rank."""
+        source, target = task.segment.rank, self._tasks[feed.target].segment.rank
+        seconds = self._links.arrival_seconds(source, target, feed.transfer, now_seconds)
+        if seconds >= self._arrivals[microbatch][feed.target].seconds:
+            self._arrivals[microbatch][feed.target] = _Arrival(seconds, now_seconds, task.kind, source)
+        self._missing[microbatch][feed.target] -= 1
+        return target
+
+    def _drain(self) -> None:
+        makespan = max((spans[-1].end_seconds for spans in self._spans if spans), default=0.0)
+        for spans, stalls in zip(self._spans, self._stalls, strict=True):
+            end = spans[-1].end_seconds if spans else 0.0
+            if end < makespan:
+                stalls.append(Stall(Cause.DRAIN, end, makespan, None, None))
+
+
+def _stalls(action: Action, arrival: _Arrival, free_seconds: float, is_first: bool) -> list[Stall]:
+    """Cut the time before an action into waiting for somebody's work and waiting for the link."""
+    by_kind = Cause.BACKWARD if arrival.kind is Kind.BACKWARD else Cause.FORWARD
+    sent = max(free_seconds, arrival.sent_seconds)
+    parts = [
+        Stall(Cause.FILL if is_first else by_kind, free_seconds, sent, action, arrival.rank),
+        Stall(Cause.LINK, sent, arrival.seconds, action, arrival.rank),
+    ]
+    return [part for part in parts if part.end_seconds > part.start_seconds]

@@ -1,0 +1,81 @@
+"""Schedules that can be written down directly: 1F1B of a chain, and interleaved 1F1B of a loop (virtual stages).
+
+Two ranks with two chunks each, four microbatches, every action one unit of time, drawn by `smpkit.plan.schedule.draw`;
+`F1.1` is the forward of microbatch 1 through its rank's second chunk::
+
+    stage 0  F0   F1   F0.1 F1.1 F2   B0.1 F3   B1.1 F2.1 B0   F3.1 B1   .    B2.1 .    B3.1 B2   B3
+    stage 1  .    F0   F1   F0.1 B0.1 F1.1 B1.1 F2   B0   F3   B1   F2.1 B2.1 F3.1 B3.1 B2   B3   .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, pairwise
+
+from smpkit.errors import UsageError
+from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.graph import Kind, SegmentGraph
+
+__all__ = ["looped", "one_f_one_b"]
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Write 1F1B of a chain down directly: warm up with `P - 1 - rank` forwards, then alternate."""
+    if num_microbatches < 1:
+        raise UsageError(f"`num_microbatches` is {num_microbatches}", hint="use 1 or more")
+    actions = tuple(
+        tuple(_alternate(min(num_ranks - 1 - rank, num_microbatches), [(0, m) for m in range(num_microbatches)]))
+        for rank in range(num_ranks)
+    )
+    caps = tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
+    return Schedule("1f1b", SegmentGraph.chain(num_ranks), num_microbatches, actions, caps)
+
+
+def looped(
+    graph: SegmentGraph, num_microbatches: int, num_groups: int | None = None, warmup_per_rank: int | None = None
+) -> Schedule:
+    """Write interleaved 1F1B of a loop down.
+
+    A rank holds several chunks of the model, so filling the pipe takes a part of the time. Microbatches go round in
+    groups of P; where P does not divide their number, the first groups are larger by one, which costs no time.
+
+    Args:
+        num_groups: how many groups there are, of about the same size; by default as many as have P microbatches or
+            more. More of them hold fewer microbatches, and leave ranks idle between the chunks.
+        warmup_per_rank: forwards that a rank begins with beyond those of the next rank; by default 2, which hides
+            links, and 1 for a chain.
+
+    Raises:
+        UsageError: the graph is not a loop or has no backward.
+    """
+    num_ranks, num_chunks = graph.num_ranks, graph.loop_chunks
+    if not num_chunks or not graph.has_backward or num_microbatches < 1:
+        raise UsageError(f"{num_microbatches} microbatches cannot go round this graph of {num_ranks} ranks in groups")
+    groups = _groups(num_microbatches, num_groups or max(1, num_microbatches // num_ranks))
+    warmup_per_rank = warmup_per_rank or (2 if num_chunks > 1 else 1)
+    rounds = [
+        (chunk, microbatch) for microbatches in groups for chunk in range(num_chunks) for microbatch in microbatches
+    ]
+    actions = []
+    for rank in range(num_ranks):
+        warmup = (num_ranks - 1 - rank) * warmup_per_rank + (num_chunks - 1) * len(groups[0])
+        actions.append(tuple(_alternate(min(warmup, len(rounds)), rounds, num_chunks)))
+    draft = Schedule("looped", graph, num_microbatches, tuple(actions), (num_microbatches,) * num_ranks)
+    return replace(draft, caps=draft.peak_live_microbatches)
+
+
+def _groups(num_microbatches: int, num_groups: int) -> list[range]:
+    """Cut the microbatches into groups of about the same size, larger ones first."""
+    size, larger = divmod(num_microbatches, num_groups)
+    ends = [number * size + min(number, larger) for number in range(num_groups + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _alternate(warmup: int, rounds: Sequence[tuple[int, int]], num_chunks: int = 1) -> Iterator[Action]:
+    """Yield `warmup` forwards, then forward and backward in turn; backward takes the chunks in reverse order."""
+    forwards = iter(rounds)
+    yield from (Action(Kind.FORWARD, *place) for place in islice(forwards, warmup))
+    for chunk, microbatch in rounds:
+        yield from (Action(Kind.FORWARD, *place) for place in islice(forwards, 1))
+        yield Action(Kind.BACKWARD, num_chunks - 1 - chunk, microbatch)

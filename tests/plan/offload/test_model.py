@@ -1,0 +1,128 @@
+"""What is said about an OffloadModel before it exists: the predictions that were written down, and the formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from smpkit.errors import UsageError
+from smpkit.plan.offload.model import (
+    Machine,
+    OffloadedModel,
+    Update,
+    device_peak_bytes,
+    host_peak_bytes,
+    largest_parameters,
+    step_time,
+)
+
+_GIB = 1024**3
+_K = 1024
+_H200 = Machine(flops_per_second=430e12, updated_parameters_per_second=4.3e9)
+
+
+def _model(parameters: float, tokens: int) -> OffloadedModel:
+    return OffloadedModel(parameters, 24, tokens)
+
+
+def _five_passes_and_a_serial_host(model: OffloadedModel, machine: Machine) -> float:
+    """Return the speed of the nearest rival's order: 5 forwards' worth, then update and casts one after another."""
+    time = step_time(model, machine)
+    casts = 12 * model.num_parameters / 120e9
+    seconds = 5 * time.forward_seconds + time.update_seconds + casts
+    return 6 * model.num_parameters * model.num_tokens / seconds
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "updates", "expected"),
+    [
+        (1.3e9, 8 * _K, 4.3e9, (202, 138, 128, 94)),
+        (3e9, 32 * _K, 4.3e9, (317, 281, 233, 180)),
+        (6.7e9, 32 * _K, 4.3e9, (317, 281, 233, 180)),
+        (6.7e9, 128 * _K, 4.3e9, (321, 321, 294, 233)),
+        (3e9, 32 * _K, 2e9, (311, 201, 177, 144)),
+        (3e9, 32 * _K, 8e9, (319, 320, 268, 199)),
+    ],
+)
+def test_predicted_speeds_in_tflops(
+    parameters: float, tokens: int, updates: float, expected: tuple[int, int, int, int]
+) -> None:
+    model, machine = _model(parameters, tokens), replace(_H200, updated_parameters_per_second=updates)
+    speeds = [step_time(model, machine, update).useful_flops_per_second for update in Update]
+    speeds.append(_five_passes_and_a_serial_host(model, machine))
+    # To 1 %: the written figures do not count that the forward of the smallest model waits for its weights.
+    assert [speed / 1e12 for speed in speeds] == pytest.approx(expected, rel=0.01)
+
+
+def test_bound_is_named() -> None:
+    assert step_time(_model(1.3e9, 8 * _K), _H200).bound == "optimizer"
+    assert step_time(_model(6.7e9, 32 * _K), _H200).bound == "compute"
+    slow = replace(_H200, in_bytes_per_second=5e9)
+    assert step_time(_model(1.3e9, 8 * _K), slow).bound == "link"
+    assert step_time(_model(1.3e9, 8 * _K), replace(_H200, host_bytes_per_second=60e9)).bound == "host memory"
+
+
+def test_time_of_a_link_bound_step_is_that_of_its_bytes() -> None:
+    model = OffloadedModel(1e9, 4, 1000, width=100)
+    machine = Machine(1e18, in_bytes_per_second=1e9, out_bytes_per_second=1e18, updated_parameters_per_second=1e18)
+    # Weights twice but for the last of four slices (1.75 * 2 bytes), four borders of 200 kB, and the first load again.
+    assert step_time(model, machine).total_seconds == pytest.approx(1.75 * 2 + 4 * 200_000 / 1e9 + 2 / 4)
+    both = replace(machine, in_bytes_per_second=1e18, both_bytes_per_second=1e9)
+    assert step_time(model, both).total_seconds == pytest.approx(2.75 * 2 + 8 * 200_000 / 1e9)
+
+
+def test_device_holds_two_slices_and_one_microbatch() -> None:
+    model = OffloadedModel(32e6, 8, 4000, num_microbatches=4, num_layers=16, width=100)
+    border = 1000 * 100 * 2
+    assert device_peak_bytes(model) == pytest.approx(4 * 8e6 + 2 * 25.04 * border + 2 * border)
+    whole = replace(model, num_slices=1)  # one buffer for weights and one for gradients
+    assert device_peak_bytes(whole) == pytest.approx(2 * 64e6 + 16 * 25.04 * border + 2 * border)
+    assert device_peak_bytes(replace(model, imbalance=1.5)) == pytest.approx(device_peak_bytes(model) + 16e6)
+
+
+def test_host_holds_states_weights_and_what_waits() -> None:
+    model = OffloadedModel(32e6, 8, 4000, width=100)
+    borders = 8 * 4000 * 100 * 2
+    assert host_peak_bytes(model) == pytest.approx(32e6 * (12 + 2) + 2 * 8e6 + borders)
+    assert host_peak_bytes(model, Update.JUST_IN_TIME) == pytest.approx(32e6 * (12 + 2 + 2) + borders)
+    assert host_peak_bytes(replace(model, number_bytes=4)) == pytest.approx(32e6 * 12 + 2 * 16e6 + 2 * borders)
+    assert host_peak_bytes(replace(model, optimizer="sgd")) == pytest.approx(32e6 * (4 + 2) + 2 * 8e6 + borders)
+
+
+def test_width_of_a_dense_model_follows_from_its_parameters() -> None:
+    assert OffloadedModel(6.7e9, 32, 1).border_bytes / 2 == pytest.approx(4134, abs=1)
+    assert OffloadedModel(6.7e9, 4, 1, num_layers=32).border_bytes / 2 == pytest.approx(4134, abs=1)
+
+
+def test_largest_model_of_a_host() -> None:
+    model = OffloadedModel(1, 32, 32 * _K)
+    largest = largest_parameters(model, 128 * _GIB)
+    assert largest / 1e9 == pytest.approx(8.43, abs=0.01)
+    room = 120 * _GIB
+    assert host_peak_bytes(replace(model, num_parameters=largest)) <= room
+    assert host_peak_bytes(replace(model, num_parameters=largest + 1)) > room
+    assert largest_parameters(model, 128 * _GIB, update=Update.JUST_IN_TIME) < largest
+    assert largest_parameters(replace(model, number_bytes=4), 128 * _GIB) > largest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_slices": 0}, "`num_slices` is 0"),
+        ({"num_parameters": 0.5}, "`num_parameters` is 0.5"),
+        ({"optimizer": "lamb"}, "`lamb` is no optimizer known here"),
+        ({"number_bytes": 1}, "numbers of 1 bytes"),
+        ({"num_layers": 2}, "2 layers cannot be cut into 8 slices"),
+    ],
+)
+def test_impossible_models_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(OffloadedModel(1e9, 8, 1), **changes)  # type: ignore[arg-type]
+
+
+def test_machines_and_hosts_that_do_nothing_are_refused() -> None:
+    with pytest.raises(UsageError, match="`flops_per_second` is 0"):
+        Machine(flops_per_second=0)
+    with pytest.raises(UsageError, match="8 GiB of host memory hold no model with 32 tokens per step"):
+        largest_parameters(OffloadedModel(1, 4, 32), 8 * _GIB)

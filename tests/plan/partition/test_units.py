@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from smpkit.plan.partition.units import Node, unit_tree
+
+
+def leaf(name: str, kind: str = "Linear", **parameters: int) -> Node:
+    return Node(name, kind, parameters=parameters)
+
+
+def module(name: str, kind: str, *children: Node, **parameters: int) -> Node:
+    return Node(name, kind, children=children, parameters=parameters)
+
+
+def stack(name: str, *children: Node, kind: str = "ModuleList") -> Node:
+    return Node(name, kind, is_stack=True, children=children)
+
+
+def block(name: str, kind: str = "Block", size: int = 8) -> Node:
+    weight = Node(f"{name}.fc", "Linear", parameters={f"{name}.fc.weight": size})
+    return module(name, kind, weight, leaf(f"{name}.act", "GELU"))
+
+
+def names(model: Node) -> list[str]:
+    return [unit.name for unit in unit_tree(model).units]
+
+
+def test_a_sequential_is_cut_into_its_children() -> None:
+    model = stack("", leaf("0"), leaf("1", "ReLU"), block("2"), kind="Sequential")
+    assert names(model) == ["0", "1", "2"]
+    assert unit_tree(model).spanning == ("",)
+
+
+def test_a_transformer_is_cut_into_leaves_and_blocks() -> None:
+    inner = module(
+        "model",
+        "Model",
+        leaf("model.embed"),
+        stack("model.layers", block("model.layers.0"), block("model.layers.1")),
+        leaf("model.norm"),
+    )
+    tree = unit_tree(module("", "ForCausalLM", inner, leaf("head")))
+    assert [unit.name for unit in tree.units] == [
+        "model.embed",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+        "head",
+    ]
+    assert tree.spanning == ("", "model", "model.layers")
+
+
+def test_a_block_with_a_small_sequential_inside_stays_whole() -> None:
+    mlp = stack("layers.0.mlp", leaf("layers.0.mlp.0"), leaf("layers.0.mlp.1"), kind="Sequential")
+    assert names(module("", "Model", stack("layers", module("layers.0", "Block", mlp)))) == ["layers.0"]
+
+
+def test_a_block_of_different_parts_in_a_list_stays_whole() -> None:
+    parts = stack("block.0.layer", block("block.0.layer.0", "SelfAttention"), block("block.0.layer.1", "FeedForward"))
+    assert names(module("", "T5Stack", stack("block", module("block.0", "T5Block", parts)))) == ["block.0"]
+
+
+def test_a_stage_that_holds_a_stack_of_blocks_is_cut_further() -> None:
+    blocks = stack("stages.0.blocks", block("stages.0.blocks.0"), block("stages.0.blocks.1"))
+    stage = module("stages.0", "Stage", blocks, leaf("stages.0.downsample"))
+    assert names(module("", "Swin", stack("stages", stage))) == [
+        "stages.0.blocks.0",
+        "stages.0.blocks.1",
+        "stages.0.downsample",
+    ]
+
+
+def test_sequentials_in_a_sequential_are_cut_further() -> None:
+    model = stack("", stack("0", leaf("0.0"), leaf("0.1"), kind="Sequential"), leaf("1"), kind="Sequential")
+    assert names(model) == ["0.0", "0.1", "1"]
+
+
+def test_a_module_with_a_stack_of_experts_stays_whole() -> None:
+    # Values decide what each expert gets: cut apart, every such model was refused.
+    def mixture(name: str) -> Node:
+        experts = stack(f"{name}.experts", *[block(f"{name}.experts.{number}") for number in range(4)])
+        return module(name, "Mixture", leaf(f"{name}.gate", gate=8), experts)
+
+    def layer(name: str) -> Node:
+        return module(name, "Layer", leaf(f"{name}.norm", norm=8), mixture(f"{name}.mlp"))
+
+    model = module("", "Model", mixture("first"), stack("layers", layer("layers.0"), layer("layers.1")))
+    assert names(model) == ["first", "layers.0", "layers.1"]
+    apart = unit_tree(model, split={"first", "first.experts"})
+    assert [unit.name for unit in apart.units][:2] == ["first.gate", "first.experts.0"]
+
+
+def test_a_module_that_reads_its_childrens_weights_stays_whole() -> None:
+    attention = module("attention", "MultiheadAttention", leaf("attention.out_proj"), in_proj_weight=12)
+    assert names(module("", "Model", attention, leaf("head"))) == ["attention", "head"]
+
+
+def test_a_spanning_modules_own_parameters_are_loose() -> None:
+    tree = unit_tree(module("", "Model", stack("layers", leaf("layers.0"), leaf("layers.1")), scale=4))
+    assert [unit.name for unit in tree.units] == ["layers.0", "layers.1"]
+    assert tree.loose == {"scale": 4}
+
+
+def test_the_model_itself_is_cut_although_it_has_parameters() -> None:
+    assert names(module("", "Model", leaf("one"), leaf("two"), scale=4)) == ["one", "two"]
+
+
+def test_a_single_leaf_is_a_unit_and_an_empty_list_is_none() -> None:
+    assert names(leaf("")) == [""]
+    assert names(module("", "Model", stack("layers"), leaf("head"))) == ["head"]
+
+
+def test_parameters_are_counted_once_and_ties_are_found() -> None:
+    embed, head = leaf("embed", "Embedding", wte=40), leaf("head", wte=40, bias=2)
+    twice = module("mlp", "Mlp", leaf("mlp.a", w=6), leaf("mlp.b", w=6))
+    tree = unit_tree(module("", "Model", embed, stack("layers", twice), head))
+    assert [(unit.name, unit.parameters_bytes, dict(unit.shared)) for unit in tree.units] == [
+        ("embed", 40, {"wte": 40}),
+        ("mlp", 6, {}),
+        ("head", 42, {"wte": 40}),
+    ]
+
+
+def test_units_do_not_overlap_and_cover_every_leaf() -> None:
+    model = module("", "Model", leaf("embed"), stack("layers", block("layers.0"), block("layers.1")), block("pooler"))
+    found = names(model)
+    leaves = [node.name for node in model.walk() if not node.children]
+    covering = [
+        [name for name in found if leaf_name == name or leaf_name.startswith(f"{name}.")] for leaf_name in leaves
+    ]
+    assert all(len(each) == 1 for each in covering)
+
+
+def test_a_block_whose_parts_are_placed_apart_is_cut_into_them() -> None:
+    model = module("", "Model", stack("layers", block("layers.0"), block("layers.1")))
+    assert [unit.name for unit in unit_tree(model, split={"layers.0"}).units] == [
+        "layers.0.fc",
+        "layers.0.act",
+        "layers.1",
+    ]

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json, message_order, to_json
+from smpkit.plan.schedule.checker import check
+from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
+from smpkit.plan.schedule.search import interleaved, simple
+from smpkit.plan.schedule.templates import one_f_one_b
+from tests.plan.graphs import ENCODER_DECODER, NAMED, SETTINGS, TIED_HEAD, graphs
+
+
+@pytest.mark.parametrize(
+    ("action", "label"),
+    [(Action(Kind.FORWARD, 0, 3), "F3"), (Action(Kind.BACKWARD, 1, 3), "B3.1"), (Action(Kind.WEIGHT, 0, 12), "W12")],
+    ids=["first segment", "second segment", "weight"],
+)
+def test_labels_are_short_and_read_back(action: Action, label: str) -> None:
+    assert str(action) == label
+    assert Action.parse(label) == action
+
+
+@pytest.mark.parametrize("label", ["", "F", "X1", "F1.", "F-1", "f1", "F1 B1"])
+def test_anything_else_is_no_action(label: str) -> None:
+    with pytest.raises(ScheduleError, match="is not an action"):
+        Action.parse(label)
+
+
+def test_costs_are_given_for_all_segments_or_for_each() -> None:
+    segment = Segment(1, 0)
+    costs = Costs(forward_seconds={segment: 3.0}, backward_seconds=5.0)
+    assert costs.seconds(Kind.FORWARD, segment) == 3
+    assert costs.seconds(Kind.BACKWARD, segment) == 5
+
+
+@pytest.mark.parametrize(("weight", "halves"), [(None, (2, 2)), (1.0, (3, 1)), (5.0, (0, 5))])
+def test_a_split_backward_is_input_and_weight_part(weight: float | None, halves: tuple[float, float]) -> None:
+    costs = Costs(backward_seconds=4.0, weight_seconds=weight)
+    assert costs.seconds(Kind.BACKWARD, Segment(0, 0), split_backward=True) == halves[0]
+    assert costs.seconds(Kind.WEIGHT, Segment(0, 0), split_backward=True) == halves[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_1f1b_holds_p_minus_rank_microbatches(num_ranks: int) -> None:
+    schedule = one_f_one_b(num_ranks, 2 * num_ranks)
+    assert schedule.peak_live_microbatches == tuple(num_ranks - rank for rank in range(num_ranks))
+
+
+def test_a_microbatch_is_live_from_its_first_action_to_its_last() -> None:
+    actions = tuple(map(Action.parse, ["F0", "F1", "F0.1", "B0.1", "B0", "F1.1", "B1.1", "B1"]))
+    schedule = Schedule("test", SegmentGraph.path([Segment(0, 0), Segment(0, 1)]), 2, (actions,), (2,))
+    assert schedule.peak_live_microbatches == (2,)
+    check(schedule)
+
+
+def test_messages_are_in_the_order_of_the_sender() -> None:
+    found = message_order(one_f_one_b(2, 3))
+    assert [(each.kind, each.microbatch) for each in found[0, 1]] == [(Kind.FORWARD, m) for m in range(3)]
+    assert [(each.kind, each.microbatch) for each in found[1, 0]] == [(Kind.BACKWARD, m) for m in range(3)]
+
+
+def test_forwards_and_gradients_mix_where_ranks_send_both() -> None:
+    found = message_order(interleaved(TIED_HEAD, 2, 2))
+    assert {each.kind for each in found[0, 3]} == {Kind.BACKWARD}
+    assert {each.kind for each in found[3, 0]} == {Kind.FORWARD}
+    assert set(found) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2), (3, 0), (0, 3)}
+
+
+def test_values_without_gradient_send_nothing_back() -> None:
+    found = message_order(simple(ENCODER_DECODER, 2))
+    assert [each.transfer.num_bytes for each in found[0, 1]] == [8, 4, 8, 4]
+    assert [each.transfer.num_bytes for each in found[1, 0]] == [8, 8]
+
+
+@given(graph=graphs(), num_microbatches=st.integers(1, 4))
+@SETTINGS
+def test_each_message_is_sent_once_and_no_direction_is_forgotten(graph: SegmentGraph, num_microbatches: int) -> None:
+    found = message_order(simple(graph, num_microbatches))
+    forwards = sum(each.kind is Kind.FORWARD for messages in found.values() for each in messages)
+    gradients = sum(each.kind is Kind.BACKWARD for messages in found.values() for each in messages)
+    travelling = [transfer for transfer in graph.transfers if transfer.is_message]
+    assert forwards == num_microbatches * len(travelling)
+    assert gradients == num_microbatches * graph.has_backward * sum(t.differentiable for t in travelling)
+
+
+@pytest.mark.parametrize("graph", NAMED.values(), ids=NAMED)
+def test_json_gives_the_same_schedule_back(graph: SegmentGraph) -> None:
+    schedule = interleaved(graph, 5, 3, split_backward=True)
+    assert from_json(to_json(schedule)) == schedule
+    assert to_json(from_json(to_json(schedule))) == to_json(schedule)
+
+
+def change(schedule: Schedule, key: str, value: Any) -> str:
+    content = json.loads(to_json(schedule))
+    content[key] = value
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        change(one_f_one_b(2, 2), "format", 99),
+        change(one_f_one_b(2, 2), "actions", ["F0 F1 X0"]),
+        change(one_f_one_b(2, 2), "transfers", [[0, 0, 1]]),
+        change(one_f_one_b(2, 2), "segments", [[0, 1]]),
+        change(one_f_one_b(2, 2), "num_ranks", None),
+    ],
+    ids=["empty", "list", "no keys", "format", "action", "transfer", "segments", "ranks"],
+)
+def test_text_that_is_no_schedule_is_refused(text: str) -> None:
+    with pytest.raises(ScheduleError):
+        from_json(text)
+
+
+def test_a_schedule_prints_one_line_per_rank() -> None:
+    assert str(one_f_one_b(2, 2)) == "rank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1"

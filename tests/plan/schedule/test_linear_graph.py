@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.partition.search import assign
+from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
+from smpkit.plan.schedule.linear_graph import peak_live_shares, runs_of, walk
+from smpkit.plan.schedule.templates import looped, one_f_one_b
+
+UNITS = [UnitCost(name, activation_bytes=10**place, output_bytes=place) for place, name in enumerate("abcdef")]
+
+
+def test_neighbours_on_one_partition_are_a_segment() -> None:
+    runs = runs_of(UNITS, assign(UNITS, 2, {"c": 1, "f": 1}, 0))
+    assert {segment: "".join(unit.name for unit in run) for segment, run in runs.items()} == {
+        Segment(0, 0): "ab",
+        Segment(1, 0): "c",
+        Segment(0, 1): "de",
+        Segment(1, 1): "f",
+    }
+    graph = walk(runs, 2)
+    assert [transfer.num_bytes for transfer in graph.transfers] == [1, 2, 4]
+    assert graph.loop_chunks == 2
+    assert not walk(runs, 3, has_backward=False).has_backward
+
+
+def test_live_segments_are_weighed_by_what_they_keep() -> None:
+    chain = one_f_one_b(2, 4)
+    assert peak_live_shares(chain, {Segment(0, 0): UNITS[:1], Segment(1, 0): UNITS[1:2]}) == [2.0, 1.0]
+    loop = looped(SegmentGraph.loop(2, 2), 4)
+    runs = dict(zip(loop.graph.topological, ([unit] for unit in UNITS), strict=False))
+    # At its peak rank 0 has three first chunks and two second ones: F2 runs before B0.1.
+    assert peak_live_shares(loop, runs)[0] == (3 * 1 + 2 * 100) / 101
+    unknown = {segment: [UnitCost(str(segment))] for segment in runs}
+    assert peak_live_shares(loop, unknown) == list(loop.peak_live_microbatches)
+
+
+FORWARD, BACKWARD, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+AT_ONCE = [(FORWARD, 0), (BACKWARD, 0), (WEIGHT, 0), (FORWARD, 1), (BACKWARD, 1), (WEIGHT, 1)]
+POSTPONED = [(FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1), (WEIGHT, 0), (WEIGHT, 1)]
+
+
+def live_on_last(actions: list[tuple[Kind, int]], unit: UnitCost) -> float:
+    """Return what the second of two ranks, which runs `actions` of two microbatches, holds at its peak."""
+    first = tuple(Action(kind, 0, microbatch) for kind in (FORWARD, BACKWARD) for microbatch in range(2))
+    last = tuple(Action(kind, 0, microbatch) for kind, microbatch in actions)
+    schedule = Schedule("written by hand", SegmentGraph.chain(2), 2, (first, last), (2, 2))
+    return peak_live_shares(schedule, {Segment(rank, 0): [unit] for rank in range(2)})[1]
+
+
+def test_gradients_that_wait_for_the_second_half_of_a_backward_count_until_it_has_run() -> None:
+    unit = UnitCost("unit", activation_bytes=1000)
+    assert live_on_last(AT_ONCE, unit) == 2
+    assert live_on_last(POSTPONED, unit) == 4
+
+
+def test_what_is_computed_again_is_not_split_and_ends_with_its_backward() -> None:
+    assert live_on_last(POSTPONED, UnitCost("unit", activation_bytes=1000, recomputed_flops=10.0)) == 1
