@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.activation_offload.stage import SleepingLayer, run_stage
 from smpkit.plan.offload.simulate import Rules, simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, work_of
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, layer_tasks
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.arena import Arena
@@ -53,7 +53,7 @@ def _cell(actions: tuple[Action, ...], copy: float, window: Window, is_planned: 
         report = engine.ledger.report().steps[-1]
     finally:
         engine.close()
-    work = work_of(actions, [[LayerCost(_SECONDS, 2 * _SECONDS, _BYTES, _SECONDS)] * _LAYERS])
+    work = layer_tasks(actions, [[LayerCost(_SECONDS, 2 * _SECONDS, _BYTES, _SECONDS)] * _LAYERS])
     speed = LinkSpeed(rate, rate)
     predicted = simulate_offload(work, speed, window, rules=Rules(is_planned=is_planned))
     return {

@@ -14,7 +14,7 @@ from benchmarks.activation_offload.blocks import Block
 from benchmarks.activation_offload.stage import run_stage
 from benchmarks.activation_offload.training import Sizes, training_rows
 from smpkit.plan.offload.simulate import Rules, peak_without_offloading, simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, work_of
+from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.build import make_engine
 
@@ -132,7 +132,7 @@ def _pipeline(link: LinkSpeed) -> Iterator[Row]:
         return seconds, peak / 2**30
 
     forward, backward = _layer_seconds(layers[0], make_input())
-    work = work_of(actions, [[LayerCost(forward, backward, boundary, forward)] * _STAGE_LAYERS])
+    work = layer_tasks(actions, [[LayerCost(forward, backward, boundary, forward)] * _STAGE_LAYERS])
     seconds, peak = measured(None, offloads=False)
     resident = peak_without_offloading(work) / 2**30
     predicted = {"predicted ms": 1e3 * sum(each.seconds for each in work), "predicted boundaries GiB": resident}

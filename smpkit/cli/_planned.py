@@ -167,7 +167,7 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
     """Add the partition assignment that the runtime would choose, the memory, and the bubble of these parts."""
     from smpkit.plan.memory import OPTIMIZERS, memory_of_ranks
     from smpkit.plan.offload.forecast import forecast
-    from smpkit.plan.schedule.linear_graph import peak_live_shares, runs_of, walk
+    from smpkit.plan.schedule.linear_graph import linear_graph, peak_live_shares, runs_of
     from smpkit.plan.schedule.simulate import simulate
 
     cfg = made.world.parameters
@@ -175,7 +175,7 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
     assignment = _assignment(cfg, model)
     speed = speed_of(options)
     runs = runs_of(model.costs, assignment)
-    schedule = _schedule(cfg, walk(runs, cfg.pipeline_parallel_degree, cfg.pipeline != "_only_forward"))
+    schedule = _schedule(cfg, linear_graph(runs, cfg.pipeline_parallel_degree, cfg.pipeline != "_only_forward"))
     timeline = simulate(schedule, _costs(schedule, runs, speed))
     forecasts: tuple[Forecast, ...] = ()
     if cfg.offload_activations and _plan_offload.has_boundaries(model):

@@ -92,7 +92,7 @@ class Compute(Section):
 InputMode = Literal["File", "FastFile", "Pipe"]
 
 
-class Located(Section):
+class UriSection(Section):
     """Something with a URI, for which the URI alone may be written."""
 
     @classmethod
@@ -122,7 +122,7 @@ class FileSystem(Section):
     """Read only, or read and write."""
 
 
-class Channel(Located):
+class Channel(UriSection):
     """One input of the job: `uri` or `file_system`. A text alone is the `uri`."""
 
     uri: Location | None = None
@@ -182,7 +182,7 @@ _ONLY_IN_S3 = (
 )
 
 
-class Checkpoints(Located):
+class Checkpoints(UriSection):
     """Where checkpoints are kept, so that an interrupted job goes on."""
 
     uri: Location

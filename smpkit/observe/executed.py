@@ -20,9 +20,9 @@ from smpkit.observe.events import ActionSpan, EventsError, MessageSpan
 from smpkit.observe.merge import RankStep, Run
 from smpkit.plan.schedule.actions import Action, Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph
-from smpkit.plan.schedule.simulate import Cause, Span, Stall, Timeline, simulate
+from smpkit.plan.schedule.simulate import ActionInterval, Cause, IdleInterval, Timeline, simulate
 
-__all__ = ["ExecutedStep", "Link", "Matched", "executed_step", "match_messages"]
+__all__ = ["ExecutedLinkUse", "ExecutedStep", "Matched", "executed_step", "match_messages"]
 
 _SECONDS: Final = 1e-9
 
@@ -39,7 +39,7 @@ class Matched:
 
 
 @dataclass(frozen=True)
-class Link:
+class ExecutedLinkUse:
     """What one rank sent to another in the step."""
 
     sender: int
@@ -63,7 +63,7 @@ class ExecutedStep:
     planned: Timeline | None
     """None if the microbatches ran straight through, without a schedule."""
     executed: Timeline
-    links: tuple[Link, ...]
+    links: tuple[ExecutedLinkUse, ...]
 
     @cached_property
     def follows_plan(self) -> bool:
@@ -148,10 +148,11 @@ def _waits(step: RankStep, action: ActionSpan) -> list[MessageSpan]:
     ]
 
 
-def _spans(step: RankStep, begin_ns: int) -> Iterator[Span]:
+def _spans(step: RankStep, begin_ns: int) -> Iterator[ActionInterval]:
     for each in step.actions:
         waited = sum(message.end_ns - message.start_ns for message in _waits(step, each))
-        yield Span(_action(each), _SECONDS * (each.start_ns + waited - begin_ns), _SECONDS * (each.end_ns - begin_ns))
+        start, end = _SECONDS * (each.start_ns + waited - begin_ns), _SECONDS * (each.end_ns - begin_ns)
+        yield ActionInterval(_action(each), start, end)
 
 
 # --- the waits --------------------------------------------------------------------------------------------------------
@@ -176,33 +177,33 @@ def match_messages(run: Run, number: int, ranks: Sequence[int]) -> list[Matched]
 
 def _stalls(
     step: RankStep,
-    spans: Sequence[Span],
+    spans: Sequence[ActionInterval],
     matched: Sequence[Matched],
     ranks: Sequence[int],
     stage: int,
     begin_ns: int,
     makespan: float,
-) -> Iterator[Stall]:
+) -> Iterator[IdleInterval]:
     """Say why a stage waited: for what another one still computed, or for what was on its way."""
     sent_at = {each.receive: each.send.start_ns for each in matched if each.receiver == ranks[stage]}
     stages = {rank: index for index, rank in enumerate(ranks)}
     for number, each in enumerate(step.actions):
         action = _action(each)
         if number == 0 and each.start_ns > begin_ns:
-            yield Stall(Cause.FILL, 0.0, _SECONDS * (each.start_ns - begin_ns), action, None)
+            yield IdleInterval(Cause.FILL, 0.0, _SECONDS * (each.start_ns - begin_ns), action, None)
         work = Cause.FILL if number == 0 else Cause.FORWARD if action.kind is Kind.FORWARD else Cause.BACKWARD
         for wait in _waits(step, each):
             sent = min(max(sent_at.get(wait, wait.start_ns), wait.start_ns), wait.end_ns)
             for cause, start, end in ((work, wait.start_ns, sent), (Cause.LINK, sent, wait.end_ns)):
                 if end > start:
                     times = (_SECONDS * (start - begin_ns), _SECONDS * (end - begin_ns))
-                    yield Stall(cause, *times, action, stages.get(wait.peer))
+                    yield IdleInterval(cause, *times, action, stages.get(wait.peer))
     end_seconds = spans[-1].end_seconds if spans else 0.0
     if end_seconds < makespan:
-        yield Stall(Cause.DRAIN, end_seconds, makespan, None, None)
+        yield IdleInterval(Cause.DRAIN, end_seconds, makespan, None, None)
 
 
-def _links(run: Run, number: int, ranks: Sequence[int]) -> Iterator[Link]:
+def _links(run: Run, number: int, ranks: Sequence[int]) -> Iterator[ExecutedLinkUse]:
     waited: defaultdict[tuple[int, int], int] = defaultdict(int)
     sizes: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in ranks:
@@ -212,14 +213,14 @@ def _links(run: Run, number: int, ranks: Sequence[int]) -> Iterator[Link]:
             else:
                 waited[message.peer, rank] += message.end_ns - message.start_ns
     for pair in sorted(sizes):
-        yield Link(*pair, len(sizes[pair]), sum(sizes[pair]), _SECONDS * waited[pair])
+        yield ExecutedLinkUse(*pair, len(sizes[pair]), sum(sizes[pair]), _SECONDS * waited[pair])
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def _planned(
-    run: Run, steps: Sequence[RankStep], ranks: Sequence[int], spans: Sequence[Sequence[Span]]
+    run: Run, steps: Sequence[RankStep], ranks: Sequence[int], spans: Sequence[Sequence[ActionInterval]]
 ) -> Timeline | None:
     key = steps[0].span.schedule
     if not key:
@@ -234,7 +235,7 @@ def _planned(
         raise EventsError(f"the planned schedule of step {steps[0].span.number} is damaged: {error.message}") from None
 
 
-def _costs(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Costs:
+def _costs(schedule: Schedule, spans: Sequence[Sequence[ActionInterval]]) -> Costs:
     """Return what the actions of each segment took on average; 0 where none ran."""
     found: defaultdict[tuple[Kind, Segment], list[float]] = defaultdict(list)
     for rank, stage in enumerate(spans):

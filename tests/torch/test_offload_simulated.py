@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smpkit.plan.offload.simulate import OffloadTimeline, simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, Work, auto_window, work_of
+from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.arena import Arena
@@ -42,7 +42,7 @@ def _planned(timeline: OffloadTimeline, *, out: bool) -> list[tuple[str, float, 
     return [(_named(each.work), each.start_seconds, each.end_seconds) for each in copies]
 
 
-def _named(work: Work) -> str:
+def _named(work: LayerTask) -> str:
     return f"`layer {work.layer}` (microbatch {work.action.microbatch})"
 
 
@@ -52,7 +52,7 @@ def _named(work: Work) -> str:
 def test_engine_follows_the_plan(num_ranks: int, num_microbatches: int, window: Window, copy_seconds: float) -> None:
     actions = one_f_one_b(num_ranks, num_microbatches).actions[0]
     link, report, began = _play(actions, copy_seconds, window)
-    work = work_of(actions, [[LayerCost(1.0, 2.0, _BYTES, recompute_seconds=1.0)] * _LAYERS])
+    work = layer_tasks(actions, [[LayerCost(1.0, 2.0, _BYTES, recompute_seconds=1.0)] * _LAYERS])
     timeline = simulate_offload(work, LinkSpeed(_BYTES / copy_seconds, _BYTES / copy_seconds), window)
     assert _made(link.outs, began) == _planned(timeline, out=True)
     assert _made(link.loads, began) == _planned(timeline, out=False)
@@ -70,6 +70,6 @@ def test_engine_learns_the_lead_that_the_plan_predicts(copy_seconds: float) -> N
     for _ in range(6):
         run_actions(engine, link, actions, _LAYERS, _ELEMENTS)
         report = engine.end_step()
-    work = work_of(actions, [[LayerCost(1.0, 2.0, _BYTES, recompute_seconds=1.0)] * _LAYERS])
+    work = layer_tasks(actions, [[LayerCost(1.0, 2.0, _BYTES, recompute_seconds=1.0)] * _LAYERS])
     window = auto_window(work, LinkSpeed(_BYTES / copy_seconds, _BYTES / copy_seconds))
     assert (report.lead, report.stall_seconds) == (window.lead, 0.0)

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from smpkit.plan.memory import ModelFacts
 from smpkit.plan.offload.simulate import OffloadTimeline, Rules, peak_without_offloading, simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, Work, auto_window, work_of
+from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.simulate import Timeline
@@ -71,7 +71,7 @@ def forecast(
     """
     found = []
     for rank, actions in enumerate(timeline.schedule.actions):
-        work = work_of(actions, layers_of(model, assignment, timeline, rank, speed.flops_per_second))
+        work = layer_tasks(actions, layers_of(model, assignment, timeline, rank, speed.flops_per_second))
         ready = [span.start_seconds for span in timeline.spans[rank]]
         found.append(_forecast(work, ready, None if horizon == "auto" else horizon, speed.link, len(timeline.spans)))
     return tuple(found)
@@ -114,7 +114,7 @@ def _runs(assignment: Assignment, rank: int) -> Iterator[list[str]]:
 
 
 def _forecast(
-    work: Sequence[Work], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
+    work: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
 ) -> Forecast:
     found = _play(work, ready, horizon, link, num_ranks)
     longest = max(1, len(ready))
@@ -140,13 +140,13 @@ def _forecast(
     )
 
 
-def _rate(forward: Work, link: LinkSpeed) -> float:
+def _rate(forward: LayerTask, link: LinkSpeed) -> float:
     left = forward.seconds - link.latency_seconds
     return forward.num_bytes / left if left > 0 else inf
 
 
 def _play(
-    work: Sequence[Work], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
+    work: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
 ) -> OffloadTimeline:
     """Play the engine as it runs on a GPU; with a single rank there are no actions to plan from."""
     window = auto_window(work, link, Window(_MOST_LEAD, horizon))

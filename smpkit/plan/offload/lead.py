@@ -12,13 +12,13 @@ __all__ = ["auto_lead", "latest_issues"]
 def latest_issues(compute_seconds: Sequence[float], load_seconds: Sequence[float]) -> list[int]:
     """Return for each piece of work the latest one at whose start its load can be issued without compute waiting.
 
-    Work is what the device does in order, forwards and backwards of layers alike. Loads follow each other on one lane
+    The device does the pieces in order, forwards and backwards of layers alike. Loads follow each other on one stream,
     in the order in which they are needed, so a slow one pushes those before it to an earlier time. The answer for a
-    piece that loads nothing is the piece itself; 0 is also said where even the beginning is too late.
+    piece that loads nothing is the piece itself; 0 also means that even the beginning is too late.
 
     Args:
         compute_seconds: how long each piece of work takes.
-        load_seconds: how long the lane is busy with what each piece needs back, latency included; 0 for nothing.
+        load_seconds: how long the stream is busy with what each piece needs back, latency included; 0 for nothing.
     """
     if len(compute_seconds) != len(load_seconds):
         raise UsageError(

@@ -17,13 +17,13 @@ from math import inf
 from typing import Final
 
 from smpkit.errors import UsageError
-from smpkit.plan.offload.work import LinkSpeed, Window, Work, needs_back
+from smpkit.plan.offload.work import LayerTask, LinkSpeed, Window, needs_back
 from smpkit.plan.schedule.graph import Kind
 
 __all__ = [
     "Copy",
-    "Lane",
-    "Lanes",
+    "CopyStream",
+    "CopyStreams",
     "LoadStall",
     "OffloadTimeline",
     "Rules",
@@ -36,17 +36,17 @@ __all__ = [
 class Copy:
     """A boundary on its way."""
 
-    work: Work
+    work: LayerTask
     """The forward that made it, or the backward that needs it."""
     start_seconds: float
     end_seconds: float
 
 
-class Lane:
+class CopyStream:
     """One direction; what is in the queue waits for its turn, and the first of it is what is being copied."""
 
     def __init__(self, bytes_per_second: float, latency_seconds: float) -> None:
-        self.queue: list[Work] = []
+        self.queue: list[LayerTask] = []
         self.copies: list[Copy] = []
         """Those that have ended, in order."""
         self.is_busy = False
@@ -80,7 +80,7 @@ class Lane:
             self._left_bytes -= (now_seconds - self._since_seconds) * self._rate
             self._since_seconds, self._rate = now_seconds, rate
 
-    def finish(self, now_seconds: float) -> Work | None:
+    def finish(self, now_seconds: float) -> LayerTask | None:
         """Return what the present copy was of if it has ended now."""
         if not self.is_busy or self.end_seconds > now_seconds:
             return None
@@ -89,12 +89,12 @@ class Lane:
         return self.queue.pop(0)
 
 
-class Lanes:
+class CopyStreams:
     """Both directions of one link."""
 
     def __init__(self, link: LinkSpeed) -> None:
-        self.out = Lane(link.out_bytes_per_second, link.latency_seconds)
-        self.back = Lane(link.back_bytes_per_second, link.latency_seconds)
+        self.out = CopyStream(link.out_bytes_per_second, link.latency_seconds)
+        self.back = CopyStream(link.back_bytes_per_second, link.latency_seconds)
         self._slowdown = link.slowdown
 
     def share_out(self, now_seconds: float) -> None:
@@ -126,7 +126,7 @@ _ENGINE: Final = Rules()
 class LoadStall:
     """A time in which compute waits: a backward for its load, or a forward for earlier copies (`Rules.ring`)."""
 
-    work: Work
+    work: LayerTask
     start_seconds: float
     end_seconds: float
 
@@ -140,7 +140,7 @@ class OffloadTimeline:
     end_seconds: tuple[float, ...]
     outs: tuple[Copy, ...]
     loads: tuple[Copy, ...]
-    kept: tuple[Work, ...]
+    kept: tuple[LayerTask, ...]
     """Forwards whose boundary never leaves, because it is needed soon."""
     stalls: tuple[LoadStall, ...]
     peak_bytes: int
@@ -170,7 +170,7 @@ class OffloadTimeline:
 
 
 def simulate_offload(
-    work: Sequence[Work],
+    work: Sequence[LayerTask],
     link: LinkSpeed,
     window: Window,
     not_before_seconds: Sequence[float] = (),
@@ -179,16 +179,16 @@ def simulate_offload(
     """Play the work of one rank.
 
     Args:
-        work: from `work_of`.
+        work: from `layer_tasks`.
         not_before_seconds: for each action, when what it needs from other ranks is there; empty: at once.
     """
     num_tasks = work[-1].task + 1 if work else 0
     if not_before_seconds and len(not_before_seconds) < num_tasks:
         raise UsageError(f"{len(not_before_seconds)} start times do not belong to {num_tasks} actions")
-    return _Play(work, link, window, not_before_seconds or [0.0] * num_tasks, rules).timeline()
+    return _Simulator(work, link, window, not_before_seconds or [0.0] * num_tasks, rules).timeline()
 
 
-def peak_without_offloading(work: Iterable[Work]) -> int:
+def peak_without_offloading(work: Iterable[LayerTask]) -> int:
     """Return the most bytes of boundaries at a time if all of them stay on the device."""
     held = peak = 0
     for each in work:
@@ -200,28 +200,28 @@ def peak_without_offloading(work: Iterable[Work]) -> int:
     return peak
 
 
-class _Play:
+class _Simulator:
     """One run of the simulator: from one moment at which something happens to the next."""
 
     def __init__(
-        self, work: Sequence[Work], link: LinkSpeed, window: Window, not_before: Sequence[float], rules: Rules
+        self, work: Sequence[LayerTask], link: LinkSpeed, window: Window, not_before: Sequence[float], rules: Rules
     ) -> None:
         self._work, self._window, self._not_before, self._rules = work, window, not_before, rules
         self._backwards = {each.boundary: each for each in work if needs_back(each)}
         self._to_issue = list(reversed(self._backwards.values()))
-        self._lanes = Lanes(link)
+        self._streams = CopyStreams(link)
         self._now = 0.0
         self._turn = 0.0
         """When the present piece of work could begin if nothing had to be waited for."""
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._made = 0
-        self._leaving: deque[tuple[int, Work]] = deque()
+        self._leaving: deque[tuple[int, LayerTask]] = deque()
         """Boundaries that leave and still occupy the device, with their number."""
         self._on_host: set[tuple[int, int, int]] = set()
         self._on_device: set[tuple[int, int, int]] = set()
         """Those that backward can read."""
-        self._kept: list[Work] = []
+        self._kept: list[LayerTask] = []
         self._stalls: list[LoadStall] = []
         self._held: list[tuple[float, int]] = []
         self._held_on_host: list[tuple[float, int]] = []
@@ -238,8 +238,8 @@ class _Play:
         return OffloadTimeline(
             tuple(self._starts),
             tuple(self._ends),
-            tuple(self._lanes.out.copies),
-            tuple(self._lanes.back.copies),
+            tuple(self._streams.out.copies),
+            tuple(self._streams.back.copies),
             tuple(self._kept),
             tuple(self._stalls),
             _peak(self._held),
@@ -251,12 +251,12 @@ class _Play:
         return len(self._starts) > len(self._ends)
 
     @property
-    def _present(self) -> Work | None:
+    def _present(self) -> LayerTask | None:
         return self._work[len(self._ends)] if len(self._ends) < len(self._work) else None
 
     def _next_seconds(self) -> float:
         """Return when something happens next; infinity after everything."""
-        change = self._lanes.change_seconds(self._now)
+        change = self._streams.change_seconds(self._now)
         if self._runs:
             return min(change, self._starts[-1] + self._work[len(self._ends)].seconds)
         return min(change, self._turn) if self._present and self._turn > self._now else change
@@ -277,10 +277,10 @@ class _Play:
         if self._rules.is_planned or needs_back(present):
             self._issue(present)
 
-    def _makes(self, work: Work) -> bool:
+    def _makes(self, work: LayerTask) -> bool:
         return work.action.kind is Kind.FORWARD and work.boundary in self._backwards
 
-    def _issue(self, present: Work, before: int = 0) -> None:
+    def _issue(self, present: LayerTask, before: int = 0) -> None:
         while self._to_issue and self._window.reaches(present, self._to_issue[-1], before):
             need = self._to_issue[-1]
             if need.boundary in self._on_device:
@@ -294,7 +294,7 @@ class _Play:
                 self._leaving.remove(leaving)
                 self._on_device.add(need.boundary)
             else:
-                self._lanes.back.queue.append(need)
+                self._streams.back.queue.append(need)
                 self._held.append((self._now, need.num_bytes))
 
     def _start_work(self) -> None:
@@ -311,7 +311,7 @@ class _Play:
             if self._makes(present):
                 self._leave(present)
 
-    def _waits(self, present: Work) -> bool:
+    def _waits(self, present: LayerTask) -> bool:
         if needs_back(present):
             return present.boundary not in self._on_device
         ring = self._rules.ring
@@ -336,7 +336,7 @@ class _Play:
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    def _leave(self, forward: Work) -> None:
+    def _leave(self, forward: LayerTask) -> None:
         """Queue a boundary for the host, or keep it."""
         if self._rules.is_planned and self._window.reaches(forward, self._backwards[forward.boundary]):
             self._kept.append(forward)
@@ -344,13 +344,13 @@ class _Play:
             return
         self._leaving.append((self._made, forward))
         self._held_on_host.append((self._now, forward.num_bytes))
-        self._lanes.out.queue.append(forward)
+        self._streams.out.queue.append(forward)
 
-    def _is_copied(self, forward: Work) -> bool:
+    def _is_copied(self, forward: LayerTask) -> bool:
         return forward.boundary in self._on_host
 
-    def _is_queued(self, need: Work) -> bool:
-        return any(each.boundary == need.boundary for each in self._lanes.out.queue)
+    def _is_queued(self, need: LayerTask) -> bool:
+        return any(each.boundary == need.boundary for each in self._streams.out.queue)
 
     def _release(self) -> None:
         """Give back device memory whose copy is complete, in order."""
@@ -360,17 +360,17 @@ class _Play:
             self._held.append((self._now, -forward.num_bytes))
 
     def _start_copies(self) -> None:
-        out, back = self._lanes.out, self._lanes.back
+        out, back = self._streams.out, self._streams.back
         if out.queue and not out.is_busy:
             out.start(self._now)
         if back.queue and not back.is_busy and back.queue[0].boundary in self._on_host:
             back.start(self._now)
-        self._lanes.share_out(self._now)
+        self._streams.share_out(self._now)
 
     def _end_copies(self) -> None:
-        if left := self._lanes.out.finish(self._now):
+        if left := self._streams.out.finish(self._now):
             self._on_host.add(left.boundary)
-        if loaded := self._lanes.back.finish(self._now):
+        if loaded := self._streams.back.finish(self._now):
             self._on_device.add(loaded.boundary)
 
 

@@ -11,7 +11,7 @@ from smpkit.plan.offload.lead import auto_lead
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 
-__all__ = ["LayerCost", "LinkSpeed", "Window", "Work", "auto_window", "needs_back", "work_of"]
+__all__ = ["LayerCost", "LayerTask", "LinkSpeed", "Window", "auto_window", "layer_tasks", "needs_back"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerTask:
     """One layer's share of an action: what the compute lane does at a time."""
 
     place: int
@@ -87,7 +87,7 @@ class Work:
         return self.action.segment, self.action.microbatch, self.layer
 
 
-def work_of(actions: Sequence[Action], layers: Sequence[Sequence[LayerCost]]) -> tuple[Work, ...]:
+def layer_tasks(actions: Sequence[Action], layers: Sequence[Sequence[LayerCost]]) -> tuple[LayerTask, ...]:
     """Return the work of one rank in order: a forward goes up through the layers of its segment, the others down.
 
     Args:
@@ -95,16 +95,16 @@ def work_of(actions: Sequence[Action], layers: Sequence[Sequence[LayerCost]]) ->
         layers: for each of the rank's segments its layers.
     """
     splits = any(action.kind is Kind.WEIGHT for action in actions)
-    found: list[Work] = []
+    found: list[LayerTask] = []
     for task, action in enumerate(actions):
         costs = list(enumerate(layers[action.segment]))
         for layer, cost in costs if action.kind is Kind.FORWARD else reversed(costs):
             num_bytes = 0 if action.kind is Kind.WEIGHT else cost.boundary_bytes
-            found.append(Work(len(found), task, action, layer, cost.seconds(action.kind, splits), num_bytes))
+            found.append(LayerTask(len(found), task, action, layer, cost.seconds(action.kind, splits), num_bytes))
     return tuple(found)
 
 
-def needs_back(work: Work) -> bool:
+def needs_back(work: LayerTask) -> bool:
     """Return whether it is a backward that reads a boundary."""
     return work.action.kind is Kind.BACKWARD and work.num_bytes > 0
 
@@ -123,7 +123,7 @@ class Window:
             if bound is not None and bound < 1:
                 raise UsageError(f"a {name} of {bound} loads nothing", hint="use 1 or more")
 
-    def reaches(self, now: Work, need: Work, before: int = 0) -> bool:
+    def reaches(self, now: LayerTask, need: LayerTask, before: int = 0) -> bool:
         """Return whether what `need` reads may be on the device once `now` begins, or `before` pieces before that."""
         near = self.lead is None or need.place - now.place + before <= self.lead
         return near and (self.horizon is None or need.task - now.task <= self.horizon)
@@ -132,7 +132,7 @@ class Window:
 _UNBOUNDED: Final = Window()
 
 
-def auto_window(work: Sequence[Work], link: LinkSpeed, bound: Window = _UNBOUNDED) -> Window:
+def auto_window(work: Sequence[LayerTask], link: LinkSpeed, bound: Window = _UNBOUNDED) -> Window:
     """Return the smallest window in which no load is late by itself, within `bound`."""
     loads = [link.back_seconds(each.num_bytes) if needs_back(each) else 0.0 for each in work]
     return Window(auto_lead([each.seconds for each in work], loads, bound.lead), bound.horizon)

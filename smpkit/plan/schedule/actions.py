@@ -1,7 +1,7 @@
 """A schedule: for each pipeline rank the list of actions that it executes, in order, one after the other.
 
-The same object is drawn, simulated, checked and executed. It holds no time: what an action lasts and how long a value
-travels are `Costs`, which the planner compares schedules by.
+The same object is drawn, simulated, checked and executed. It holds no times: how long an action takes and how long a
+value travels are `Costs`, by which the planner compares schedules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGraph, Transfer
@@ -33,7 +34,8 @@ class Action:
 
     def __str__(self) -> str:
         """`F3`: forward of microbatch 3; `F3.1`: of the rank's second segment (the first one's index is left out)."""
-        return f"{self.kind}{self.microbatch}.{self.segment}" if self.segment else f"{self.kind}{self.microbatch}"
+        suffix = f".{self.segment}" if self.segment else ""
+        return f"{self.kind}{self.microbatch}{suffix}"
 
     @classmethod
     def parse(cls, label: str) -> Action:
@@ -48,7 +50,7 @@ Seconds = float | Mapping[Segment, float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What things take, in seconds or in any other unit as long as it is one; a number stands for every segment."""
+    """How long things take, in seconds or in any other single unit; a number stands for every segment."""
 
     forward_seconds: Seconds = 1.0
     backward_seconds: Seconds = 2.0
@@ -61,7 +63,7 @@ class Costs:
     """Time that a message occupies its link; the messages of one ordered pair of ranks follow each other."""
 
     def seconds(self, kind: Kind, segment: Segment, split_backward: bool = False) -> float:
-        """Return what an action takes."""
+        """Return how long an action takes."""
         if kind is Kind.FORWARD:
             return _of(self.forward_seconds, segment)
         backward = _of(self.backward_seconds, segment)
@@ -94,7 +96,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether the backward is split into input and weight halves."""
-        return any(action.kind is Kind.WEIGHT for actions in self.actions for action in actions)
+        return any(action.kind is Kind.WEIGHT for action in chain.from_iterable(self.actions))
 
     @cached_property
     def peak_live_microbatches(self) -> tuple[int, ...]:
@@ -105,7 +107,7 @@ class Schedule:
     def peak_live_segments(self) -> tuple[int, ...]:
         """The most segments of microbatches that are live at a time on each rank: begun and not finished.
 
-        Where a rank has several chunks of the model, this says what is kept better than whole microbatches do.
+        Where a rank has several chunks of the model, this measures what is kept better than whole microbatches do.
         """
         return tuple(max(map(len, live_segments(actions)), default=0) for actions in self.actions)
 
@@ -127,7 +129,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def _live(keys: Sequence[_Key]) -> list[frozenset[_Key]]:
-    """Return for each place of the list the keys that have begun and not ended there."""
+    """Return for each index of the list the keys that occur up to there and again from there on."""
     left = Counter(keys)
     live: set[_Key] = set()
     found = []

@@ -1,6 +1,6 @@
-"""The proof that a schedule runs to its end: every rank replays its list, and blocks where the executor would.
+"""Check that a schedule runs to its end: every rank replays its list, and blocks where the executor would.
 
-It shares no code with the planner, so that one mistake cannot be made twice.
+The checker shares no code with the planner, so a mistake of the one is not repeated by the other.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
-    expected = Counter(
-        Action(kind, segment, microbatch)
-        for segment in range(schedule.graph.counts[rank])
-        for kind in schedule.graph.kinds(Segment(rank, segment), schedule.splits_backward)
-        for microbatch in range(schedule.num_microbatches)
-    )
+    expected = Counter[Action]()
+    for segment in range(schedule.graph.counts[rank]):
+        for kind in schedule.graph.kinds(Segment(rank, segment), schedule.splits_backward):
+            expected.update(Action(kind, segment, microbatch) for microbatch in range(schedule.num_microbatches))
     found = Counter(schedule.actions[rank])
     if missing := sorted((expected - found).elements()):
         raise ScheduleError(f"rank {rank} never runs {' '.join(map(str, missing))}")
@@ -61,22 +59,23 @@ Done = set[tuple[Kind, Segment, int]]
 
 
 def _replay(schedule: Schedule) -> None:
-    """Let the ranks take turns, each running until it blocks, for as long as one of them gets further."""
+    """Let the ranks take turns, each running until it blocks, until none of them gets further."""
     done: Done = set()
-    places = [0] * schedule.graph.num_ranks
+    next_index = [0] * schedule.graph.num_ranks
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.actions):
-            start = places[rank]
-            while places[rank] < len(actions) and _blocker(schedule, rank, actions[places[rank]], done) is None:
-                action = actions[places[rank]]
+            while next_index[rank] < len(actions):
+                action = actions[next_index[rank]]
+                if _blocker(schedule, rank, action, done) is not None:
+                    break
                 done.add((action.kind, Segment(rank, action.segment), action.microbatch))
-                places[rank] += 1
-            moved = moved or places[rank] > start
-    stuck = [rank for rank, actions in enumerate(schedule.actions) if places[rank] < len(actions)]
+                next_index[rank] += 1
+                moved = True
+    stuck = [rank for rank, actions in enumerate(schedule.actions) if next_index[rank] < len(actions)]
     if stuck:
-        waits = [_wait(schedule, rank, schedule.actions[rank][places[rank]], done) for rank in stuck]
+        waits = [_wait(schedule, rank, schedule.actions[rank][next_index[rank]], done) for rank in stuck]
         raise ScheduleError(f"the schedule stands still: {'; '.join(waits)}")
 
 

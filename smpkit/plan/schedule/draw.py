@@ -6,7 +6,7 @@ In unit time, where every action takes one column, 1F1B of three ranks and four 
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-and with a backward twice as long as a forward, scaled, where `--` goes on with the action before it::
+and to scale, with a backward twice as long as a forward, where `--` continues the action before it::
 
     stage 0  F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- .  B2 -- .  B3 --
     stage 1  .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -- .  .
@@ -16,10 +16,11 @@ and with a backward twice as long as a forward, scaled, where `--` goes on with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 from smpkit.plan.schedule.actions import Costs, Schedule
-from smpkit.plan.schedule.simulate import Span, Timeline, simulate
+from smpkit.plan.schedule.simulate import ActionInterval, Timeline, simulate
 
 __all__ = ["draw"]
 
@@ -41,24 +42,25 @@ def draw(what: Schedule | Timeline, column_seconds: float | None = None, width: 
     column_seconds = column_seconds or _column_seconds(what)
     rows = [_cells(spans, column_seconds) for spans in what.spans]
     num_columns = max(round(what.makespan_seconds / column_seconds), *(len(row) for row in rows), 0)
-    cell = max((len(cell) for row in rows for cell in row), default=1)
+    cell = max(map(len, chain.from_iterable(rows)), default=1)
     heads = [f"stage {rank}".ljust(len(f"stage {len(rows) - 1}")) for rank in range(len(rows))]
-    lines = [[*row, *["."] * (num_columns - len(row))] for row in rows]
+    for row in rows:
+        row.extend(["."] * (num_columns - len(row)))
     at_once = num_columns if width is None else max(1, (width - len(heads[0]) - 1) // (cell + 1))
-    blocks = [
-        "\n".join(_line(head, line[start : start + at_once], cell) for head, line in zip(heads, lines, strict=True))
-        for start in range(0, max(num_columns, 1), max(at_once, 1))
-    ]
+    blocks: list[str] = []
+    for start in range(0, max(num_columns, 1), max(at_once, 1)):
+        part = [row[start : start + at_once] for row in rows]
+        blocks.append("\n".join(_line(head, cells, cell) for head, cells in zip(heads, part, strict=True)))
     return "\n\n".join(blocks)
 
 
 def _column_seconds(timeline: Timeline) -> float:
-    lengths = [span.end_seconds - span.start_seconds for spans in timeline.spans for span in spans]
+    lengths = [span.end_seconds - span.start_seconds for span in chain.from_iterable(timeline.spans)]
     shortest = min((length for length in lengths if length > 0), default=1.0)
     return max(shortest, timeline.makespan_seconds / _MAX_COLUMNS)
 
 
-def _cells(spans: Sequence[Span], column_seconds: float) -> list[str]:
+def _cells(spans: Sequence[ActionInterval], column_seconds: float) -> list[str]:
     """Return what stands in each column of one rank, up to its last action."""
     cells: list[str] = []
     for span in spans:

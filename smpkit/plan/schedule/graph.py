@@ -26,7 +26,7 @@ __all__ = ["Kind", "Need", "ScheduleError", "Segment", "SegmentGraph", "Transfer
 
 
 class ScheduleError(SmpkitError, AssertionError):
-    """A graph or schedule that no executor could run: a bug in smpkit, or a plan file that somebody changed."""
+    """A graph or schedule that no executor could run: a bug in smpkit, or an edited plan file."""
 
     exit_code = 3
 
@@ -38,7 +38,7 @@ class Kind(str, Enum):
     BACKWARD = "B"
     """The whole backward, or, in a schedule with WEIGHT actions, the half that makes the inputs' gradients."""
     WEIGHT = "W"
-    """The half of a split backward that makes the parameters' gradients; nobody waits for it (zero bubble)."""
+    """The half of a split backward that makes the parameters' gradients; no rank waits for it (zero bubble)."""
 
     def __str__(self) -> str:
         return self.value
@@ -112,18 +112,21 @@ class SegmentGraph:
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int, has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
         """Make a chain that goes round all ranks `num_chunks` times (interleaved virtual stages)."""
-        rounds = [Segment(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
-        return cls.path(rounds, has_backward, num_bytes)
+        visits: list[Segment] = []
+        for chunk in range(num_chunks):
+            visits += [Segment(rank, chunk) for rank in range(num_ranks)]
+        return cls.path(visits, has_backward, num_bytes)
 
     @classmethod
     def path(cls, segments: Iterable[Segment], has_backward: bool = True, num_bytes: int = 0) -> SegmentGraph:
         """Make the graph in which each segment hands one value of `num_bytes` to the next."""
-        steps = tuple(segments)
+        visits = tuple(segments)
         transfers = tuple(
             Transfer(source, target, num_bytes if source.rank != target.rank else 0)
-            for source, target in pairwise(steps)
+            for source, target in pairwise(visits)
         )
-        return cls(max((step.rank for step in steps), default=-1) + 1, steps, transfers, has_backward)
+        num_ranks = max((segment.rank for segment in visits), default=-1) + 1
+        return cls(num_ranks, visits, transfers, has_backward)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -134,7 +137,9 @@ class SegmentGraph:
     @cached_property
     def topological(self) -> tuple[Segment, ...]:
         """All segments, each after everything it needs; the same on every rank and in every process."""
-        sorter = TopologicalSorter({segment: sorted(set(self._before(segment))) for segment in sorted(self.segments)})
+        # Sorted, because the order of a set of segments is not the same in every process.
+        before = {segment: sorted(set(self._before(segment))) for segment in sorted(self.segments)}
+        sorter = TopologicalSorter(before)
         try:
             return tuple(sorter.static_order())
         except CycleError as error:
@@ -165,21 +170,23 @@ class SegmentGraph:
     def loop_chunks(self) -> int:
         """How often the graph goes round all ranks if it is a loop, else 0; a chain is a loop of one.
 
-        Values may also skip ahead on the way (a residual, what a rank keeps for its next chunk).
+        Values may also skip ahead (a residual, or what a rank keeps for its next chunk).
         """
         chunks = self.counts[0] if self.counts else 0
         if not chunks or len(self.segments) != chunks * self.num_ranks:
             return 0
-        places = [(t.source.index * self.num_ranks + t.source.rank, t) for t in self.transfers]
-        ways = [(place, t.target.index * self.num_ranks + t.target.rank, t.differentiable) for place, t in places]
-        steps = {
-            source for source, target, returns in ways if target == source + 1 and (returns or not self.has_backward)
-        }
-        goes_ahead = all(source < target for source, target, _ in ways)
-        return chunks if goes_ahead and len(steps) == len(self.segments) - 1 else 0
+        hops = set[int]()
+        for transfer in self.transfers:
+            source = transfer.source.index * self.num_ranks + transfer.source.rank
+            target = transfer.target.index * self.num_ranks + transfer.target.rank
+            if source >= target:
+                return 0
+            if target == source + 1 and (transfer.differentiable or not self.has_backward):
+                hops.add(source)
+        return chunks if len(hops) == len(self.segments) - 1 else 0
 
     def splits(self, segment: Segment) -> bool:
-        """Whether a split of the segment's backward can win something: a gradient leaves it, which others wait for."""
+        """Whether splitting the segment's backward can save time: it sends a gradient that others wait for."""
         return self.has_backward and any(transfer.differentiable for transfer in self.incoming[segment])
 
     def kinds(self, segment: Segment, split_backward: bool = False) -> tuple[Kind, ...]:
@@ -215,8 +222,10 @@ class SegmentGraph:
 
     def _backward_needs(self, segment: Segment) -> Iterator[Need]:
         # `model.backward` is called in a rank's last segment at the earliest, so no backward comes before that one.
-        is_last = segment.index == self.counts[segment.rank] - 1
-        yield Need(Kind.FORWARD, segment) if is_last else Need(Kind.BACKWARD, Segment(segment.rank, segment.index + 1))
+        if segment.index == self.counts[segment.rank] - 1:
+            yield Need(Kind.FORWARD, segment)
+        else:
+            yield Need(Kind.BACKWARD, Segment(segment.rank, segment.index + 1))
         for transfer in self.outgoing[segment]:
             if transfer.differentiable:
                 yield Need(Kind.BACKWARD, transfer.target, transfer if transfer.is_message else None)
@@ -228,7 +237,10 @@ class SegmentGraph:
 def _check_segments(graph: SegmentGraph) -> None:
     if graph.num_ranks < 1:
         raise ScheduleError(f"a graph of {graph.num_ranks} ranks")
-    if sorted(graph.segments) != [Segment(rank, i) for rank, count in enumerate(graph.counts) for i in range(count)]:
+    expected: list[Segment] = []
+    for rank, count in enumerate(graph.counts):
+        expected += [Segment(rank, index) for index in range(count)]
+    if sorted(graph.segments) != expected:
         listed = ", ".join(str(segment) for segment in sorted(graph.segments))
         raise ScheduleError(f"the segments of a rank are not 0, 1, ... of {graph.num_ranks} ranks: {listed}")
 

@@ -1,6 +1,6 @@
-"""The way of a microbatch over the partitions that an assignment makes, before anything has run.
+"""The segment graph of an assignment before anything has run: every unit hands its output to the next one.
 
-It is a guess where a model is no row of units: every unit is taken to hand its output to the next one.
+For a model that is not a row of units this is a guess.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from smpkit.plan.partition.assignment import Assignment, UnitCost
 from smpkit.plan.schedule.actions import Action, Schedule, live_segments
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 
-__all__ = ["peak_live_shares", "runs_of", "walk"]
+__all__ = ["linear_graph", "peak_live_shares", "runs_of"]
 
 
 def runs_of(units: Sequence[UnitCost], assignment: Assignment) -> dict[Segment, list[UnitCost]]:
     """Return the units of every segment: a run of neighbours on one partition; in the order of execution."""
     runs: dict[Segment, list[UnitCost]] = {}
-    for place, run in groupby(units, lambda unit: assignment.partition_of[unit.name]):
-        runs[Segment(place, sum(segment.rank == place for segment in runs))] = list(run)
+    for rank, run in groupby(units, lambda unit: assignment.partition_of[unit.name]):
+        num_earlier = sum(segment.rank == rank for segment in runs)
+        runs[Segment(rank, num_earlier)] = list(run)
     return runs
 
 
-def walk(runs: Mapping[Segment, Sequence[UnitCost]], num_partitions: int, has_backward: bool = True) -> SegmentGraph:
+def linear_graph(
+    runs: Mapping[Segment, Sequence[UnitCost]], num_partitions: int, has_backward: bool = True
+) -> SegmentGraph:
     """Return the graph in which every segment hands the output of its last unit to the next one."""
     transfers = tuple(Transfer(source, target, runs[source][-1].output_bytes) for source, target in pairwise(runs))
     return SegmentGraph(num_partitions, tuple(runs), transfers, has_backward)
@@ -34,8 +37,8 @@ def peak_live_shares(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCos
 
     A segment counts as the part of its rank's activations that it makes; with a segment per rank these are whole
     microbatches. From the first half of a split backward until the second it counts twice: the gradients that wait for
-    the second half are about as large as what they will be multiplied with, and rarely more. What is computed again in
-    backward is not split, and ends with it.
+    the second half are about as large as the activations that they are multiplied with, and rarely larger. The backward
+    of a recomputed segment is not split, so the segment ends with it.
     """
     kept = {segment: sum(unit.activation_bytes for unit in run) for segment, run in runs.items()}
     whole = {segment for segment, run in runs.items() if any(unit.recomputed_flops for unit in run)}
@@ -44,7 +47,9 @@ def peak_live_shares(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCos
         of_rank = sum(num_bytes for segment, num_bytes in kept.items() if segment.rank == rank)
         ends = [each for each in actions if each.kind is not Kind.WEIGHT or Segment(rank, each.segment) not in whole]
         halves = [each for each in ends if each.kind is Kind.WEIGHT]
-        peak = max((sum(kept[Segment(rank, index)] for index in held) for held in _held(ends, halves)), default=0)
+        peak = 0
+        for held in _held(ends, halves):
+            peak = max(peak, sum(kept[Segment(rank, index)] for index in held))
         shares.append(peak / of_rank if of_rank else float(schedule.peak_live_microbatches[rank]))
     return shares
 

@@ -1,9 +1,10 @@
-"""Greedy list scheduling: whoever can start first does, and of what a rank could do then, the most urgent.
+"""Greedy list scheduling: the rank that can start first runs the most urgent of what it could start then.
 
-[Note: why caps cannot deadlock] A rank admits microbatches in ascending order (everybody prefers the smaller one, and
+[Note: why caps cannot deadlock] A rank admits microbatches in ascending order (every rank prefers the smaller one, and
 links keep the order), and no more than its cap at a time. Take the smallest microbatch that is not finished everywhere.
-Where it is admitted, its next task waits for nobody but itself; where it is not, no later one is either, so nothing is
-live there and it may be. Hence something can always run, for every graph and all caps of at least one.
+On a rank that has admitted it, its next task waits only for tasks of the same microbatch. On a rank that has not, no
+later microbatch is admitted either, so nothing is live there and the cap leaves room for it. Hence something can always
+run, for every graph and all caps of at least one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 
 from smpkit.plan.schedule.actions import Action, Costs
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
-from smpkit.plan.schedule.tasks import Links, Task, tasks_of
+from smpkit.plan.schedule.tasks import LinkModel, Task, tasks_of
 
 __all__ = ["list_schedule"]
 
@@ -47,14 +48,14 @@ def list_schedule(
         forwards_first: hold back a rank's backwards until all of its forwards have run (GPipe).
         depths: for each rank, how many microbatches may be there whose last BACKWARD has not run; caps count those too
             that wait for WEIGHT. None: as many as caps allow.
-        group: so many neighbouring microbatches go through a segment before the first of them goes on to the next one.
+        group: number of neighbouring microbatches that go through a segment before the first of them goes on.
     """
-    run = _Run(
+    run = _Scheduler(
         graph.num_ranks,
         num_microbatches,
         tasks_of(graph, costs, split_backward),
         caps,
-        Links(costs),
+        LinkModel(costs),
         group,
         depths or caps,
     )
@@ -63,7 +64,7 @@ def list_schedule(
     return run.actions()
 
 
-class _Rank:
+class _RankQueue:
     """What one rank could do next."""
 
     def __init__(self, cap: int, depth: int, tasks: Sequence[Task], num_microbatches: int) -> None:
@@ -72,13 +73,13 @@ class _Rank:
         self._cap, self._depth = cap, depth
         self._live = self._inside = 0
         self._left = [len(tasks)] * num_microbatches
-        # What is left of that for which others wait.
+        # The same without the tasks that nothing waits for, which do not count for the depth.
         self._left_inside = [sum(not task.fills_gaps for task in tasks)] * num_microbatches
         # First tasks of microbatches that are not admitted yet, in ascending order.
         self._arrived: deque[Head] = deque()
         self._coming: list[Head] = []
         self._ready: list[Urgency] = []
-        # Backwards wait here while forwards are left; None: they do not have to.
+        # Backwards that wait while forwards are left (GPipe); None: they need not wait.
         self.held: list[Head] | None = None
         self.forwards_left = 0
 
@@ -95,7 +96,11 @@ class _Rank:
         """Return the task that this rank would do next, and when."""
         while self._coming and self._coming[0][0] <= self.free_seconds:
             heappush(self._ready, heappop(self._coming)[1])
-        best = (self.free_seconds, self._ready[0]) if self._ready else self._coming[0] if self._coming else _NEVER
+        best = _NEVER
+        if self._ready:
+            best = (self.free_seconds, self._ready[0])
+        elif self._coming:
+            best = self._coming[0]
         if self._arrived and self._live < self._cap and self._inside < self._depth:
             seconds, urgency = self._arrived[0]
             best = min(best, (max(seconds, self.free_seconds), urgency))
@@ -115,24 +120,27 @@ class _Rank:
             self._inside += 1
         self.order.append(task.action(microbatch))
         self._left[microbatch] -= 1
-        self._live -= not self._left[microbatch]
+        if not self._left[microbatch]:
+            self._live -= 1
         if not task.fills_gaps:
             self._left_inside[microbatch] -= 1
-            self._inside -= not self._left_inside[microbatch]
-        self._release_held(task)
+            if not self._left_inside[microbatch]:
+                self._inside -= 1
+        if task.kind is Kind.FORWARD:
+            self.forwards_left -= 1
+        self._release_held()
         self.free_seconds = seconds + task.seconds
         return self.free_seconds
 
-    def _release_held(self, task: Task) -> None:
-        self.forwards_left -= task.kind is Kind.FORWARD
+    def _release_held(self) -> None:
         if self.held is not None and not self.forwards_left:
             for head in self.held:
                 heappush(self._coming, head)
             self.held = None
 
 
-class _Run:
-    """One run of the planner."""
+class _Scheduler:
+    """One run of the list scheduler."""
 
     def __init__(
         self,
@@ -140,13 +148,13 @@ class _Run:
         num_microbatches: int,
         tasks: tuple[Task, ...],
         caps: Sequence[int],
-        links: Links,
+        links: LinkModel,
         group: int,
         depths: Sequence[int],
     ) -> None:
         self._tasks, self._links, self._group = tasks, links, group
         own = [[task for task in tasks if task.segment.rank == rank] for rank in range(num_ranks)]
-        self._ranks = [_Rank(*limits, num_microbatches) for limits in zip(caps, depths, own, strict=True)]
+        self._ranks = [_RankQueue(*limits, num_microbatches) for limits in zip(caps, depths, own, strict=True)]
         self._num_microbatches = num_microbatches
         self._missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]
         self._ready_seconds = [[0.0] * len(tasks) for _ in range(num_microbatches)]
@@ -167,7 +175,7 @@ class _Run:
         heads = [rank.head() for rank in self._ranks]
         for _ in range(len(self._tasks) * self._num_microbatches):
             head = min(heads)
-            assert head != _NEVER, "nobody can go on; caps below the number of microbatches hold back forwards"
+            assert head != _NEVER, "no rank can go on; caps below the number of microbatches hold back forwards"
             _, _, number, microbatch = head[1]
             task = self._tasks[number]
             rank = task.segment.rank
@@ -178,15 +186,15 @@ class _Run:
         return orders, max(rank.free_seconds for rank in self._ranks)
 
     def _finish(self, task: Task, microbatch: int, end_seconds: float) -> list[int]:
-        """Hand on what a task gives; return the ranks that have something new to do."""
+        """Send what a task gives to its successors; return the ranks that have something new to do."""
         missing, ready, touched = self._missing[microbatch], self._ready_seconds[microbatch], []
-        for feed in task.feeds:
-            target = self._tasks[feed.target].segment.rank
-            arrival = self._links.arrival_seconds(task.segment.rank, target, feed.transfer, end_seconds)
-            ready[feed.target] = max(ready[feed.target], arrival)
-            missing[feed.target] -= 1
-            if not missing[feed.target]:
-                self._offer(feed.target, microbatch)
+        for edge in task.edges:
+            target = self._tasks[edge.target].segment.rank
+            arrival = self._links.arrival_seconds(task.segment.rank, target, edge.transfer, end_seconds)
+            ready[edge.target] = max(ready[edge.target], arrival)
+            missing[edge.target] -= 1
+            if not missing[edge.target]:
+                self._offer(edge.target, microbatch)
                 touched.append(target)
         return touched
 

@@ -27,13 +27,13 @@ from smpkit.plan.schedule.actions import Costs, Schedule
 from smpkit.plan.schedule.graph import ScheduleError, SegmentGraph
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.simulate import simulate
-from smpkit.plan.schedule.tasks import Feed, Task, tasks_of
+from smpkit.plan.schedule.tasks import Edge, Task, tasks_of
 from smpkit.plan.schedule.templates import looped
 
-__all__ = ["Bounds", "bounds_of", "interleaved", "simple"]
+__all__ = ["LowerBounds", "interleaved", "lower_bounds", "simple"]
 
 _WORTH: Final = 0.002
-"""A deeper schedule, which holds more microbatches, must be faster by this share to be worth its memory."""
+"""A deeper schedule holds more microbatches; it must be faster by this share to be worth its memory."""
 
 
 def simple(graph: SegmentGraph, num_microbatches: int, costs: Costs | None = None) -> Schedule:
@@ -66,12 +66,12 @@ def interleaved(
     _require_positive(num_microbatches, "num_microbatches")
     _require_positive(active_microbatches, "active_microbatches")
     search = _Search(graph, num_microbatches, min(active_microbatches, num_microbatches), costs or Costs())
-    return search.best((False, True) if split_backward and graph.has_backward else (False,))
+    return search.best(split_backward and graph.has_backward)
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A schedule that was tried."""
+class _Candidate:
+    """A schedule that was tried, and how long it takes."""
 
     schedule: Schedule
     seconds: float
@@ -79,8 +79,9 @@ class _Found:
     @property
     def order(self) -> tuple[int, int, bool, float]:
         """Among schedules of the same speed, smaller is better: fewer live microbatches, then fewer actions."""
-        live = sum(self.schedule.peak_live_microbatches), sum(self.schedule.peak_live_segments)
-        return *live, self.schedule.splits_backward, self.seconds
+        live_microbatches = sum(self.schedule.peak_live_microbatches)
+        live_segments = sum(self.schedule.peak_live_segments)
+        return live_microbatches, live_segments, self.schedule.splits_backward, self.seconds
 
 
 @dataclass(frozen=True)
@@ -93,45 +94,62 @@ class _Search:
     """The most microbatches that any rank may hold."""
     costs: Costs
 
-    def best(self, splits: Sequence[bool]) -> Schedule:
-        """Return the fastest schedule, or the one that holds least of those as fast."""
-        found = [found for split in splits for found in self._tried(split)]
+    def best(self, split_backward: bool) -> Schedule:
+        """Return the fastest schedule; of those as fast, the one that holds least."""
+        found = list(self._tried(split=False))
+        if split_backward:
+            found += self._tried(split=True)
         fastest = min(each.seconds for each in found)
         equals = [each for each in found if each.seconds <= fastest * (1 + _WORTH)]
         return min(equals, key=lambda each: each.order).schedule
 
-    def _tried(self, split: bool) -> Iterator[_Found]:
-        """Try caps from few live microbatches to many, until nothing can be faster by enough."""
-        bounds = bounds_of(self.graph, self.costs, split)
-        enough = bounds.lower_bound_seconds(self.num_microbatches) * (1 + _WORTH)
-        for template in () if split else self._looped():
-            yield template
-            if template.seconds <= enough:
+    def _tried(self, split: bool) -> Iterator[_Candidate]:
+        """Yield candidates, until no further one can be faster by enough."""
+        bounds = lower_bounds(self.graph, self.costs, split)
+        enough = bounds.step_seconds(self.num_microbatches) * (1 + _WORTH)
+        for candidate in self._split(bounds.full_pipe) if split else self._whole(bounds.full_pipe):
+            yield candidate
+            if candidate.seconds <= enough:
                 return
-        name = "zero_bubble" if split else "interleaved"
-        choices: list[tuple[tuple[int, ...], Sequence[int] | None]] = [
-            (caps, None) for caps in _cap_choices(self.graph.depths, bounds.full_pipe, self.limit)
-        ]
-        if split:
-            choices = sorted([*self._postponing(), *choices], key=lambda choice: sum(choice[0]))
-        for caps, depths in choices:
-            for group in (1,) if split else self._group_sizes():
-                actions, seconds = list_schedule(
-                    self.graph,
-                    self.num_microbatches,
-                    caps,
-                    self.costs,
-                    split_backward=split,
-                    group=group,
-                    depths=depths,
-                )
-                yield _Found(Schedule(name, self.graph, self.num_microbatches, actions, caps), seconds)
-                if seconds <= enough:
-                    return
-        if not split and self.graph.has_backward and self.limit >= self.num_microbatches:
-            # Where a microbatch comes back to ranks, an early backward can be in the way of the last forward.
+
+    def _whole(self, full_pipe: Sequence[float]) -> Iterator[_Candidate]:
+        """Yield schedules with whole backwards: templates, then caps from few live microbatches to many."""
+        yield from self._looped()
+        for caps in _cap_choices(self.graph.depths, full_pipe, self.limit):
+            for group in self._group_sizes():
+                yield self._listed("interleaved", caps, group=group)
+        if self.graph.has_backward and self.limit >= self.num_microbatches:
+            # Where a microbatch comes back to ranks, an early backward can delay the last forward.
             all_forwards = simple(self.graph, self.num_microbatches, self.costs)
-            yield from _played(replace(all_forwards, name=name), self.costs)
+            yield from _simulated(replace(all_forwards, name="interleaved"), self.costs)
+
+    def _split(self, full_pipe: Sequence[float]) -> Iterator[_Candidate]:
+        """Yield schedules with backwards in two halves, from few live microbatches to many."""
+        choices: list[tuple[tuple[int, ...], Sequence[int] | None]] = list(self._postponing())
+        choices += [(caps, None) for caps in _cap_choices(self.graph.depths, full_pipe, self.limit)]
+        for caps, depths in sorted(choices, key=lambda choice: sum(choice[0])):
+            yield self._listed("zero_bubble", caps, split_backward=True, depths=depths)
+
+    def _listed(
+        self,
+        name: str,
+        caps: tuple[int, ...],
+        *,
+        split_backward: bool = False,
+        group: int = 1,
+        depths: Sequence[int] | None = None,
+    ) -> _Candidate:
+        """Make a schedule with the list scheduler."""
+        actions, seconds = list_schedule(
+            self.graph,
+            self.num_microbatches,
+            caps,
+            self.costs,
+            split_backward=split_backward,
+            group=group,
+            depths=depths,
+        )
+        return _Candidate(Schedule(name, self.graph, self.num_microbatches, actions, caps), seconds)
 
     def _postponing(self) -> Iterator[tuple[tuple[int, ...], Sequence[int]]]:
         """Yield caps that leave room to postpone WEIGHT, and depths that keep forwards in step with 1F1B.
@@ -141,31 +159,30 @@ class _Search:
         deepest = max(1, *self.graph.depths)
         for room in range(max(self.limit - deepest, 0) + 1):
             caps = (min(deepest + room, self.limit),) * self.graph.num_ranks
-            for more in {0, min(1, room)}:
-                yield caps, tuple(max(1, depth + more) for depth in self.graph.depths)
+            yield caps, tuple(max(1, depth) for depth in self.graph.depths)
+            if room:
+                yield caps, tuple(max(1, depth + 1) for depth in self.graph.depths)
 
     def _group_sizes(self) -> tuple[int, ...]:
-        """Say how many microbatches may go round together; only in a loop it makes a difference worth trying."""
+        """Return the numbers of microbatches that may go round together; only in a loop are several worth trying."""
         return (1, self.graph.num_ranks) if self.graph.loop_chunks > 1 else (1,)
 
-    def _looped(self) -> Iterator[_Found]:
+    def _looped(self) -> Iterator[_Candidate]:
         """Yield the templates for virtual stages if the graph is a loop, as far as the caps allow it."""
         if self.graph.loop_chunks < 2 or not self.graph.has_backward:
             return
         num_groups = max(1, self.num_microbatches // self.graph.num_ranks)
         for groups in (num_groups, min(num_groups + 1, self.num_microbatches)):
             for warmup_per_rank in (1, 2):
-                schedule = replace(
-                    looped(self.graph, self.num_microbatches, groups, warmup_per_rank), name="interleaved"
-                )
+                schedule = looped(self.graph, self.num_microbatches, groups, warmup_per_rank)
                 if max(schedule.caps) <= self.limit:
-                    yield from _played(schedule, self.costs)
+                    yield from _simulated(replace(schedule, name="interleaved"), self.costs)
 
 
-def _played(schedule: Schedule, costs: Costs) -> Iterator[_Found]:
-    """Yield the schedule with its time; nothing if it stands still, as some with uneven groups would."""
+def _simulated(schedule: Schedule, costs: Costs) -> Iterator[_Candidate]:
+    """Yield the schedule with its time; nothing if it deadlocks, as some with uneven groups do."""
     with suppress(ScheduleError):
-        yield _Found(schedule, simulate(schedule, costs).makespan_seconds)
+        yield _Candidate(schedule, simulate(schedule, costs).makespan_seconds)
 
 
 def _cap_choices(depths: Sequence[int], full_pipe: Sequence[float], limit: int) -> list[tuple[int, ...]]:
@@ -185,51 +202,56 @@ def _require_positive(value: int, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What one microbatch that has all ranks to itself takes; ranks without a segment have zeros."""
+class LowerBounds:
+    """The times of one microbatch that has all ranks to itself; ranks without a segment have zeros."""
 
-    way_seconds: float
+    microbatch_seconds: float
     """From its start to its end."""
     head_seconds: tuple[float, ...]
     """From its start until it reaches each rank."""
     work_seconds: tuple[float, ...]
     """How long each rank computes for it."""
     tail_seconds: tuple[float, ...]
-    """At least this long other ranks go on after the last action of each rank."""
-    stay_seconds: tuple[float, ...]
-    """From the start of each rank's first action to the end of its last: how long it is live there."""
+    """How long other ranks go on, at least, after the last action of each rank."""
+    live_seconds: tuple[float, ...]
+    """From the start of each rank's first action to the end of its last."""
 
-    def lower_bound_seconds(self, num_microbatches: int) -> float:
+    def step_seconds(self, num_microbatches: int) -> float:
         """Return a time that no schedule can be faster than.
 
         For each rank: what comes before its first action can start, all of its work, and what is left after its last
         one. Of a chain with equal stages: the ideal `(M + P - 1) * (forward + backward)` plus one round of link time.
         """
         parts = zip(self.head_seconds, self.work_seconds, self.tail_seconds, strict=True)
-        return max(self.way_seconds, *(head + num_microbatches * work + tail for head, work, tail in parts))
+        return max(self.microbatch_seconds, *(head + num_microbatches * work + tail for head, work, tail in parts))
 
     @property
     def full_pipe(self) -> tuple[float, ...]:
-        """How many microbatches each rank has to hold for the busiest rank to be never idle, if nothing ever queued."""
+        """How many microbatches each rank must hold so that the busiest rank is never idle, if nothing ever queued."""
         period = max(self.work_seconds)
-        return tuple(stay / period if period else 0.0 for stay in self.stay_seconds)
+        return tuple(live / period if period else 0.0 for live in self.live_seconds)
 
 
-def bounds_of(graph: SegmentGraph, costs: Costs, split_backward: bool = False) -> Bounds:
+def lower_bounds(graph: SegmentGraph, costs: Costs, split_backward: bool = False) -> LowerBounds:
     """Follow one microbatch through the graph."""
     tasks = tasks_of(graph, costs, split_backward)
     heads, tails = _heads_and_tails(tasks, costs)
-    own = [[n for n, task in enumerate(tasks) if task.segment.rank == rank] for rank in range(graph.num_ranks)]
     ends = [head + task.seconds for head, task in zip(heads, tasks, strict=True)]
-    return Bounds(
-        way_seconds=max(ends, default=0.0),
-        head_seconds=tuple(min((heads[n] for n in numbers), default=0.0) for numbers in own),
-        work_seconds=tuple(sum(tasks[n].seconds for n in numbers) for numbers in own),
-        tail_seconds=tuple(min((tails[n] for n in numbers), default=0.0) for numbers in own),
-        stay_seconds=tuple(
-            max((ends[n] for n in numbers), default=0.0) - min((heads[n] for n in numbers), default=0.0)
-            for numbers in own
-        ),
+    head_seconds, work_seconds, tail_seconds, live_seconds = [], [], [], []
+    for rank in range(graph.num_ranks):
+        own = [number for number, task in enumerate(tasks) if task.segment.rank == rank]
+        first_start = min((heads[number] for number in own), default=0.0)
+        last_end = max((ends[number] for number in own), default=0.0)
+        head_seconds.append(first_start)
+        work_seconds.append(sum(tasks[number].seconds for number in own))
+        tail_seconds.append(min((tails[number] for number in own), default=0.0))
+        live_seconds.append(last_end - first_start)
+    return LowerBounds(
+        microbatch_seconds=max(ends, default=0.0),
+        head_seconds=tuple(head_seconds),
+        work_seconds=tuple(work_seconds),
+        tail_seconds=tuple(tail_seconds),
+        live_seconds=tuple(live_seconds),
     )
 
 
@@ -238,13 +260,13 @@ def _heads_and_tails(tasks: tuple[Task, ...], costs: Costs) -> tuple[list[float]
     heads, tails = [0.0] * len(tasks), [0.0] * len(tasks)
     order = _topological(tasks)
     for number in order:
-        for feed in tasks[number].feeds:
-            way = heads[number] + tasks[number].seconds + _link_seconds(feed, costs)
-            heads[feed.target] = max(heads[feed.target], way)
+        for edge in tasks[number].edges:
+            head = heads[number] + tasks[number].seconds + _link_seconds(edge, costs)
+            heads[edge.target] = max(heads[edge.target], head)
     for number in reversed(order):
-        for feed in tasks[number].feeds:
-            way = _link_seconds(feed, costs) + tasks[feed.target].seconds + tails[feed.target]
-            tails[number] = max(tails[number], way)
+        for edge in tasks[number].edges:
+            tail = _link_seconds(edge, costs) + tasks[edge.target].seconds + tails[edge.target]
+            tails[number] = max(tails[number], tail)
     return heads, tails
 
 
@@ -252,12 +274,12 @@ def _topological(tasks: tuple[Task, ...]) -> list[int]:
     missing = [task.num_needs for task in tasks]
     order = [number for number, count in enumerate(missing) if not count]
     for number in order:
-        for feed in tasks[number].feeds:
-            missing[feed.target] -= 1
-            if not missing[feed.target]:
-                order.append(feed.target)
+        for edge in tasks[number].edges:
+            missing[edge.target] -= 1
+            if not missing[edge.target]:
+                order.append(edge.target)
     return order
 
 
-def _link_seconds(feed: Feed, costs: Costs) -> float:
-    return 0.0 if feed.transfer is None else costs.latency_seconds + costs.occupancy_seconds(feed.transfer)
+def _link_seconds(edge: Edge, costs: Costs) -> float:
+    return 0.0 if edge.transfer is None else costs.latency_seconds + costs.occupancy_seconds(edge.transfer)

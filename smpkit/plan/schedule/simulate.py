@@ -1,4 +1,4 @@
-"""Play a schedule with costs: when every action starts and ends, who waits for what, and how full the ranks get.
+"""Simulate a schedule with costs: when every action starts and ends, who waits for what, and how full the ranks get.
 
 The bubble is the idle share, `idle / (ranks * makespan)`. Of a chain without link time it is `(P - 1) / (M + P - 1)`
 for `simple` and for `interleaved`.
@@ -13,9 +13,9 @@ from functools import cached_property
 
 from smpkit.plan.schedule.actions import Action, Costs, Schedule, message_order
 from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment
-from smpkit.plan.schedule.tasks import Feed, Links, Task, tasks_of
+from smpkit.plan.schedule.tasks import Edge, LinkModel, Task, tasks_of
 
-__all__ = ["Cause", "LinkUse", "Span", "Stall", "Timeline", "simulate"]
+__all__ = ["ActionInterval", "Cause", "IdleInterval", "LinkUse", "Timeline", "simulate"]
 
 
 class Cause(str, Enum):
@@ -37,7 +37,7 @@ class Cause(str, Enum):
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionInterval:
     """One action in time."""
 
     action: Action
@@ -46,7 +46,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Stall:
+class IdleInterval:
     """A time in which a rank is idle."""
 
     cause: Cause
@@ -71,9 +71,9 @@ class Timeline:
     """A schedule in time."""
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionInterval, ...], ...]
     """For each rank, in order."""
-    stalls: tuple[tuple[Stall, ...], ...]
+    stalls: tuple[tuple[IdleInterval, ...], ...]
 
     @cached_property
     def makespan_seconds(self) -> float:
@@ -116,13 +116,13 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Play a schedule; raise ScheduleError if it stands still."""
-    return _Play(schedule, costs or Costs()).timeline()
+    """Run a schedule in simulated time; raise ScheduleError if it deadlocks."""
+    return _Simulator(schedule, costs or Costs()).timeline()
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """The last thing that a task got: when, when it was sent, and from where."""
+    """What reached a task last: when, when it was sent, and from where."""
 
     seconds: float = 0.0
     sent_seconds: float = 0.0
@@ -130,31 +130,31 @@ class _Arrival:
     rank: int | None = None
 
 
-class _Play:
-    """One run of the simulator."""
+class _Simulator:
+    """One run in simulated time."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule = schedule
         self._tasks = tasks_of(schedule.graph, costs, schedule.splits_backward)
         self._numbers = {(task.kind, task.segment): number for number, task in enumerate(self._tasks)}
-        self._links = Links(costs)
+        self._links = LinkModel(costs)
         self._missing = [[task.num_needs for task in self._tasks] for _ in range(schedule.num_microbatches)]
         self._arrivals = [[_Arrival()] * len(self._tasks) for _ in range(schedule.num_microbatches)]
-        self._spans: list[list[Span]] = [[] for _ in schedule.actions]
-        self._stalls: list[list[Stall]] = [[] for _ in schedule.actions]
+        self._spans: list[list[ActionInterval]] = [[] for _ in schedule.actions]
+        self._stalls: list[list[IdleInterval]] = [[] for _ in schedule.actions]
 
     def timeline(self) -> Timeline:
-        """Let ranks run until they block, and again when something reached them."""
+        """Let ranks run until they block, and again when something has reached them."""
         turns = deque(range(len(self._spans)))
         while turns:
-            turns.extend(self._run(turns.popleft()))
+            turns.extend(self._advance(turns.popleft()))
         for rank, actions in enumerate(self._schedule.actions):
             if len(self._spans[rank]) < len(actions):
                 raise ScheduleError(f"rank {rank} stands still before {actions[len(self._spans[rank])]}")
         self._drain()
         return Timeline(self._schedule, tuple(map(tuple, self._spans)), tuple(map(tuple, self._stalls)))
 
-    def _run(self, rank: int) -> set[int]:
+    def _advance(self, rank: int) -> set[int]:
         """Run a rank's list as far as it goes; return the other ranks that got something."""
         reached: set[int] = set()
         spans, actions = self._spans[rank], self._schedule.actions[rank]
@@ -163,25 +163,27 @@ class _Play:
             number = self._numbers[action.kind, Segment(rank, action.segment)]
             if self._missing[action.microbatch][number]:
                 break
-            reached |= self._play(rank, action, number)
+            reached |= self._run(rank, action, number)
         return reached - {rank}
 
-    def _play(self, rank: int, action: Action, number: int) -> set[int]:
-        arrival, spans, task = self._arrivals[action.microbatch][number], self._spans[rank], self._tasks[number]
+    def _run(self, rank: int, action: Action, number: int) -> set[int]:
+        """Run one action; return the ranks that got something from it."""
+        arrival = self._arrivals[action.microbatch][number]
+        spans, task = self._spans[rank], self._tasks[number]
         free = spans[-1].end_seconds if spans else 0.0
         if arrival.seconds > free:
             self._stalls[rank] += _stalls(action, arrival, free, is_first=not spans)
         start = max(free, arrival.seconds)
-        spans.append(Span(action, start, start + task.seconds))
-        return {self._give(task, feed, action.microbatch, start + task.seconds) for feed in task.feeds}
+        spans.append(ActionInterval(action, start, start + task.seconds))
+        return {self._send(task, edge, action.microbatch, start + task.seconds) for edge in task.edges}
 
-    def _give(self, task: Task, feed: Feed, microbatch: int, now_seconds: float) -> int:
-        """Hand on what a task gives to another one; return that one's rank."""
-        source, target = task.segment.rank, self._tasks[feed.target].segment.rank
-        seconds = self._links.arrival_seconds(source, target, feed.transfer, now_seconds)
-        if seconds >= self._arrivals[microbatch][feed.target].seconds:
-            self._arrivals[microbatch][feed.target] = _Arrival(seconds, now_seconds, task.kind, source)
-        self._missing[microbatch][feed.target] -= 1
+    def _send(self, task: Task, edge: Edge, microbatch: int, now_seconds: float) -> int:
+        """Send along an edge; return the rank that gets it."""
+        source, target = task.segment.rank, self._tasks[edge.target].segment.rank
+        seconds = self._links.arrival_seconds(source, target, edge.transfer, now_seconds)
+        if seconds >= self._arrivals[microbatch][edge.target].seconds:
+            self._arrivals[microbatch][edge.target] = _Arrival(seconds, now_seconds, task.kind, source)
+        self._missing[microbatch][edge.target] -= 1
         return target
 
     def _drain(self) -> None:
@@ -189,15 +191,15 @@ class _Play:
         for spans, stalls in zip(self._spans, self._stalls, strict=True):
             end = spans[-1].end_seconds if spans else 0.0
             if end < makespan:
-                stalls.append(Stall(Cause.DRAIN, end, makespan, None, None))
+                stalls.append(IdleInterval(Cause.DRAIN, end, makespan, None, None))
 
 
-def _stalls(action: Action, arrival: _Arrival, free_seconds: float, is_first: bool) -> list[Stall]:
-    """Cut the time before an action into waiting for somebody's work and waiting for the link."""
+def _stalls(action: Action, arrival: _Arrival, free_seconds: float, is_first: bool) -> list[IdleInterval]:
+    """Split the idle time before an action into waiting for another rank's work and waiting for the link."""
     by_kind = Cause.BACKWARD if arrival.kind is Kind.BACKWARD else Cause.FORWARD
     sent = max(free_seconds, arrival.sent_seconds)
     parts = [
-        Stall(Cause.FILL if is_first else by_kind, free_seconds, sent, action, arrival.rank),
-        Stall(Cause.LINK, sent, arrival.seconds, action, arrival.rank),
+        IdleInterval(Cause.FILL if is_first else by_kind, free_seconds, sent, action, arrival.rank),
+        IdleInterval(Cause.LINK, sent, arrival.seconds, action, arrival.rank),
     ]
     return [part for part in parts if part.end_seconds > part.start_seconds]

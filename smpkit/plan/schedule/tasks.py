@@ -1,7 +1,7 @@
-"""The planner's form of a graph with costs: the actions of one microbatch as numbers, so that planning is fast.
+"""A graph with costs, as the planner uses it: the actions of one microbatch, numbered, so that planning is fast.
 
-Every microbatch has the same tasks 0 .. n-1. `Links` says when a message that one of them sends arrives; the planner
-and the simulator ask the same object, so they agree to the last bit.
+Every microbatch has the same tasks 0 .. n-1. `LinkModel` says when a message that one of them sends arrives; the
+planner and the simulator use the same model, so their times are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import Final
 from smpkit.plan.schedule.actions import Action, Costs
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
 
-__all__ = ["Feed", "Links", "Task", "tasks_of"]
+__all__ = ["Edge", "LinkModel", "Task", "tasks_of"]
 
 _PRIORITY: Final = {Kind.BACKWARD: 0, Kind.FORWARD: 1, Kind.WEIGHT: 2}
-"""What a rank does first of what it could do now: backward frees memory, weights only fill gaps."""
+"""What a rank runs first of what it could run now: backward frees memory, weights only fill gaps."""
 
 
 @dataclass(frozen=True)
-class Feed:
-    """What the end of a task gives to another one, directly or as a message."""
+class Edge:
+    """From a task to one that waits for its end, directly or for a message that it sends."""
 
     target: int
+    """Number of the task that waits."""
     transfer: Transfer | None
+    """The message; None where nothing travels."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,13 @@ class Task:
     segment: Segment
     seconds: float
     num_needs: int
-    feeds: tuple[Feed, ...]
+    edges: tuple[Edge, ...]
     priority: int
-    """Smaller goes first of what a rank could do now."""
+    """Of what a rank could run now, the smallest number goes first."""
 
     @property
     def fills_gaps(self) -> bool:
-        """Whether nobody waits for it: WEIGHT, and in a split schedule a whole backward that sends no gradient."""
+        """Whether no task waits for it: WEIGHT, and in a split schedule a whole backward that sends no gradient."""
         return self.priority == _PRIORITY[Kind.WEIGHT]
 
     def action(self, microbatch: int) -> Action:
@@ -59,33 +61,36 @@ def tasks_of(graph: SegmentGraph, costs: Costs, split_backward: bool) -> tuple[T
     ]
     numbers = {node: number for number, node in enumerate(nodes)}
     needs = [graph.needs(*node) for node in nodes]
-    feeds: list[list[Feed]] = [[] for _ in nodes]
+    edges: list[list[Edge]] = [[] for _ in nodes]
     for number, wanted in enumerate(needs):
         for need in wanted:
-            feeds[numbers[need.kind, need.segment]].append(Feed(number, need.transfer))
+            edges[numbers[need.kind, need.segment]].append(Edge(number, need.transfer))
     return tuple(
         Task(
-            *node,
-            costs.seconds(*node, split_backward and graph.splits(node[1])),
-            len(needs[number]),
-            _in_sending_order(graph, node, feeds[number]),
-            _priority(graph, *node, split_backward),
+            kind=kind,
+            segment=segment,
+            seconds=costs.seconds(kind, segment, split_backward and graph.splits(segment)),
+            num_needs=len(needs[number]),
+            edges=_in_sending_order(graph, kind, segment, edges[number]),
+            priority=_priority(graph, kind, segment, split_backward),
         )
-        for number, node in enumerate(nodes)
+        for number, (kind, segment) in enumerate(nodes)
     )
 
 
 def _priority(graph: SegmentGraph, kind: Kind, segment: Segment, split_backward: bool) -> int:
-    feeds_nobody = split_backward and kind is Kind.BACKWARD and not graph.splits(segment)
-    return _PRIORITY[Kind.WEIGHT if feeds_nobody else kind]
+    if split_backward and kind is Kind.BACKWARD and not graph.splits(segment):
+        return _PRIORITY[Kind.WEIGHT]  # it sends no gradient, so no task waits for it
+    return _PRIORITY[kind]
 
 
-def _in_sending_order(graph: SegmentGraph, node: tuple[Kind, Segment], feeds: Sequence[Feed]) -> tuple[Feed, ...]:
-    order = {id(transfer): place for place, transfer in enumerate(graph.sends(*node))}
-    return tuple(sorted(feeds, key=lambda feed: -1 if feed.transfer is None else order[id(feed.transfer)]))
+def _in_sending_order(graph: SegmentGraph, kind: Kind, segment: Segment, edges: Sequence[Edge]) -> tuple[Edge, ...]:
+    """Return the edges without a message first, then those with one, as the executor sends them."""
+    order = {id(transfer): position for position, transfer in enumerate(graph.sends(kind, segment))}
+    return tuple(sorted(edges, key=lambda edge: -1 if edge.transfer is None else order[id(edge.transfer)]))
 
 
-class Links:
+class LinkModel:
     """When messages arrive: those of one ordered pair of ranks one after the other, then the latency."""
 
     def __init__(self, costs: Costs) -> None:

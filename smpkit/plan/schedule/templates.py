@@ -24,10 +24,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Write 1F1B of a chain down directly: warm up with `P - 1 - rank` forwards, then alternate."""
     if num_microbatches < 1:
         raise UsageError(f"`num_microbatches` is {num_microbatches}", hint="use 1 or more")
-    actions = tuple(
-        tuple(_alternate(min(num_ranks - 1 - rank, num_microbatches), [(0, m) for m in range(num_microbatches)]))
-        for rank in range(num_ranks)
-    )
+    rounds = [(0, microbatch) for microbatch in range(num_microbatches)]
+    actions = tuple(tuple(_alternate(min(num_ranks - 1 - rank, num_microbatches), rounds)) for rank in range(num_ranks))
     caps = tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
     return Schedule("1f1b", SegmentGraph.chain(num_ranks), num_microbatches, actions, caps)
 
@@ -37,14 +35,14 @@ def looped(
 ) -> Schedule:
     """Write interleaved 1F1B of a loop down.
 
-    A rank holds several chunks of the model, so filling the pipe takes a part of the time. Microbatches go round in
+    A rank holds several chunks of the model, so filling the pipe takes a fraction of the time. Microbatches go round in
     groups of P; where P does not divide their number, the first groups are larger by one, which costs no time.
 
     Args:
         num_groups: how many groups there are, of about the same size; by default as many as have P microbatches or
-            more. More of them hold fewer microbatches, and leave ranks idle between the chunks.
-        warmup_per_rank: forwards that a rank begins with beyond those of the next rank; by default 2, which hides
-            links, and 1 for a chain.
+            more. More groups hold fewer microbatches, and leave ranks idle between the chunks.
+        warmup_per_rank: how many forwards more than the next rank a rank begins with; by default 2, which hides link
+            time, and 1 for a chain.
 
     Raises:
         UsageError: the graph is not a loop or has no backward.
@@ -54,9 +52,10 @@ def looped(
         raise UsageError(f"{num_microbatches} microbatches cannot go round this graph of {num_ranks} ranks in groups")
     groups = _groups(num_microbatches, num_groups or max(1, num_microbatches // num_ranks))
     warmup_per_rank = warmup_per_rank or (2 if num_chunks > 1 else 1)
-    rounds = [
-        (chunk, microbatch) for microbatches in groups for chunk in range(num_chunks) for microbatch in microbatches
-    ]
+    rounds: list[tuple[int, int]] = []
+    for microbatches in groups:
+        for chunk in range(num_chunks):
+            rounds += [(chunk, microbatch) for microbatch in microbatches]
     actions = []
     for rank in range(num_ranks):
         warmup = (num_ranks - 1 - rank) * warmup_per_rank + (num_chunks - 1) * len(groups[0])
@@ -75,7 +74,9 @@ def _groups(num_microbatches: int, num_groups: int) -> list[range]:
 def _alternate(warmup: int, rounds: Sequence[tuple[int, int]], num_chunks: int = 1) -> Iterator[Action]:
     """Yield `warmup` forwards, then forward and backward in turn; backward takes the chunks in reverse order."""
     forwards = iter(rounds)
-    yield from (Action(Kind.FORWARD, *place) for place in islice(forwards, warmup))
+    for forward_chunk, forward_microbatch in islice(forwards, warmup):
+        yield Action(Kind.FORWARD, forward_chunk, forward_microbatch)
     for chunk, microbatch in rounds:
-        yield from (Action(Kind.FORWARD, *place) for place in islice(forwards, 1))
+        for forward_chunk, forward_microbatch in islice(forwards, 1):
+            yield Action(Kind.FORWARD, forward_chunk, forward_microbatch)
         yield Action(Kind.BACKWARD, num_chunks - 1 - chunk, microbatch)

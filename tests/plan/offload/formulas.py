@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, Work, needs_back
+from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, needs_back
 from smpkit.plan.schedule.graph import Kind
 
 __all__ = ["backlog_boundaries", "headroom", "offloaded_bytes", "peak_bound_bytes", "step_bound_seconds"]
@@ -49,12 +49,12 @@ def peak_bound_bytes(
     return boundary_bytes * min(bounds)
 
 
-def offloaded_bytes(work: Sequence[Work], window: Window) -> int:
+def offloaded_bytes(work: Sequence[LayerTask], window: Window) -> int:
     """Return what leaves the device in a step, and comes back: boundaries whose backward is beyond the window."""
     return sum(each.num_bytes for each in _offloaded(work, window))
 
 
-def step_bound_seconds(work: Sequence[Work], link: LinkSpeed, window: Window, slowdown: float = 0.0) -> float:
+def step_bound_seconds(work: Sequence[LayerTask], link: LinkSpeed, window: Window, slowdown: float = 0.0) -> float:
     """Return what no step can be faster than: the compute, either direction, or both together.
 
     Args:
@@ -72,7 +72,7 @@ def step_bound_seconds(work: Sequence[Work], link: LinkSpeed, window: Window, sl
     return max(bounds)
 
 
-def _offloaded(work: Sequence[Work], window: Window) -> list[Work]:
+def _offloaded(work: Sequence[LayerTask], window: Window) -> list[LayerTask]:
     needs = {each.boundary: each for each in work if needs_back(each)}
     made = [each for each in work if each.action.kind is Kind.FORWARD and each.boundary in needs]
     return [each for each in made if not window.reaches(each, needs[each.boundary])]

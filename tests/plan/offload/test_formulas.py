@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smpkit.plan.offload.simulate import simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, Work, work_of
+from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, layer_tasks
 from smpkit.plan.schedule.templates import one_f_one_b
 from tests.plan.offload.formulas import (
     backlog_boundaries,
@@ -19,8 +19,8 @@ _LAYER = LayerCost(1.0, 2.0, 100, recompute_seconds=1.0)
 _WINDOWS = [Window(1), Window(2), Window(8), Window(horizon=1), Window(horizon=4), Window(4, 1)]
 
 
-def _work(num_ranks: int, num_microbatches: int, num_layers: int) -> tuple[Work, ...]:
-    return work_of(one_f_one_b(num_ranks, num_microbatches).actions[0], [[_LAYER] * num_layers])
+def _work(num_ranks: int, num_microbatches: int, num_layers: int) -> tuple[LayerTask, ...]:
+    return layer_tasks(one_f_one_b(num_ranks, num_microbatches).actions[0], [[_LAYER] * num_layers])
 
 
 @pytest.mark.parametrize("window", _WINDOWS, ids=str)

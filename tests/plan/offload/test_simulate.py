@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from smpkit.errors import UsageError
 from smpkit.plan.offload.simulate import OffloadTimeline, Rules, peak_without_offloading, simulate_offload
-from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, Work, auto_window, needs_back, work_of
+from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, auto_window, layer_tasks, needs_back
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
@@ -33,8 +33,8 @@ def _labels(text: str) -> list[Action]:
     return [Action.parse(label) for label in text.split()]
 
 
-def _first_stage(num_layers: int = 8) -> tuple[Work, ...]:
-    return work_of(one_f_one_b(8, 16).actions[0], [[LayerCost(1.0, 2.0, 100, recompute_seconds=1.0)] * num_layers])
+def _first_stage(num_layers: int = 8) -> tuple[LayerTask, ...]:
+    return layer_tasks(one_f_one_b(8, 16).actions[0], [[LayerCost(1.0, 2.0, 100, recompute_seconds=1.0)] * num_layers])
 
 
 def _link(copy_seconds: float) -> LinkSpeed:
@@ -62,7 +62,7 @@ def test_auto_window_is_the_smallest_of_the_table_without_a_stall(copy_seconds: 
 
 
 def test_copies_and_waits_of_a_small_step_are_these() -> None:
-    work = work_of(_labels("F0 F1 B0 B1"), [[LayerCost(1.0, 2.0, 10)]])
+    work = layer_tasks(_labels("F0 F1 B0 B1"), [[LayerCost(1.0, 2.0, 10)]])
     timeline = simulate_offload(work, LinkSpeed(10, 5), Window(lead=1))
     assert [(str(each.work), each.start_seconds, each.end_seconds) for each in timeline.outs] == [
         ("F0 layer 0", 0.0, 1.0),
@@ -82,7 +82,7 @@ def test_copies_and_waits_of_a_small_step_are_these() -> None:
 
 
 def test_directions_that_share_the_link_slow_each_other_while_both_copy() -> None:
-    work = work_of(_labels("F0 F1 F2 B0 B1 B2"), [[LayerCost(1.0, 2.0, 10)]])
+    work = layer_tasks(_labels("F0 F1 F2 B0 B1 B2"), [[LayerCost(1.0, 2.0, 10)]])
     alone = simulate_offload(work, LinkSpeed(10, 10), Window(lead=1))
     both = simulate_offload(work, LinkSpeed(10, 10, both_bytes_per_second=10), Window(lead=1))
     assert _spans(alone) == [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (2.0, 3.0), (3.0, 4.0), (5.0, 6.0)]
@@ -95,7 +95,7 @@ def _spans(timeline: OffloadTimeline) -> list[tuple[float, float]]:
 
 
 def test_device_memory_is_given_back_when_the_next_layer_begins() -> None:
-    work = work_of(_labels("F0 F1 F2 B0 B1 B2"), [[LayerCost(1.0, 2.0, 10)]])
+    work = layer_tasks(_labels("F0 F1 F2 B0 B1 B2"), [[LayerCost(1.0, 2.0, 10)]])
     timeline = simulate_offload(work, LinkSpeed(20, 20), Window(lead=1))
     assert _spans(timeline) == [(0.0, 0.5), (1.0, 1.5), (2.0, 2.5), (2.0, 2.5), (3.0, 3.5), (5.0, 5.5)]
     # At 1 and at 2 the boundary before is given back; the load for B0 is issued at 2 beside the boundary of F2, which
@@ -104,7 +104,7 @@ def test_device_memory_is_given_back_when_the_next_layer_begins() -> None:
 
 
 def test_what_is_still_on_the_device_is_not_loaded() -> None:
-    work = work_of(_labels("F0 B0"), [[LayerCost(1.0, 1.0, 10)] * 3])
+    work = layer_tasks(_labels("F0 B0"), [[LayerCost(1.0, 1.0, 10)] * 3])
     timeline = simulate_offload(work, LinkSpeed(3, 3), Window(lead=1))
     assert [str(copy.work) for copy in timeline.outs] == ["F0 layer 0", "F0 layer 1"]
     assert [str(copy.work) for copy in timeline.loads] == ["B0 layer 0"]
@@ -112,7 +112,7 @@ def test_what_is_still_on_the_device_is_not_loaded() -> None:
 
 
 def test_without_a_plan_the_latest_are_copied_and_held() -> None:
-    work = work_of(_labels("F0 B0"), [[LayerCost(1.0, 2.0, 10)] * 5])
+    work = layer_tasks(_labels("F0 B0"), [[LayerCost(1.0, 2.0, 10)] * 5])
     timeline = simulate_offload(work, LinkSpeed(100, 100), Window(lead=2), rules=Rules(is_planned=False))
     assert (timeline.out_bytes, timeline.kept) == (50, ())
     assert [copy.work.layer for copy in timeline.loads] == [2, 1, 0]
@@ -121,7 +121,7 @@ def test_without_a_plan_the_latest_are_copied_and_held() -> None:
 
 
 def test_a_ring_lets_compute_wait_for_the_link_instead_of_memory() -> None:
-    work = work_of(_labels("F0 B0"), [[LayerCost(1.0, 8.0, 10)] * 6])
+    work = layer_tasks(_labels("F0 B0"), [[LayerCost(1.0, 8.0, 10)] * 6])
     link = LinkSpeed(5, 5)
     piled_up = simulate_offload(work, link, Window(lead=1))
     ring = simulate_offload(work, link, Window(lead=1), rules=Rules(ring=2))
@@ -131,7 +131,7 @@ def test_a_ring_lets_compute_wait_for_the_link_instead_of_memory() -> None:
 
 
 def test_a_boundary_that_is_needed_within_the_window_stays() -> None:
-    work = work_of(_labels("F0 B0"), [[LayerCost(1.0, 2.0, 10)] * 4])
+    work = layer_tasks(_labels("F0 B0"), [[LayerCost(1.0, 2.0, 10)] * 4])
     timeline = simulate_offload(work, LinkSpeed(10, 10), Window(lead=3))
     assert [str(each) for each in timeline.kept] == ["F0 layer 2", "F0 layer 3"]
     assert timeline.out_bytes == 20
@@ -139,13 +139,13 @@ def test_a_boundary_that_is_needed_within_the_window_stays() -> None:
 
 
 def test_boundaries_without_a_backward_are_gone_after_the_forward() -> None:
-    timeline = simulate_offload(work_of(_labels("F0 F1"), [[LayerCost(1.0, 2.0, 10)]]), LinkSpeed(1, 1), Window(1))
+    timeline = simulate_offload(layer_tasks(_labels("F0 F1"), [[LayerCost(1.0, 2.0, 10)]]), LinkSpeed(1, 1), Window(1))
     assert (timeline.outs, timeline.peak_bytes, timeline.makespan_seconds) == ((), 10, 2.0)
 
 
 def test_weight_actions_need_nothing_back() -> None:
     costs = [[LayerCost(1.0, 2.0, 10, weight_seconds=1.0)]]
-    work = work_of(_labels("F0 B0 W0"), costs)
+    work = layer_tasks(_labels("F0 B0 W0"), costs)
     assert [each.seconds for each in work] == [1.0, 1.0, 1.0]
     assert len(simulate_offload(work, LinkSpeed(10, 10), Window(lead=1)).loads) == 0
     assert [needs_back(each) for each in work] == [False, True, False]
@@ -154,7 +154,7 @@ def test_weight_actions_need_nothing_back() -> None:
 def test_segments_have_layers_of_their_own() -> None:
     actions = [Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)]
     actions.append(Action(Kind.BACKWARD, 0, 0))
-    work = work_of(actions, [[LayerCost(1.0, 2.0, 10)] * 2, [LayerCost(3.0, 4.0, 20)]])
+    work = layer_tasks(actions, [[LayerCost(1.0, 2.0, 10)] * 2, [LayerCost(3.0, 4.0, 20)]])
     assert list(map(str, work)) == [
         "F0 layer 0",
         "F0 layer 1",
@@ -168,7 +168,7 @@ def test_segments_have_layers_of_their_own() -> None:
 
 
 def test_waits_for_other_ranks_give_loads_time() -> None:
-    work = work_of(_labels("F0 B0"), [[LayerCost(1.0, 2.0, 10)] * 2])
+    work = layer_tasks(_labels("F0 B0"), [[LayerCost(1.0, 2.0, 10)] * 2])
     link = LinkSpeed(20, 2)
     assert simulate_offload(work, link, Window(lead=1)).stall_seconds == 3.0
     timeline = simulate_offload(work, link, Window(lead=1), [0.0, 4.0])
@@ -177,7 +177,7 @@ def test_waits_for_other_ranks_give_loads_time() -> None:
 
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(UsageError, match="1 start times do not belong to 2 actions"):
-        simulate_offload(work_of(_labels("F0 B0"), [[LayerCost(1, 1, 1)]]), LinkSpeed(1, 1), Window(1), [0.0])
+        simulate_offload(layer_tasks(_labels("F0 B0"), [[LayerCost(1, 1, 1)]]), LinkSpeed(1, 1), Window(1), [0.0])
     with pytest.raises(UsageError, match="a horizon of 0 loads nothing"):
         Window(horizon=0)
     with pytest.raises(UsageError, match="`out_bytes_per_second` of the link is 0"):
@@ -185,7 +185,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
 
 @st.composite
-def _steps(draw: st.DrawFn) -> tuple[tuple[Work, ...], LinkSpeed]:
+def _steps(draw: st.DrawFn) -> tuple[tuple[LayerTask, ...], LinkSpeed]:
     """A rank of a pipeline with random layers and a random link."""
     num_ranks, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     schedule = interleaved(SegmentGraph.chain(num_ranks), num_microbatches, num_microbatches)
@@ -195,7 +195,7 @@ def _steps(draw: st.DrawFn) -> tuple[tuple[Work, ...], LinkSpeed]:
     rate = st.sampled_from([1.0, 4.0, 20.0])
     link = draw(st.builds(LinkSpeed, rate, rate, st.none() | rate, st.sampled_from([0.0, 0.5])))
     rank = draw(st.integers(0, num_ranks - 1))
-    return work_of(schedule.actions[rank], [layers]), link
+    return layer_tasks(schedule.actions[rank], [layers]), link
 
 
 _ANY_WINDOW = st.builds(Window, st.none() | st.integers(1, 12), st.none() | st.integers(1, 5))
@@ -206,7 +206,7 @@ _ANY_RULES = st.sampled_from([Rules(), Rules(is_planned=False), Rules(ring=2), R
 
 @given(_steps(), _ANY_WINDOW, _ANY_RULES)
 @SETTINGS
-def test_any_step_obeys_the_rules(step: tuple[tuple[Work, ...], LinkSpeed], window: Window, rules: Rules) -> None:
+def test_any_step_obeys_the_rules(step: tuple[tuple[LayerTask, ...], LinkSpeed], window: Window, rules: Rules) -> None:
     work, link = step
     timeline = simulate_offload(work, link, window, rules=rules)
     _require_order(work, timeline)
@@ -221,7 +221,7 @@ def test_any_step_obeys_the_rules(step: tuple[tuple[Work, ...], LinkSpeed], wind
     assert timeline.host_peak_bytes <= peak_without_offloading(work)
 
 
-def _require_order(work: tuple[Work, ...], timeline: OffloadTimeline) -> None:
+def _require_order(work: tuple[LayerTask, ...], timeline: OffloadTimeline) -> None:
     """Check that nothing is read before it is there and no lane does two things at a time."""
     left = {copy.work.boundary: copy for copy in timeline.outs}
     for load in timeline.loads:
@@ -236,7 +236,7 @@ def _require_order(work: tuple[Work, ...], timeline: OffloadTimeline) -> None:
 
 @given(_steps(), st.integers(1, 6))
 @SETTINGS
-def test_a_link_that_takes_no_time_never_stalls(step: tuple[tuple[Work, ...], LinkSpeed], lead: int) -> None:
+def test_a_link_that_takes_no_time_never_stalls(step: tuple[tuple[LayerTask, ...], LinkSpeed], lead: int) -> None:
     work, _ = step
     timeline = simulate_offload(work, LinkSpeed(1e18, 1e18), Window(lead))
     assert timeline.stall_seconds == pytest.approx(0, abs=1e-9)

@@ -4,7 +4,7 @@ from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import assign
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
-from smpkit.plan.schedule.linear_graph import peak_live_shares, runs_of, walk
+from smpkit.plan.schedule.linear_graph import linear_graph, peak_live_shares, runs_of
 from smpkit.plan.schedule.templates import looped, one_f_one_b
 
 UNITS = [UnitCost(name, activation_bytes=10**place, output_bytes=place) for place, name in enumerate("abcdef")]
@@ -18,10 +18,10 @@ def test_neighbours_on_one_partition_are_a_segment() -> None:
         Segment(0, 1): "de",
         Segment(1, 1): "f",
     }
-    graph = walk(runs, 2)
+    graph = linear_graph(runs, 2)
     assert [transfer.num_bytes for transfer in graph.transfers] == [1, 2, 4]
     assert graph.loop_chunks == 2
-    assert not walk(runs, 3, has_backward=False).has_backward
+    assert not linear_graph(runs, 3, has_backward=False).has_backward
 
 
 def test_live_segments_are_weighed_by_what_they_keep() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, ScheduleError, SegmentGraph
 from smpkit.plan.schedule.search import interleaved, simple
-from smpkit.plan.schedule.simulate import Cause, LinkUse, Stall, simulate
+from smpkit.plan.schedule.simulate import Cause, IdleInterval, LinkUse, simulate
 from smpkit.plan.schedule.templates import one_f_one_b
 from tests.plan.graphs import IDLE_RANK, NAMED, SETTINGS, costs_of, graphs
 
@@ -34,15 +34,15 @@ def test_stalls_name_what_was_waited_for() -> None:
     timeline = simulate(one_f_one_b(2, 2), Costs(latency_seconds=0.5))
     assert timeline.stalls == (
         (
-            Stall(Cause.BACKWARD, 2.0, 4.5, Action(Kind.BACKWARD, 0, 0), 1),
-            Stall(Cause.LINK, 4.5, 5.0, Action(Kind.BACKWARD, 0, 0), 1),
-            Stall(Cause.BACKWARD, 7.0, 7.5, Action(Kind.BACKWARD, 0, 1), 1),
-            Stall(Cause.LINK, 7.5, 8.0, Action(Kind.BACKWARD, 0, 1), 1),
+            IdleInterval(Cause.BACKWARD, 2.0, 4.5, Action(Kind.BACKWARD, 0, 0), 1),
+            IdleInterval(Cause.LINK, 4.5, 5.0, Action(Kind.BACKWARD, 0, 0), 1),
+            IdleInterval(Cause.BACKWARD, 7.0, 7.5, Action(Kind.BACKWARD, 0, 1), 1),
+            IdleInterval(Cause.LINK, 7.5, 8.0, Action(Kind.BACKWARD, 0, 1), 1),
         ),
         (
-            Stall(Cause.FILL, 0.0, 1.0, Action(Kind.FORWARD, 0, 0), 0),
-            Stall(Cause.LINK, 1.0, 1.5, Action(Kind.FORWARD, 0, 0), 0),
-            Stall(Cause.DRAIN, 7.5, 10.0, None, None),
+            IdleInterval(Cause.FILL, 0.0, 1.0, Action(Kind.FORWARD, 0, 0), 0),
+            IdleInterval(Cause.LINK, 1.0, 1.5, Action(Kind.FORWARD, 0, 0), 0),
+            IdleInterval(Cause.DRAIN, 7.5, 10.0, None, None),
         ),
     )
 
