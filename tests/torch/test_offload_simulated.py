@@ -39,7 +39,7 @@ def _made(copies: list[CopyMade], began: float) -> list[tuple[str, float, float]
 
 def _planned(timeline: OffloadTimeline, *, out: bool) -> list[tuple[str, float, float]]:
     copies = timeline.outs if out else timeline.loads
-    return [(_named(each.work), each.start_seconds, each.end_seconds) for each in copies]
+    return [(_named(each.task), each.start_seconds, each.end_seconds) for each in copies]
 
 
 def _named(work: LayerTask) -> str:

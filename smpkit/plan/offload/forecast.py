@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import Final, Literal
 
@@ -63,17 +64,18 @@ def forecast(
 ) -> tuple[Forecast, ...]:
     """Return a forecast for each rank.
 
-    Waits between ranks are those of `timeline`; that a stall of one rank may let others wait is not followed up.
+    Waits between ranks are those of `timeline`; that a stall of one rank can make other ranks wait is left out.
 
     Args:
-        timeline: the schedule, played with costs in seconds.
+        timeline: the schedule, simulated with costs in seconds.
         horizon: `activation_loading_horizon`.
     """
     found = []
     for rank, actions in enumerate(timeline.schedule.actions):
-        work = layer_tasks(actions, layers_of(model, assignment, timeline, rank, speed.flops_per_second))
+        tasks = layer_tasks(actions, layers_of(model, assignment, timeline, rank, speed.flops_per_second))
         ready = [span.start_seconds for span in timeline.spans[rank]]
-        found.append(_forecast(work, ready, None if horizon == "auto" else horizon, speed.link, len(timeline.spans)))
+        bound = None if horizon == "auto" else horizon
+        found.append(_forecast(tasks, ready, bound, speed.link, len(timeline.spans)))
     return tuple(found)
 
 
@@ -83,8 +85,9 @@ def layers_of(
     """Return the layers of each segment of a rank: its units, a backward taking twice a forward."""
     count = sum(segment.rank == rank for segment in timeline.schedule.graph.segments)
     runs = list(_runs(assignment, rank))
-    if len(runs) != count:  # one segment stands for all, as in a plan that knows nothing of what returns to a rank
-        runs = [[name for run in runs for name in run], *([] for _ in range(count - 1))]
+    if len(runs) != count:
+        # The plan was made for a graph in which nothing returns to a rank: its first segment stands for all runs.
+        runs = [list(chain.from_iterable(runs))] + [[] for _ in range(count - 1)]
     costs = {unit.cost.name: unit.cost for unit in model.units}
     return [
         [
@@ -114,29 +117,27 @@ def _runs(assignment: Assignment, rank: int) -> Iterator[list[str]]:
 
 
 def _forecast(
-    work: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
+    tasks: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
 ) -> Forecast:
-    found = _play(work, ready, horizon, link, num_ranks)
+    found = _simulated(tasks, ready, horizon, link, num_ranks)
     longest = max(1, len(ready))
-    best = _play(work, ready, longest, link, num_ranks).stall_seconds
+    best = _simulated(tasks, ready, longest, link, num_ranks).stall_seconds
     allowed = best + _WORTH * found.makespan_seconds
-    sufficient = next(
-        (each for each in range(1, longest) if _play(work, ready, each, link, num_ranks).stall_seconds <= allowed),
-        longest,
-    )
+    sufficient = 1
+    while sufficient < longest and _simulated(tasks, ready, sufficient, link, num_ranks).stall_seconds > allowed:
+        sufficient += 1
+    leaving = [each for each in tasks if each.action.kind is Kind.FORWARD and each.num_bytes]
     return Forecast(
-        resident_bytes=peak_without_offloading(work),
+        resident_bytes=peak_without_offloading(tasks),
         device_bytes=found.peak_bytes,
         host_bytes=found.host_peak_bytes,
         out_bytes=found.out_bytes,
         back_bytes=found.back_bytes,
-        lead=auto_window(work, link, Window(_MOST_LEAD)).lead or 1,
+        lead=auto_window(tasks, link, Window(_MOST_LEAD)).lead or 1,
         step_seconds=found.makespan_seconds,
         stall_seconds=found.stall_seconds,
         sufficient_horizon=sufficient,
-        needed_bytes_per_second=max(
-            (_rate(each, link) for each in work if each.action.kind is Kind.FORWARD and each.num_bytes), default=0.0
-        ),
+        needed_bytes_per_second=max((_rate(each, link) for each in leaving), default=0.0),
     )
 
 
@@ -145,10 +146,10 @@ def _rate(forward: LayerTask, link: LinkSpeed) -> float:
     return forward.num_bytes / left if left > 0 else inf
 
 
-def _play(
-    work: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
+def _simulated(
+    tasks: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
 ) -> OffloadTimeline:
-    """Play the engine as it runs on a GPU; with a single rank there are no actions to plan from."""
-    window = auto_window(work, link, Window(_MOST_LEAD, horizon))
+    """Simulate the engine as it runs on a GPU; with a single rank it has no list of actions to plan from."""
+    window = auto_window(tasks, link, Window(_MOST_LEAD, horizon))
     rules = Rules(ring=_RING) if num_ranks > 1 else Rules(is_planned=False, ring=max(_RING, window.lead or 1))
-    return simulate_offload(work, link, window, ready, rules)
+    return simulate_offload(tasks, link, window, ready, rules)

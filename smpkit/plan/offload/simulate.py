@@ -1,7 +1,8 @@
-"""Play one rank's step with boundaries that leave the device and come back: a compute lane and two copy lanes.
+"""Simulate one rank's step with boundaries that leave the device and come back: a compute and two copy streams.
 
 A boundary leaves the device unless its backward is already within the window: then it stays. Its load is issued when
-the work begins from which the window reaches it, and starts when its lane is free and its own copy out is complete.
+the layer task begins from which the window reaches it, and starts when its stream is free and its own copy out is
+complete.
 
 As in the engine of `smpkit.torch.offload`, a boundary leaves when the forward of its layer begins, whose input it is.
 The memory of a load is taken when it is issued. A boundary that is still on the device when its load is due stays
@@ -36,14 +37,14 @@ __all__ = [
 class Copy:
     """A boundary on its way."""
 
-    work: LayerTask
+    task: LayerTask
     """The forward that made it, or the backward that needs it."""
     start_seconds: float
     end_seconds: float
 
 
 class CopyStream:
-    """One direction; what is in the queue waits for its turn, and the first of it is what is being copied."""
+    """One direction of the link; the first boundary of the queue is the one being copied."""
 
     def __init__(self, bytes_per_second: float, latency_seconds: float) -> None:
         self.queue: list[LayerTask] = []
@@ -56,8 +57,10 @@ class CopyStream:
 
     @property
     def end_seconds(self) -> float:
-        """When the present copy ends if the speed stays; infinity without one."""
-        return self._since_seconds + self._left_bytes / self._rate if self.is_busy else inf
+        """When the present copy ends if its speed stays; infinity without one."""
+        if not self.is_busy:
+            return inf
+        return self._since_seconds + self._left_bytes / self._rate
 
     def start(self, now_seconds: float) -> None:
         """Begin the next copy."""
@@ -66,15 +69,17 @@ class CopyStream:
         self._since_seconds, self._left_bytes = now_seconds + self._latency_seconds, self.queue[0].num_bytes
 
     def moves(self, now_seconds: float) -> bool:
-        """Return whether bytes are on the link, not only a latency."""
+        """Return whether bytes are on the link: the latency of the present copy is over."""
         return self.is_busy and now_seconds >= self._since_seconds
 
     def change_seconds(self, now_seconds: float) -> float:
-        """Return when the present copy's first byte goes or, later, when it ends."""
-        return self._since_seconds if self.is_busy and not self.moves(now_seconds) else self.end_seconds
+        """Return when the first byte of the present copy leaves or, once it has, when the copy ends."""
+        if self.is_busy and not self.moves(now_seconds):
+            return self._since_seconds
+        return self.end_seconds
 
     def set_share(self, share: float, now_seconds: float) -> None:
-        """Let the present copy go on with this share of the full speed."""
+        """Continue the present copy at this share of the full speed."""
         rate = share * self._full_rate
         if self.moves(now_seconds) and rate != self._rate:
             self._left_bytes -= (now_seconds - self._since_seconds) * self._rate
@@ -98,10 +103,10 @@ class CopyStreams:
         self._slowdown = link.slowdown
 
     def share_out(self, now_seconds: float) -> None:
-        """Give each direction its speed from now on."""
+        """Set the speed of each direction from now on."""
         both = self.out.moves(now_seconds) and self.back.moves(now_seconds)
-        for lane in (self.out, self.back):
-            lane.set_share(self._slowdown if both else 1.0, now_seconds)
+        for stream in (self.out, self.back):
+            stream.set_share(self._slowdown if both else 1.0, now_seconds)
 
     def change_seconds(self, now_seconds: float) -> float:
         """Return when something changes in either direction."""
@@ -110,7 +115,7 @@ class CopyStreams:
 
 @dataclass(frozen=True)
 class Rules:
-    """In what the engine differs by where it runs."""
+    """How the engine works, which depends on where it runs."""
 
     is_planned: bool = True
     """The actions are known beforehand. Otherwise loads begin with the backward, and the latest boundaries, as many as
@@ -126,7 +131,7 @@ _ENGINE: Final = Rules()
 class LoadStall:
     """A time in which compute waits: a backward for its load, or a forward for earlier copies (`Rules.ring`)."""
 
-    work: LayerTask
+    task: LayerTask
     start_seconds: float
     end_seconds: float
 
@@ -136,7 +141,7 @@ class OffloadTimeline:
     """One rank's step in time."""
 
     start_seconds: tuple[float, ...]
-    """When each piece of work begins."""
+    """When each layer task begins."""
     end_seconds: tuple[float, ...]
     outs: tuple[Copy, ...]
     loads: tuple[Copy, ...]
@@ -150,7 +155,7 @@ class OffloadTimeline:
 
     @property
     def makespan_seconds(self) -> float:
-        """When the last piece of work ends."""
+        """When the last layer task ends."""
         return self.end_seconds[-1] if self.end_seconds else 0.0
 
     @property
@@ -161,37 +166,37 @@ class OffloadTimeline:
     @property
     def out_bytes(self) -> int:
         """What leaves the device."""
-        return sum(copy.work.num_bytes for copy in self.outs)
+        return sum(copy.task.num_bytes for copy in self.outs)
 
     @property
     def back_bytes(self) -> int:
         """What comes back: less than what leaves if some of it was needed before it was gone."""
-        return sum(copy.work.num_bytes for copy in self.loads)
+        return sum(copy.task.num_bytes for copy in self.loads)
 
 
 def simulate_offload(
-    work: Sequence[LayerTask],
+    tasks: Sequence[LayerTask],
     link: LinkSpeed,
     window: Window,
     not_before_seconds: Sequence[float] = (),
     rules: Rules = _ENGINE,
 ) -> OffloadTimeline:
-    """Play the work of one rank.
+    """Simulate one rank.
 
     Args:
-        work: from `layer_tasks`.
+        tasks: from `layer_tasks`.
         not_before_seconds: for each action, when what it needs from other ranks is there; empty: at once.
     """
-    num_tasks = work[-1].task + 1 if work else 0
-    if not_before_seconds and len(not_before_seconds) < num_tasks:
-        raise UsageError(f"{len(not_before_seconds)} start times do not belong to {num_tasks} actions")
-    return _Simulator(work, link, window, not_before_seconds or [0.0] * num_tasks, rules).timeline()
+    num_actions = tasks[-1].action_index + 1 if tasks else 0
+    if not_before_seconds and len(not_before_seconds) < num_actions:
+        raise UsageError(f"{len(not_before_seconds)} start times do not belong to {num_actions} actions")
+    return _Simulator(tasks, link, window, not_before_seconds or [0.0] * num_actions, rules).timeline()
 
 
-def peak_without_offloading(work: Iterable[LayerTask]) -> int:
+def peak_without_offloading(tasks: Iterable[LayerTask]) -> int:
     """Return the most bytes of boundaries at a time if all of them stay on the device."""
     held = peak = 0
-    for each in work:
+    for each in tasks:
         if each.action.kind is Kind.FORWARD:
             held += each.num_bytes
             peak = max(peak, held)
@@ -200,19 +205,35 @@ def peak_without_offloading(work: Iterable[LayerTask]) -> int:
     return peak
 
 
+class _Memory:
+    """What boundaries occupy on the device or on the host."""
+
+    def __init__(self) -> None:
+        self._num_bytes = self.peak_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Occupy memory."""
+        self._num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+
+    def free(self, num_bytes: int) -> None:
+        """Give memory back."""
+        self._num_bytes -= num_bytes
+
+
 class _Simulator:
-    """One run of the simulator: from one moment at which something happens to the next."""
+    """One run of the simulator; time jumps from one event to the next."""
 
     def __init__(
-        self, work: Sequence[LayerTask], link: LinkSpeed, window: Window, not_before: Sequence[float], rules: Rules
+        self, tasks: Sequence[LayerTask], link: LinkSpeed, window: Window, not_before: Sequence[float], rules: Rules
     ) -> None:
-        self._work, self._window, self._not_before, self._rules = work, window, not_before, rules
-        self._backwards = {each.boundary: each for each in work if needs_back(each)}
+        self._tasks, self._window, self._not_before, self._rules = tasks, window, not_before, rules
+        self._backwards = {each.boundary: each for each in tasks if needs_back(each)}
         self._to_issue = list(reversed(self._backwards.values()))
         self._streams = CopyStreams(link)
         self._now = 0.0
         self._turn = 0.0
-        """When the present piece of work could begin if nothing had to be waited for."""
+        """When the present layer task could begin if it had to wait for no copy."""
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._made = 0
@@ -223,64 +244,70 @@ class _Simulator:
         """Those that backward can read."""
         self._kept: list[LayerTask] = []
         self._stalls: list[LoadStall] = []
-        self._held: list[tuple[float, int]] = []
-        self._held_on_host: list[tuple[float, int]] = []
+        self._device, self._host = _Memory(), _Memory()
 
     def timeline(self) -> OffloadTimeline:
-        """Play to the end."""
+        """Run to the end."""
         self._take_turn()
         while self._now < inf:
-            self._start_work()
+            self._start_task()
             self._start_copies()
             self._now = self._next_seconds()
             self._end_copies()
-            self._end_work()
+            self._end_task()
         return OffloadTimeline(
-            tuple(self._starts),
-            tuple(self._ends),
-            tuple(self._streams.out.copies),
-            tuple(self._streams.back.copies),
-            tuple(self._kept),
-            tuple(self._stalls),
-            _peak(self._held),
-            _peak(self._held_on_host),
+            start_seconds=tuple(self._starts),
+            end_seconds=tuple(self._ends),
+            outs=tuple(self._streams.out.copies),
+            loads=tuple(self._streams.back.copies),
+            kept=tuple(self._kept),
+            stalls=tuple(self._stalls),
+            peak_bytes=self._device.peak_bytes,
+            host_peak_bytes=self._host.peak_bytes,
         )
 
     @property
     def _runs(self) -> bool:
+        """Whether the present layer task has begun."""
         return len(self._starts) > len(self._ends)
 
     @property
     def _present(self) -> LayerTask | None:
-        return self._work[len(self._ends)] if len(self._ends) < len(self._work) else None
+        return self._tasks[len(self._ends)] if len(self._ends) < len(self._tasks) else None
 
     def _next_seconds(self) -> float:
         """Return when something happens next; infinity after everything."""
         change = self._streams.change_seconds(self._now)
         if self._runs:
-            return min(change, self._starts[-1] + self._work[len(self._ends)].seconds)
-        return min(change, self._turn) if self._present and self._turn > self._now else change
+            return min(change, self._starts[-1] + self._tasks[len(self._ends)].seconds)
+        if self._present and self._turn > self._now:
+            return min(change, self._turn)
+        return change
 
     # --- compute ------------------------------------------------------------------------------------------------------
 
     def _take_turn(self) -> None:
-        """Let the next piece of work be the present one: give back what was copied, issue what its window reaches."""
+        """Make the next layer task the present one: free what was copied out, issue the loads in its window."""
         if (present := self._present) is None:
             return
-        is_first = present.place == 0 or self._work[present.place - 1].task != present.task
-        self._turn = max(self._now, self._not_before[present.task]) if is_first else self._now
-        if is_first and self._rules.is_planned:
-            self._issue(present, before=1)  # When an action begins, its first layer has not looked what was copied.
+        self._turn = self._now
+        if present.index == 0 or self._tasks[present.index - 1].action_index != present.action_index:
+            self._turn = max(self._now, self._not_before[present.action_index])
+            if self._rules.is_planned:
+                # The engine also issues loads when an action begins, before its first layer frees what was copied out.
+                self._issue(present, before=1)
         if self._makes(present):
             self._made += 1
         self._release()
         if self._rules.is_planned or needs_back(present):
             self._issue(present)
 
-    def _makes(self, work: LayerTask) -> bool:
-        return work.action.kind is Kind.FORWARD and work.boundary in self._backwards
+    def _makes(self, task: LayerTask) -> bool:
+        """Return whether it is a forward whose boundary a backward needs."""
+        return task.action.kind is Kind.FORWARD and task.boundary in self._backwards
 
     def _issue(self, present: LayerTask, before: int = 0) -> None:
+        """Queue the loads that the window reaches `before` layer tasks before the present one begins."""
         while self._to_issue and self._window.reaches(present, self._to_issue[-1], before):
             need = self._to_issue[-1]
             if need.boundary in self._on_device:
@@ -295,9 +322,10 @@ class _Simulator:
                 self._on_device.add(need.boundary)
             else:
                 self._streams.back.queue.append(need)
-                self._held.append((self._now, need.num_bytes))
+                self._device.take(need.num_bytes)
 
-    def _start_work(self) -> None:
+    def _start_task(self) -> None:
+        """Begin the present layer task if nothing holds it back."""
         present = self._present
         if present is None or self._runs or self._turn > self._now or self._waits(present):
             return
@@ -307,30 +335,29 @@ class _Simulator:
                 self._release()
         self._starts.append(self._now)
         if present.action.kind is Kind.FORWARD:
-            self._held.append((self._now, present.num_bytes))
+            self._device.take(present.num_bytes)
             if self._makes(present):
                 self._leave(present)
 
     def _waits(self, present: LayerTask) -> bool:
         if needs_back(present):
             return present.boundary not in self._on_device
-        ring = self._rules.ring
-        return (
-            ring is not None
-            and self._makes(present)
-            and any(number <= self._made - ring and not self._is_copied(each) for number, each in self._leaving)
-        )
+        if self._rules.ring is None or not self._makes(present):
+            return False
+        last = self._made - self._rules.ring
+        return any(number <= last and not self._is_copied(each) for number, each in self._leaving)
 
-    def _end_work(self) -> None:
+    def _end_task(self) -> None:
+        """End the present layer task if its time is over."""
         present = self._present
         if present is None or not self._runs or self._starts[-1] + present.seconds > self._now:
             return
         if needs_back(present):
-            self._held.append((self._now, -present.num_bytes))
+            self._device.free(present.num_bytes)
             if present.boundary in self._on_host or self._is_queued(present):
-                self._held_on_host.append((self._now, -present.num_bytes))
+                self._host.free(present.num_bytes)
         elif present.action.kind is Kind.FORWARD and not self._makes(present):
-            self._held.append((self._now, -present.num_bytes))
+            self._device.free(present.num_bytes)
         self._ends.append(self._now)
         self._take_turn()
 
@@ -343,7 +370,7 @@ class _Simulator:
             self._on_device.add(forward.boundary)
             return
         self._leaving.append((self._made, forward))
-        self._held_on_host.append((self._now, forward.num_bytes))
+        self._host.take(forward.num_bytes)
         self._streams.out.queue.append(forward)
 
     def _is_copied(self, forward: LayerTask) -> bool:
@@ -354,10 +381,13 @@ class _Simulator:
 
     def _release(self) -> None:
         """Give back device memory whose copy is complete, in order."""
-        held = 0 if self._rules.is_planned else self._window.lead or 0
-        while self._leaving and self._is_copied(self._leaving[0][1]) and self._leaving[0][0] <= self._made - held:
-            _, forward = self._leaving.popleft()
-            self._held.append((self._now, -forward.num_bytes))
+        num_held = 0 if self._rules.is_planned else self._window.lead or 0
+        while self._leaving:
+            number, forward = self._leaving[0]
+            if not self._is_copied(forward) or number > self._made - num_held:
+                return
+            self._leaving.popleft()
+            self._device.free(forward.num_bytes)
 
     def _start_copies(self) -> None:
         out, back = self._streams.out, self._streams.back
@@ -372,12 +402,3 @@ class _Simulator:
             self._on_host.add(left.boundary)
         if loaded := self._streams.back.finish(self._now):
             self._on_device.add(loaded.boundary)
-
-
-def _peak(held: Iterable[tuple[float, int]]) -> int:
-    """Return the most bytes at a time, of times and bytes that are taken or freed then, as they came."""
-    total = peak = 0
-    for _, num_bytes in held:
-        total += num_bytes
-        peak = max(peak, total)
-    return peak

@@ -1,4 +1,4 @@
-"""What offloading is planned from: the layers' costs, the link, the window of loading, and one rank's work in order."""
+"""What offloading is planned from: the layers' costs, the link, the window of loading, and one rank's layer tasks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class LayerCost:
             return self.forward_seconds
         if kind is Kind.WEIGHT:
             return self.weight_seconds
-        return self.recompute_seconds + self.backward_seconds - self.weight_seconds * split_backward
+        backward = self.recompute_seconds + self.backward_seconds
+        return backward - self.weight_seconds if split_backward else backward
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class LinkSpeed:
     both_bytes_per_second: float | None = None
     """Both directions together while both copy; None: neither slows the other."""
     latency_seconds: float = 0.0
-    """What each copy keeps its lane busy before its first byte."""
+    """How long each copy keeps its stream busy before its first byte."""
 
     def __post_init__(self) -> None:
         for name, rate in vars(self).items():
@@ -60,18 +61,18 @@ class LinkSpeed:
         return min(1.0, self.both_bytes_per_second / (self.out_bytes_per_second + self.back_bytes_per_second))
 
     def back_seconds(self, num_bytes: int) -> float:
-        """Return how long a load occupies its lane when the other one is idle."""
+        """Return how long a load occupies its stream when the other one is idle."""
         return self.latency_seconds + num_bytes / self.back_bytes_per_second if num_bytes else 0.0
 
 
 @dataclass(frozen=True)
 class LayerTask:
-    """One layer's share of an action: what the compute lane does at a time."""
+    """One layer's share of an action: what the compute stream does at a time."""
 
-    place: int
-    """Index in this rank's order."""
-    task: int
-    """Index of the action in this rank's list."""
+    index: int
+    """Position in this rank's order."""
+    action_index: int
+    """Position of the action in this rank's list."""
     action: Action
     layer: int
     seconds: float
@@ -88,7 +89,7 @@ class LayerTask:
 
 
 def layer_tasks(actions: Sequence[Action], layers: Sequence[Sequence[LayerCost]]) -> tuple[LayerTask, ...]:
-    """Return the work of one rank in order: a forward goes up through the layers of its segment, the others down.
+    """Return the layer tasks of one rank in order: forwards go up through the layers of their segment, the others down.
 
     Args:
         actions: the rank's list of a schedule.
@@ -104,9 +105,9 @@ def layer_tasks(actions: Sequence[Action], layers: Sequence[Sequence[LayerCost]]
     return tuple(found)
 
 
-def needs_back(work: LayerTask) -> bool:
+def needs_back(task: LayerTask) -> bool:
     """Return whether it is a backward that reads a boundary."""
-    return work.action.kind is Kind.BACKWARD and work.num_bytes > 0
+    return task.action.kind is Kind.BACKWARD and task.num_bytes > 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Window:
     """How far ahead of compute boundaries may be on the device; both bounds hold."""
 
     lead: int | None = None
-    """In pieces of work, forwards and backwards of layers alike; None: no bound."""
+    """In layer tasks, forwards and backwards alike; None: no bound."""
     horizon: int | None = None
     """In actions, as `activation_loading_horizon` counts; None: no bound."""
 
@@ -124,15 +125,15 @@ class Window:
                 raise UsageError(f"a {name} of {bound} loads nothing", hint="use 1 or more")
 
     def reaches(self, now: LayerTask, need: LayerTask, before: int = 0) -> bool:
-        """Return whether what `need` reads may be on the device once `now` begins, or `before` pieces before that."""
-        near = self.lead is None or need.place - now.place + before <= self.lead
-        return near and (self.horizon is None or need.task - now.task <= self.horizon)
+        """Return whether what `need` reads may be on the device once `now` begins, or `before` layer tasks earlier."""
+        near = self.lead is None or need.index - now.index + before <= self.lead
+        return near and (self.horizon is None or need.action_index - now.action_index <= self.horizon)
 
 
 _UNBOUNDED: Final = Window()
 
 
-def auto_window(work: Sequence[LayerTask], link: LinkSpeed, bound: Window = _UNBOUNDED) -> Window:
+def auto_window(tasks: Sequence[LayerTask], link: LinkSpeed, bound: Window = _UNBOUNDED) -> Window:
     """Return the smallest window in which no load is late by itself, within `bound`."""
-    loads = [link.back_seconds(each.num_bytes) if needs_back(each) else 0.0 for each in work]
-    return Window(auto_lead([each.seconds for each in work], loads, bound.lead), bound.horizon)
+    loads = [link.back_seconds(each.num_bytes) if needs_back(each) else 0.0 for each in tasks]
+    return Window(auto_lead([each.seconds for each in tasks], loads, bound.lead), bound.horizon)

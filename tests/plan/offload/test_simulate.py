@@ -64,16 +64,16 @@ def test_auto_window_is_the_smallest_of_the_table_without_a_stall(copy_seconds: 
 def test_copies_and_waits_of_a_small_step_are_these() -> None:
     work = layer_tasks(_labels("F0 F1 B0 B1"), [[LayerCost(1.0, 2.0, 10)]])
     timeline = simulate_offload(work, LinkSpeed(10, 5), Window(lead=1))
-    assert [(str(each.work), each.start_seconds, each.end_seconds) for each in timeline.outs] == [
+    assert [(str(each.task), each.start_seconds, each.end_seconds) for each in timeline.outs] == [
         ("F0 layer 0", 0.0, 1.0),
         ("F1 layer 0", 1.0, 2.0),
     ]
     # B0 is in the window when F1 begins, at 1; B1 when B0's turn comes, at 2, and waits for the lane.
-    assert [(str(each.work), each.start_seconds, each.end_seconds) for each in timeline.loads] == [
+    assert [(str(each.task), each.start_seconds, each.end_seconds) for each in timeline.loads] == [
         ("B0 layer 0", 1.0, 3.0),
         ("B1 layer 0", 3.0, 5.0),
     ]
-    assert [(str(each.work), each.start_seconds, each.end_seconds) for each in timeline.stalls] == [
+    assert [(str(each.task), each.start_seconds, each.end_seconds) for each in timeline.stalls] == [
         ("B0 layer 0", 2.0, 3.0)
     ]
     assert timeline.start_seconds == (0.0, 1.0, 3.0, 5.0)
@@ -106,8 +106,8 @@ def test_device_memory_is_given_back_when_the_next_layer_begins() -> None:
 def test_what_is_still_on_the_device_is_not_loaded() -> None:
     work = layer_tasks(_labels("F0 B0"), [[LayerCost(1.0, 1.0, 10)] * 3])
     timeline = simulate_offload(work, LinkSpeed(3, 3), Window(lead=1))
-    assert [str(copy.work) for copy in timeline.outs] == ["F0 layer 0", "F0 layer 1"]
-    assert [str(copy.work) for copy in timeline.loads] == ["B0 layer 0"]
+    assert [str(copy.task) for copy in timeline.outs] == ["F0 layer 0", "F0 layer 1"]
+    assert [str(copy.task) for copy in timeline.loads] == ["B0 layer 0"]
     assert (timeline.out_bytes, timeline.back_bytes, timeline.peak_bytes) == (20, 10, 30)
 
 
@@ -115,7 +115,7 @@ def test_without_a_plan_the_latest_are_copied_and_held() -> None:
     work = layer_tasks(_labels("F0 B0"), [[LayerCost(1.0, 2.0, 10)] * 5])
     timeline = simulate_offload(work, LinkSpeed(100, 100), Window(lead=2), rules=Rules(is_planned=False))
     assert (timeline.out_bytes, timeline.kept) == (50, ())
-    assert [copy.work.layer for copy in timeline.loads] == [2, 1, 0]
+    assert [copy.task.layer for copy in timeline.loads] == [2, 1, 0]
     assert [copy.start_seconds for copy in timeline.loads] == [5.0, 7.0, 9.0]
     assert timeline.peak_bytes == 30
 
@@ -126,7 +126,7 @@ def test_a_ring_lets_compute_wait_for_the_link_instead_of_memory() -> None:
     piled_up = simulate_offload(work, link, Window(lead=1))
     ring = simulate_offload(work, link, Window(lead=1), rules=Rules(ring=2))
     assert (piled_up.stall_seconds, piled_up.peak_bytes) == (0.0, 40)
-    assert [str(stall.work) for stall in ring.stalls] == ["F0 layer 3", "F0 layer 4", "F0 layer 5"]
+    assert [str(stall.task) for stall in ring.stalls] == ["F0 layer 3", "F0 layer 4", "F0 layer 5"]
     assert ring.peak_bytes == 20
 
 
@@ -212,7 +212,7 @@ def test_any_step_obeys_the_rules(step: tuple[tuple[LayerTask, ...], LinkSpeed],
     _require_order(work, timeline)
     busy = sum(each.seconds for each in work)
     assert timeline.makespan_seconds == pytest.approx(busy + timeline.stall_seconds)
-    in_lane = sum(link.back_seconds(copy.work.num_bytes) for copy in timeline.loads)
+    in_lane = sum(link.back_seconds(copy.task.num_bytes) for copy in timeline.loads)
     assert timeline.makespan_seconds >= max(busy, in_lane) - 1e-9
     made = sum(each.num_bytes for each in work if each.action.kind is Kind.FORWARD)
     assert timeline.out_bytes + sum(each.num_bytes for each in timeline.kept) == made
@@ -223,12 +223,12 @@ def test_any_step_obeys_the_rules(step: tuple[tuple[LayerTask, ...], LinkSpeed],
 
 def _require_order(work: tuple[LayerTask, ...], timeline: OffloadTimeline) -> None:
     """Check that nothing is read before it is there and no lane does two things at a time."""
-    left = {copy.work.boundary: copy for copy in timeline.outs}
+    left = {copy.task.boundary: copy for copy in timeline.outs}
     for load in timeline.loads:
-        assert left[load.work.boundary].end_seconds <= load.start_seconds
-        assert load.end_seconds <= timeline.start_seconds[load.work.place]
+        assert left[load.task.boundary].end_seconds <= load.start_seconds
+        assert load.end_seconds <= timeline.start_seconds[load.task.index]
     for copy in timeline.outs:
-        assert timeline.start_seconds[copy.work.place] <= copy.start_seconds
+        assert timeline.start_seconds[copy.task.index] <= copy.start_seconds
     for copies in (timeline.outs, timeline.loads):
         assert all(first.end_seconds <= second.start_seconds for first, second in pairwise(copies))
     assert len(timeline.start_seconds) == len(timeline.end_seconds) == len(work)
