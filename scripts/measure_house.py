@@ -59,7 +59,8 @@ class Module:
         return [
             (node.end_lineno or 0) - (node.body[1] if _has_docstring(node) else node).lineno + 1
             for node in ast.walk(self.tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (_has_docstring(node) and not node.body[1:])
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and not (_has_docstring(node) and not node.body[1:])
         ]
 
     def comments_and_code(self) -> tuple[int, int]:
@@ -143,12 +144,16 @@ def rows(modules: Mapping[str, Module]) -> Iterator[tuple[str, str]]:
     for group in groups:
         yield "", " ".join(group)
     knots = cycles(graph)
-    yield "modules in import cycles, all imports counted", f"{sum(map(len, knots))} in {len(knots)}, at most {max(map(len, knots), default=0)}"
+    yield (
+        "modules in import cycles, all imports counted",
+        f"{sum(map(len, knots))} in {len(knots)}, at most {max(map(len, knots), default=0)}",
+    )
     single = [name for name, module in modules.items() if len(importers[name]) == 1 and not module.is_package]
     yield "modules imported by one module only", str(len(single))
     lengths = [length for module in modules.values() for length in module.function_lengths()]
-    yield "functions: number, median, 90 %, longest", (
-        f"{len(lengths)}, {statistics.median(lengths):g}, {sorted(lengths)[len(lengths) * 9 // 10]}, {max(lengths)} lines"
+    yield (
+        "functions: number, median, 90 %, longest",
+        f"{len(lengths)}, {statistics.median(lengths):g}, {sorted(lengths)[len(lengths) * 9 // 10]}, {max(lengths)}",
     )
     comments, code = map(sum, zip(*(module.comments_and_code() for module in modules.values()), strict=True))
     yield "comment lines / code lines", f"{comments / code:.1%} ({comments:,} / {code:,})"
@@ -169,7 +174,9 @@ def main() -> None:
     sys.setrecursionlimit(10_000)
     for what, figure in rows(modules_in(checkout)):
         print(f"{what:50}  {figure}")
-    print("calls and frames per step: scripts/goldens --only calls; time per microbatch: benchmarks/pipeline/overhead.py")
+    print(
+        "calls and frames per step: scripts/goldens --only calls; time per microbatch: benchmarks/pipeline/overhead.py"
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,11 @@ import importlib
 
 __all__ = ["MODELS", "MODULES"]
 
-_LATE = ("smpkit.torch.checkpoints", "smpkit.torch.sharded_data_parallel")
+_LATE = (
+    "smpkit.torch.checkpoints.huggingface",
+    "smpkit.torch.checkpoints.resume",
+    "smpkit.torch.sharded_data_parallel",
+)
 MODULES = ("smpkit.torch", *_LATE, "torch._dynamo", "hypothesis", "pytest", "accelerate")
 MODELS = ("bert", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "roberta", "t5", "vit")
 

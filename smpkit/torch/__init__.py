@@ -22,27 +22,7 @@ from smpkit.torch import amp as amp
 from smpkit.torch import model as model
 from smpkit.torch import nn as nn
 from smpkit.torch import optimizers as optimizers
-from smpkit.torch.checkpointing.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
-from smpkit.torch.comm import (
-    CommGroup,
-    RankType,
-    allgather,
-    barrier,
-    broadcast,
-    dp_barrier,
-    mp_barrier,
-    recv_from,
-    send,
-)
-from smpkit.torch.gradient_norm import clip_grad_norm_
-from smpkit.torch.initialize import init, shutdown
-from smpkit.torch.model import DistributedModel
-from smpkit.torch.offload.runtime import offload_report
-from smpkit.torch.optimizer import DistributedOptimizer
-from smpkit.torch.partitioning.delayed import delay_param_initialization
-from smpkit.torch.partitioning.manual import partition, set_partition
-from smpkit.torch.saving import load, save
-from smpkit.torch.state import (
+from smpkit.torch.api import (
     dp_rank,
     dp_size,
     get_dp_group,
@@ -72,20 +52,36 @@ from smpkit.torch.state import (
     tp_rank,
     tp_size,
 )
+from smpkit.torch.checkpointing.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
+from smpkit.torch.comm import (
+    CommGroup,
+    RankType,
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    mp_barrier,
+    recv_from,
+    send,
+)
+from smpkit.torch.gradient_norm import clip_grad_norm_
+from smpkit.torch.initialize import init, shutdown
+from smpkit.torch.model import DistributedModel
+from smpkit.torch.offload.runtime import offload_report
+from smpkit.torch.optimizer import DistributedOptimizer
+from smpkit.torch.partitioning.delayed import delay_param_initialization
+from smpkit.torch.partitioning.manual import partition, set_partition
+from smpkit.torch.saving import load, save
 from smpkit.torch.step import StepOutput, step
 from smpkit.torch.stopping import on_stop, stop_requested
 from smpkit.torch.tensor_parallel.marking import model_creation, set_tensor_parallelism, tensor_parallelism
 from smpkit.torch.tensor_parallel.registry import tp_register, tp_register_with_module
 
 if TYPE_CHECKING:
-    from smpkit.torch.checkpoints import (
-        CheckpointReader,
-        latest_checkpoint,
-        load_pretrained,
-        resume_from_checkpoint,
-        save_checkpoint,
-        save_pretrained,
-    )
+    from smpkit.torch.checkpoints.huggingface import load_pretrained, save_pretrained
+    from smpkit.torch.checkpoints.reader import CheckpointReader
+    from smpkit.torch.checkpoints.resume import latest_checkpoint, resume_from_checkpoint
+    from smpkit.torch.checkpoints.save import save_checkpoint
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -183,20 +179,20 @@ __all__ = [
 ]
 
 _ON_DEMAND: Final = {
-    "CheckpointReader",
-    "latest_checkpoint",
-    "load_pretrained",
-    "resume_from_checkpoint",
-    "save_checkpoint",
-    "save_pretrained",
+    "CheckpointReader": "smpkit.torch.checkpoints.reader",
+    "latest_checkpoint": "smpkit.torch.checkpoints.resume",
+    "load_pretrained": "smpkit.torch.checkpoints.huggingface",
+    "resume_from_checkpoint": "smpkit.torch.checkpoints.resume",
+    "save_checkpoint": "smpkit.torch.checkpoints.save",
+    "save_pretrained": "smpkit.torch.checkpoints.huggingface",
 }
-"""Names of `smpkit.torch.checkpoints`, loaded when first used: torch's own checkpoints take every rank a second."""
+"""Names and their modules, imported when first used: torch's own checkpoints take every rank a second."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _ON_DEMAND:
         raise AttributeError(f"module 'smpkit.torch' has no attribute {name!r}")
-    return getattr(importlib.import_module("smpkit.torch.checkpoints"), name)
+    return getattr(importlib.import_module(_ON_DEMAND[name]), name)
 
 
 def __dir__() -> list[str]:

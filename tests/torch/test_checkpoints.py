@@ -17,8 +17,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import CheckpointError, UsageError
-from smpkit.torch import checkpoint_files
-from smpkit.torch.checkpoints import latest_checkpoint, resume_from_checkpoint, save_checkpoint
+from smpkit.torch import checkpoint_files, latest_checkpoint, resume_from_checkpoint, save_checkpoint
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.initialize import shutdown
 from tests.ranks import run_ranks

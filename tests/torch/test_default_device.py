@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import smpkit.torch as smp
-from smpkit.torch.checkpoints import resume_from_checkpoint, save_checkpoint
+from smpkit.torch import resume_from_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
 from tests.torch.small_steps import KINDS, Trained, batch, begin, begin_offload_model
 

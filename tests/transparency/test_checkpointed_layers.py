@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint_sequential as torch_checkpoint_sequential
 
 import smpkit.torch as smp
-from smpkit.torch.patches.checkpoint import checkpoint, checkpoint_sequential
+from smpkit.torch import checkpoint, checkpoint_sequential
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
 from tests.transparency import huggingface_models as hugging_face

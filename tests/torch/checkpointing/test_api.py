@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.checkpointing.chain import cut_groups
-from smpkit.torch.patches import checkpoint as patches
 
 WIDTH = 4
 
@@ -48,11 +47,6 @@ def saved(call: Any) -> int:
 
 
 X = torch.randn(3, WIDTH)
-
-
-def test_the_functions_are_where_smp_v1_had_them() -> None:
-    assert patches.checkpoint is smp.checkpoint
-    assert patches.checkpoint_sequential is smp.checkpoint_sequential
 
 
 @pytest.mark.parametrize(

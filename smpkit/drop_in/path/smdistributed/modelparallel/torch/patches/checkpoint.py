@@ -1,7 +1,7 @@
-"""`checkpoint` and `checkpoint_sequential`."""
+"""`checkpoint` and `checkpoint_sequential`, where SMP v1's documentation imports them from."""
 
 from __future__ import annotations
 
-from smpkit.drop_in import mirror
+from smpkit.torch import checkpoint, checkpoint_sequential
 
-__getattr__, __dir__, __all__ = mirror("smpkit.torch.patches.checkpoint")
+__all__ = ["checkpoint", "checkpoint_sequential"]

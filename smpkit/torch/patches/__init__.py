@@ -1,1 +1,0 @@
-"""Import paths of SMP v1: `smdistributed.modelparallel.torch.patches`."""
