@@ -65,7 +65,8 @@ class Module:
 
     def comments_and_code(self) -> tuple[int, int]:
         """Return how many lines are comments, or end with one, and how many are code."""
-        comments, code = set(), set()
+        comments: set[int] = set()
+        code: set[int] = set()
         skip = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type == tokenize.COMMENT:

@@ -46,7 +46,13 @@ def read_layout() -> dict[str, list[str]]:
     return layout
 
 
+def read_tests() -> dict[str, str]:
+    lines = (HERE / "tests.txt").read_text().splitlines()
+    return dict(line.split(" -> ") for line in lines if " -> " in line and not line.startswith("#"))
+
+
 LAYOUT = read_layout()
+TESTS = read_tests()
 MOVED = {old: new for new, olds in LAYOUT.items() for old in olds}
 
 
@@ -275,6 +281,33 @@ def rewrite(text: str, path: str) -> str:
     return text.replace(MARK, PREFIX).replace(MARK.rstrip("\0"), PREFIX.rstrip("."))
 
 
+def rewrite_tests(text: str) -> str:
+    for old, new in TESTS.items():
+        text = re.sub(rf"\btests\.torch\.{re.escape(old)}\b", "tests\0torch\0" + new, text)
+        old_path, new_path = old.replace(".", "/"), new.replace(".", "/")
+        text = re.sub(rf"\btests/torch/{old_path}\.py\b", f"tests\0torch/{new_path}.py", text)
+        if "." not in old:
+            package, _, name = new.rpartition(".")
+            text = re.sub(rf"\bfrom tests\.torch import {old}\b", f"from tests\0torch\0{package} import {name} as {old}", text)
+    return text.replace("tests\0torch\0", "tests.torch.").replace("tests\0torch", "tests/torch")
+
+
+def move_tests() -> None:
+    tests = pathlib.Path("tests/torch")
+    for old, new in TESTS.items():
+        source, target = (tests / (name.replace(".", "/") + ".py") for name in (old, new))
+        target.parent.mkdir(exist_ok=True)
+        if len(source.parts) < len(target.parts):
+            source.write_text(source.read_text().replace("Path(__file__).parents[2]", "Path(__file__).parents[3]"))
+        git("mv", str(source), str(target))
+        init = target.parent / "__init__.py"
+        if not init.exists():
+            init.write_text("")
+    for package in PACKAGES:
+        git("rm", "-q", str(tests / package / "__init__.py"))
+    git("add", "tests")
+
+
 def git(*arguments: str) -> None:
     subprocess.run(["git", *arguments], check=True)
 
@@ -309,6 +342,7 @@ def main() -> None:
         git("mv", str(file_of(olds[0])) + ".moving", str(file_of(new)))
         file_of(new).write_text(merged[new])
     git("add", "-A", "smpkit/torch")
+    move_tests()
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split()
     for path in listed:
         if path.startswith(("scripts/moving/", "CHANGELOG", "benchmarks/results")):
@@ -322,7 +356,7 @@ def main() -> None:
         if path.startswith("tests/goldens/recorded"):
             continue
         text = pathlib.Path(path).read_text()
-        result = rewrite(text, path)
+        result = rewrite_tests(rewrite(text, path))
         if result != text:
             pathlib.Path(path).write_text(result)
 
