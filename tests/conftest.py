@@ -1,13 +1,20 @@
-"""What every test gets: a scrubbed environment, and its turn: long ones first, so that no worker ends with one."""
+"""What every test gets: a scrubbed environment, and its turn: long ones first, so that no worker ends with one.
+
+A test that fails leaves no process behind, which could hold a port or the CPU when the next one runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
+from tests.leftovers import kill_processes_of
 
 PREFIXES = ("SM_", "SMP_", "SMPKIT_", "SAGEMAKER_", "AWS_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NO_COLOR"}
@@ -25,6 +32,19 @@ def pytest_configure() -> None:
     with contextlib.suppress(PackageNotFoundError):
         if any(Path("/dev").glob("nvidia[0-9]*")) and version("torch").endswith("+cpu"):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # A shell starts background jobs with SIGINT ignored, which every process below would inherit: tests of
+    # interrupted jobs would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Kill what a failed test has started and not ended."""
+    report = yield
+    if report.failed:
+        kill_processes_of(item.nodeid)
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

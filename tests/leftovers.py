@@ -1,0 +1,28 @@
+"""Processes that a failed test has left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+__all__ = ["kill_processes_of"]
+
+
+def kill_processes_of(test: str) -> list[int]:
+    """Kill every process that was started by the test with this node id, and return their process ids.
+
+    pytest names the running test in the environment, which all descendants inherit, also those that left their process
+    group or whose parent has ended.
+    """
+    mark = f"PYTEST_CURRENT_TEST={test} (".encode()
+    killed = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
+            entries = (folder / "environ").read_bytes().split(b"\0")
+            if pid != os.getpid() and any(entry.startswith(mark) for entry in entries):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+    return killed
