@@ -10,6 +10,7 @@ import pytest
 
 import smpkit
 import smpkit.errors
+import smpkit.testing
 import smpkit.torch
 
 DOCUMENTED = """
@@ -31,7 +32,9 @@ def test_the_runtime_has_the_documented_names_and_no_others() -> None:
     assert sorted(DOCUMENTED) == sorted(smpkit.torch.__all__)
 
 
-@pytest.mark.parametrize("module", [smpkit, smpkit.torch, smpkit.errors], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [smpkit, smpkit.errors, smpkit.testing, smpkit.torch], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_there(module: ModuleType) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert len(set(module.__all__)) == len(module.__all__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from smpkit_estimator.backends.sagemaker import Cloud, S3Object, split_uri
+from smpkit_estimator.cloud import Cloud, S3Object, split_uri
 
 __all__ = ["latest_checkpoint"]
 

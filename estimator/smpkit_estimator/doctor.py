@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from smpkit.config.job import JobConfig
-from smpkit_estimator.backends.sagemaker import Cloud, split_uri
+from smpkit_estimator.cloud import Cloud, split_uri
 from smpkit_estimator.finding import Finding, tried
 
 __all__ = ["check_cloud", "check_job"]

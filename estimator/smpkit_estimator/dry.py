@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smpkit.errors import CloudError
-from smpkit_estimator.backends.sagemaker import Cloud, Identity
+from smpkit_estimator.cloud import Cloud, Identity
 
 __all__ = ["DryCloud"]
 

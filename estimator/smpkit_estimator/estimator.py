@@ -11,11 +11,12 @@ from typing import Any
 from smpkit.config.job import JobConfig
 from smpkit.errors import UsageError
 from smpkit_estimator.arguments import experiment_from, job_from_arguments
-from smpkit_estimator.backends.sagemaker import Cloud, Session, open_session
+from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.inputs import channels
 from smpkit_estimator.job import Job, show
 from smpkit_estimator.log_reader import LogLine
+from smpkit_estimator.sagemaker import Session, open_session
 from smpkit_estimator.submission import Submission, plan_submission, send
 
 __all__ = ["Estimator"]
@@ -43,7 +44,7 @@ class Estimator:
         entry_point: the script; relative to `source_dir` if that is given.
         source_dir: the folder that is packed; without it only the script and `dependencies` are.
         distribution, mpi_options: see above.
-        session: a `boto3.Session`, or `backends.fake.FakeSageMaker`; made from the environment when first needed.
+        session: a `boto3.Session`, or `smpkit.testing.FakeSageMaker`; made from the environment when first needed.
         sagemaker_session: a `Session` of SDK v2, whose boto3 session is taken.
         arguments: all others; the reference lists them.
 

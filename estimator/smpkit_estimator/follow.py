@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from smpkit_estimator.backends.sagemaker import Cloud
-from smpkit_estimator.backends.sagemaker_errors import UnreachableError
+from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.log_reader import LogLine, LogReader
+from smpkit_estimator.sagemaker import UnreachableError
 from smpkit_estimator.status import JobStatus
 
 __all__ = ["UNREACHABLE_SECONDS", "LogFilter", "Notice", "follow", "snapshot"]

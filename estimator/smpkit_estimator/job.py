@@ -10,13 +10,13 @@ from typing import Any
 
 from smpkit.config.words import coloured
 from smpkit.errors import CheckpointError, DeadlineError, JobError
-from smpkit_estimator.backends.sagemaker import Cloud
-from smpkit_estimator.backends.sagemaker_errors import UnreachableError
 from smpkit_estimator.checkpoints import latest_checkpoint
+from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.follow import UNREACHABLE_SECONDS, LogFilter, Notice, follow, snapshot
 from smpkit_estimator.log_reader import LogLine
 from smpkit_estimator.request import TrainingRequest
 from smpkit_estimator.resume import resumed_request
+from smpkit_estimator.sagemaker import UnreachableError
 from smpkit_estimator.status import JobStatus
 
 __all__ = ["Job", "show"]

@@ -20,7 +20,7 @@ def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
 
     Args:
         body: the request.
-        shape: botocore's shape of it (see `backends.sagemaker_model.request_shape`).
+        shape: botocore's shape of it (see `sagemaker.request_shape`).
     """
     found = ((place_of(path, body), message, hint) for path, message, hint in _violations((), body, shape))
     return [Problem(place, message, hint or remedy_for(place)) for place, message, hint in found]

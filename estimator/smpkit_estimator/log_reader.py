@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from smpkit_estimator.backends.sagemaker import Cloud
+from smpkit_estimator.cloud import Cloud
 
 __all__ = ["LogLine", "LogReader"]
 

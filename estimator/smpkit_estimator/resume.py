@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from smpkit_estimator.backends.sagemaker_model import request_shape
 from smpkit_estimator.names import unique_name
 from smpkit_estimator.request import TrainingRequest
+from smpkit_estimator.sagemaker import request_shape
 
 __all__ = ["RESUMED_FROM", "resumed_request"]
 

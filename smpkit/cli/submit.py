@@ -18,7 +18,7 @@ from smpkit.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
     from smpkit.config.section import KeyPath
-    from smpkit_estimator.backends.sagemaker import Cloud
+    from smpkit_estimator.cloud import Cloud
     from smpkit_estimator.submission import Submission
 
 __all__ = ["submit"]

@@ -34,7 +34,7 @@ _PAGES: Final = {
     "smpkit.torch.offload": "smpkit.torch.offload",
     "smpkit": "smpkit",
     "smpkit.errors": "smpkit.errors",
-    "smpkit_estimator.backends.fake": "smpkit_estimator.backends.fake",
+    "smpkit.testing": "smpkit.testing",
 }
 """Modules whose `__all__` is the reference, and how they are called here."""
 

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from smpkit.cli._cloud import CloudChoice
-from smpkit_estimator.backends.fake import FakeSageMaker, Line, Script
-from smpkit_estimator.backends.sagemaker import Cloud
+from smpkit.testing import FakeSageMaker, Line, Script
+from smpkit_estimator.cloud import Cloud
 from tests.cli.conftest import Smpkit, process
 
 JOB = """\

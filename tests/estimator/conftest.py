@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smpkit_estimator.backends.fake import FakeSageMaker
+from smpkit.testing import FakeSageMaker
 from smpkit_estimator.estimator import Estimator
 
 ARGUMENTS: dict[str, Any] = {

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError
-from smpkit_estimator.backends.fake import FakeSageMaker
-from smpkit_estimator.backends.sagemaker import Cloud
-from smpkit_estimator.backends.sagemaker_model import request_shape, validate
+from smpkit.testing import FakeSageMaker
+from smpkit.testing.fake_sagemaker.client import validate
+from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.limits import preflight
+from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.submission import plan_submission, send
 
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")

@@ -8,8 +8,8 @@ from typing import Any
 
 from smpkit.config.explain import validated
 from smpkit.config.job import JobConfig
-from smpkit_estimator.backends.fake import FakeSageMaker
-from smpkit_estimator.backends.sagemaker import Cloud
+from smpkit.testing import FakeSageMaker
+from smpkit_estimator.cloud import Cloud
 from smpkit_estimator.submission import plan_submission
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"

@@ -12,7 +12,7 @@ import pytest
 
 from smpkit import Estimator, TrainingInput
 from smpkit.errors import CheckpointError, CloudError, ConfigError, DeadlineError, JobError, UsageError
-from smpkit_estimator.backends.fake import FakeSageMaker, Line, Script
+from smpkit.testing import FakeSageMaker, Line, Script
 from smpkit_estimator.status import JobStatus
 from tests.estimator.conftest import ARGUMENTS, MakeEstimator
 from tests.estimator.golden.cases import DISTRIBUTION, MPI, SMP

@@ -8,7 +8,7 @@ import pytest
 from botocore.exceptions import EndpointConnectionError
 
 from smpkit.errors import CloudError, UsageError
-from smpkit_estimator.backends.fake import FakeSageMaker, Line, Script
+from smpkit.testing import FakeSageMaker, Line, Script
 from smpkit_estimator.follow import Notice
 from smpkit_estimator.job import Job
 from smpkit_estimator.log_reader import LogLine
@@ -156,7 +156,7 @@ def test_since_leaves_out_what_is_older(make: MakeEstimator) -> None:
 
 def test_a_job_that_does_not_exist_fails_at_once() -> None:
     """skypilot#1342: a follower must not wait for a job that never was."""
-    from smpkit_estimator.backends.sagemaker import Cloud
+    from smpkit_estimator.cloud import Cloud
 
     with pytest.raises(UsageError, match="there is no job `none` in us-west-2"):
         list(Job("none", Cloud(FakeSageMaker())).logs(follow=True))

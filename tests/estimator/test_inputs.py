@@ -11,11 +11,12 @@ import pytest
 from smpkit import FileSystemInput, TrainingInput
 from smpkit.config.job import JobConfig
 from smpkit.errors import ConfigError
-from smpkit_estimator.backends.fake import FakeSageMaker
-from smpkit_estimator.backends.sagemaker_model import request_shape, validate
+from smpkit.testing import FakeSageMaker
+from smpkit.testing.fake_sagemaker.client import validate
 from smpkit_estimator.inputs import channels
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.local import plan_local_run
+from smpkit_estimator.sagemaker import request_shape
 from tests.estimator.conftest import MakeEstimator
 
 SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None

@@ -14,12 +14,12 @@ import pytest
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
 
 from smpkit.errors import CloudError, ConfigError
+from smpkit.testing import FakeSageMaker
 from smpkit_estimator import submission
-from smpkit_estimator.backends.fake import FakeSageMaker
-from smpkit_estimator.backends.sagemaker import Cloud, open_session
-from smpkit_estimator.backends.sagemaker_errors import UnreachableError
+from smpkit_estimator.cloud import Cloud
+from smpkit_estimator.sagemaker import UnreachableError, open_session
 from tests.estimator.conftest import MakeEstimator
-from tests.estimator.test_fake import REQUEST
+from tests.testing.test_fake_sagemaker import REQUEST
 
 LOST = ConnectionClosedError(endpoint_url="https://x")
 
@@ -158,7 +158,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
             "NO_PROXY": "127.0.0.1",
         }.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("smpkit_estimator.backends.sagemaker._MAX_PAUSE_SECONDS", 0.1)
+        monkeypatch.setattr("smpkit_estimator.cloud._MAX_PAUSE_SECONDS", 0.1)
         return Cloud(open_session(region="us-west-2"))
 
     yield start

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from smpkit.testing.fake_sagemaker.client import validate
 from smpkit_estimator.arguments import job_from_arguments
-from smpkit_estimator.backends.sagemaker_model import request_shape, validate
 from smpkit_estimator.inputs import TrainingInput, channels
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import Circumstances, TrainingRequest, build_request
+from smpkit_estimator.sagemaker import request_shape
 from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
 
 GOLDEN = Path(__file__).with_name("golden")

@@ -1,10 +1,18 @@
-"""Say in a sentence why the cloud refused or could not be reached, and what to do about it."""
+"""All that knows boto3 and botocore: sessions and clients, one call, why it failed, the services' request models.
+
+boto3 itself is imported only when no session is given: anything with its `client(name)` can stand in for a session,
+such as `smpkit.testing.FakeSageMaker`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from functools import cache
+from typing import Any, Protocol
 
+from botocore import xform_name
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -16,20 +24,30 @@ from botocore.exceptions import (
     ProfileNotFound,
     TokenRetrievalError,
 )
+from botocore.loaders import Loader
+from botocore.model import ServiceModel, Shape
 from botocore.parsers import ResponseParserError
 
+import smpkit
 from smpkit.errors import CloudError, SmpkitError, UsageError
 
 __all__ = [
     "CloudProblem",
     "ForeignAnswerError",
+    "Session",
     "UnreachableError",
+    "call_once",
     "code_of",
     "explained",
     "is_denied",
     "is_in_doubt",
     "is_throttling",
     "is_unreachable",
+    "open_client",
+    "open_session",
+    "operation_name",
+    "request_shape",
+    "response_shape",
 ]
 
 CloudProblem = (ClientError, BotoCoreError, ResponseParserError)
@@ -62,6 +80,99 @@ class ForeignAnswerError(BotoCoreError):  # type: ignore[misc]  # botocore has n
     """The answer to a call is not the service's."""
 
     fmt = "what answered {operation} is not AWS"
+
+
+# ---- sessions, clients, calls ----------------------------------------------------------------------------------------
+
+
+class Session(Protocol):
+    """What is used of `boto3.Session`."""
+
+    @property
+    def region_name(self) -> str | None:
+        """The region, if one is set."""
+
+    def client(self, service_name: str, /, **options: Any) -> Any:
+        """Make a client of one service."""
+
+
+def open_session(profile: str | None = None, region: str | None = None) -> Session:
+    """Return a boto3 session with the user's own profile and region.
+
+    Like the AWS CLI, and unlike boto3, it heeds AWS_REGION, before AWS_DEFAULT_REGION.
+
+    Raises:
+        UsageError: there is no such profile.
+    """
+    import boto3
+
+    try:
+        chosen = region or os.environ.get("AWS_REGION") or None
+        session: Session = boto3.Session(profile_name=profile, region_name=chosen)
+    except CloudProblem as error:
+        raise explained(error, "cannot use AWS", "sts") from None
+    return session
+
+
+def open_client(session: Session, service: str, region: str, *, retries: bool) -> Any:
+    """Return a client of one service; without `retries`, botocore itself asks only once."""
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=10,
+        read_timeout=60,
+        retries={"mode": "standard", "total_max_attempts": 3 if retries else 1},
+        user_agent_extra=f"smpkit/{smpkit.__version__}",
+    )
+    try:
+        return session.client(service, region_name=region, config=config)
+    except CloudProblem as error:
+        raise explained(error, "cannot use AWS", service) from None
+    except ValueError as error:  # of an endpoint that is no address
+        hint = "AWS_ENDPOINT_URL, or the profile's `endpoint_url`, must be like `https://host`"
+        raise CloudError(f"cannot use AWS: {str(error).lower()}", hint=hint) from None
+
+
+def call_once(client: Any, service: str, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Call once, or as often as botocore does by itself.
+
+    Raises:
+        ForeignAnswerError: something else than the service answered.
+    """
+    call = getattr(client, operation)
+    try:
+        answer: dict[str, Any] = call(**arguments)
+    except KeyError as error:
+        if not _is_of_a_parser(error):
+            raise
+        raise ForeignAnswerError(operation=operation_name(service, operation)) from None
+    if not _is_of_the_service(answer, service, operation):
+        raise ForeignAnswerError(operation=operation_name(service, operation))
+    return answer
+
+
+def _is_of_the_service(answer: Mapping[str, Any], service: str, operation: str) -> bool:
+    """Tell whether AWS gave this answer: a proxy or captive portal answers 200 as well, with a page of its own."""
+    meta = answer.get("ResponseMetadata")
+    if meta is None:  # of a session that is no boto3 session
+        return True
+    headers = meta.get("HTTPHeaders", {})
+    if meta.get("RequestId") or "x-amz-request-id" in headers or "x-amzn-requestid" in headers:
+        return True
+    shape = response_shape(service, operation_name(service, operation))
+    complete = shape is None or all(name in answer for name in getattr(shape, "required_members", ()))
+    return complete and "html" not in headers.get("content-type", "")
+
+
+def _is_of_a_parser(error: KeyError) -> bool:
+    """Tell whether botocore raised this itself, as it does where a page stands in place of a service's XML."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "botocore.parsers"
+
+
+# ---- why a call failed -----------------------------------------------------------------------------------------------
 
 
 def code_of(error: BaseException) -> str:
@@ -155,3 +266,34 @@ def _quota(message: str, doing: str) -> CloudError:
 def _sentence(error: BaseException) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]  # `STS ...` stays
+
+
+# ---- the services' own description of their requests, as botocore ships it -------------------------------------------
+
+
+@cache
+def _service(name: str) -> ServiceModel:
+    return ServiceModel(Loader().load_service_model(name, "service-2"), name)
+
+
+def request_shape(service: str, operation: str) -> Shape:
+    """Return the shape of a request, such as `("sagemaker", "CreateTrainingJob")`."""
+    return _service(service).operation_model(operation).input_shape
+
+
+def response_shape(service: str, operation: str) -> Shape | None:
+    """Return the shape of a response; None if it has no body."""
+    return _service(service).operation_model(operation).output_shape
+
+
+@cache
+def operation_name(service: str, method: str) -> str:
+    """Return the operation behind a boto3 client's method: `create_training_job` -> `CreateTrainingJob`.
+
+    Raises:
+        AttributeError: the service has no such operation.
+    """
+    for name in _service(service).operation_names:
+        if xform_name(name) == method:
+            return str(name)
+    raise AttributeError(f"{service} has no operation {method!r}")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError, ParamValidationError
 
-from smpkit_estimator.backends.fake import FakeSageMaker, FastClock, Line, Script
-from smpkit_estimator.backends.sagemaker_errors import code_of
-from smpkit_estimator.backends.sagemaker_model import ClientError, ParamValidationError
+from smpkit.testing import FakeSageMaker, FastClock, Line, Script
+from smpkit_estimator.sagemaker import code_of
 
 REQUEST: dict[str, Any] = {
     "TrainingJobName": "job",

@@ -1,18 +1,4 @@
-"""A SageMaker in memory, for tests and demonstrations: the real life of a job, without an account, in no time.
-
-`FakeSageMaker` takes the place of a boto3 session, in smpkit (`Estimator(..., session=fake)`) and for your own code
-that calls `session.client("sagemaker")`. What it is asked and answers is checked against botocore's model of the
-service, so code that works here sends nothing that the service's types refuse.
-
-::
-
-    fake = FakeSageMaker(script=Script(lines=(Line(1, "[rank 0] loss 2.5"),), training=3600))
-    estimator = Estimator("train.py", role=..., image_uri=..., instance_type="ml.m5.large", session=fake)
-    job = estimator.fit(wait=False)
-    fake.clock.advance(90)                      # 90 seconds later
-    assert job.status().phase == "Training"
-    assert job.wait().succeeded                 # an hour passes at once
-"""
+"""`FakeSageMaker`: what takes the place of a boto3 session, whose clients are fakes on one clock."""
 
 from __future__ import annotations
 
@@ -21,16 +7,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from smpkit_estimator.backends.fake.client import FakeClient, Faults, Handler
-from smpkit_estimator.backends.fake.clock import FakeClock, FastClock
-from smpkit_estimator.backends.fake.jobs import FakeJob, FakeJobs
-from smpkit_estimator.backends.fake.logs import FakeLogs
-from smpkit_estimator.backends.fake.script import Line, Script
-from smpkit_estimator.backends.fake.storage import FakeObject, FakeStorage
-from smpkit_estimator.backends.fake.store import load_jobs, save_jobs
+from smpkit.testing.fake_sagemaker.client import FakeClient, Faults, Handler
+from smpkit.testing.fake_sagemaker.clock import FakeClock
+from smpkit.testing.fake_sagemaker.jobs import FakeJob, FakeJobs
+from smpkit.testing.fake_sagemaker.logs import FakeLogs
+from smpkit.testing.fake_sagemaker.script import Script
+from smpkit.testing.fake_sagemaker.storage import FakeStorage
+from smpkit.testing.fake_sagemaker.store import load_jobs, save_jobs
 from smpkit_estimator.clock import Clock
 
-__all__ = ["FakeClock", "FakeJob", "FakeObject", "FakeSageMaker", "FastClock", "Faults", "Line", "Script"]
+__all__ = ["FakeSageMaker"]
 
 
 class FakeSageMaker:

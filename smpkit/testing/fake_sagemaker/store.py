@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from smpkit_estimator.backends.fake.jobs import FakeJob
-from smpkit_estimator.backends.fake.script import Line, Script
+from smpkit.testing.fake_sagemaker.jobs import FakeJob
+from smpkit.testing.fake_sagemaker.script import Line, Script
 
 __all__ = ["load_jobs", "save_jobs"]
 

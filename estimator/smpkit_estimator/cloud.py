@@ -1,37 +1,36 @@
-"""SageMaker and its neighbours (S3, CloudWatch Logs, IAM) through boto3, with errors in plain words and patience.
+"""What smpkit does in the cloud: jobs, S3, logs and roles, each a method of `Cloud`. Throttled calls are tried again.
 
-The only module that imports boto3, and only when no session is given. Anything with boto3's `client(name)` can stand in
-for a session: `backends.fake.FakeSageMaker` does.
+Everything that starts, follows or stops managed jobs goes through `Cloud`; what it raises is a `CloudError` that says
+what to do. How a call is made and why it failed is in `sagemaker`.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
-import smpkit
 from smpkit.config.fields import JOB_NAME
 from smpkit.config.words import quoted
 from smpkit.errors import CloudError, SmpkitError, UsageError
-from smpkit_estimator.backends.sagemaker_errors import (
+from smpkit_estimator.clock import Clock, SystemClock
+from smpkit_estimator.sagemaker import (
     CloudProblem,
-    ForeignAnswerError,
+    Session,
     UnreachableError,
+    call_once,
     code_of,
     explained,
     is_denied,
     is_in_doubt,
     is_throttling,
+    open_client,
 )
-from smpkit_estimator.backends.sagemaker_model import operation_name, response_shape
-from smpkit_estimator.clock import Clock, SystemClock
 
-__all__ = ["LOG_GROUP", "Cloud", "Identity", "S3Object", "Session", "open_session", "split_uri"]
+__all__ = ["LOG_GROUP", "Cloud", "Identity", "S3Object", "split_uri"]
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
@@ -53,17 +52,6 @@ _IDENTITY: tuple[tuple[str, ...], ...] = (
 """What tells a job of this very request from one of the same name; the service returns these as they were sent."""
 
 
-class Session(Protocol):
-    """What is used of `boto3.Session`."""
-
-    @property
-    def region_name(self) -> str | None:
-        """The region, if one is set."""
-
-    def client(self, service_name: str, /, **options: Any) -> Any:
-        """Make a client of one service."""
-
-
 @dataclass(frozen=True)
 class Identity:
     """Who calls."""
@@ -79,24 +67,6 @@ class S3Object:
     key: str
     size: int
     modified: datetime
-
-
-def open_session(profile: str | None = None, region: str | None = None) -> Session:
-    """Return a boto3 session with the user's own profile and region.
-
-    Like the AWS CLI, and unlike boto3, it heeds AWS_REGION, before AWS_DEFAULT_REGION.
-
-    Raises:
-        UsageError: there is no such profile.
-    """
-    import boto3
-
-    try:
-        chosen = region or os.environ.get("AWS_REGION") or None
-        session: Session = boto3.Session(profile_name=profile, region_name=chosen)
-    except CloudProblem as error:
-        raise explained(error, "cannot use AWS", "sts") from None
-    return session
 
 
 def split_uri(uri: str) -> tuple[str, str]:
@@ -150,7 +120,8 @@ class Cloud:
         for attempt in range(_TRIES):
             try:
                 # Never asked again by botocore itself: the second answer would be "this name exists already".
-                arn: str = self._once("sagemaker", "create_training_job", body, retries=False)["TrainingJobArn"]
+                client = self._client("sagemaker", retries=False)
+                arn: str = call_once(client, "sagemaker", "create_training_job", body)["TrainingJobArn"]
             except CloudProblem as error:  # noqa: PERF203  a call over the network is slower
                 doubts += is_in_doubt(error)
                 missing = doubts == 0
@@ -315,7 +286,7 @@ class Cloud:
             if "Body" in arguments:
                 arguments["Body"].seek(0)  # else a second try would send what the first one left
             try:
-                return self._once(service, operation, arguments)
+                return call_once(self._client(service), service, operation, arguments)
             except CloudProblem as error:
                 if not is_throttling(error) or attempt == _TRIES - 1:
                     raise
@@ -325,25 +296,6 @@ class Cloud:
     def _pause(self, attempt: int) -> None:
         # Full jitter: many followers that were refused together must not come back together.
         self.clock.sleep(random.uniform(0.1, min(_MAX_PAUSE_SECONDS, 0.5 * 2**attempt)))  # noqa: S311
-
-    def _once(
-        self, service: str, operation: str, arguments: Mapping[str, Any], *, retries: bool = True
-    ) -> dict[str, Any]:
-        """Call once, or as often as botocore does by itself.
-
-        Raises:
-            ForeignAnswerError: something else than the service answered.
-        """
-        call = getattr(self._client(service, retries=retries), operation)
-        try:
-            answer: dict[str, Any] = call(**arguments)
-        except KeyError as error:
-            if not _is_of_a_parser(error):
-                raise
-            raise ForeignAnswerError(operation=operation_name(service, operation)) from None
-        if not _is_of_the_service(answer, service, operation):
-            raise ForeignAnswerError(operation=operation_name(service, operation))
-        return answer
 
     def _pages(self, service: str, operation: str, key: str, doing: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         try:
@@ -363,22 +315,8 @@ class Cloud:
 
     def _client(self, service: str, *, retries: bool = True) -> Any:
         if (service, retries) not in self._clients:
-            from botocore.config import Config
-
-            config = Config(
-                connect_timeout=10,
-                read_timeout=60,
-                retries={"mode": "standard", "total_max_attempts": 3 if retries else 1},
-                user_agent_extra=f"smpkit/{smpkit.__version__}",
-            )
-            try:
-                client = self._session.client(service, region_name=self.region, config=config)
-                self._clients[service, retries] = client
-            except CloudProblem as error:
-                raise explained(error, "cannot use AWS", service) from None
-            except ValueError as error:  # of an endpoint that is no address
-                hint = "AWS_ENDPOINT_URL, or the profile's `endpoint_url`, must be like `https://host`"
-                raise CloudError(f"cannot use AWS: {str(error).lower()}", hint=hint) from None
+            client = open_client(self._session, service, self.region, retries=retries)
+            self._clients[service, retries] = client
         return self._clients[service, retries]
 
 
@@ -400,27 +338,6 @@ def _not_started(error: SmpkitError, name: str, *, missing: bool) -> SmpkitError
         return error
     hint = f"`smpkit status {name}` tells whether it was, `smpkit stop {name}` stops it; look before you start another"
     return UnreachableError(f"{error.message}; it may have been started all the same", hint=hint)
-
-
-def _is_of_the_service(answer: Mapping[str, Any], service: str, operation: str) -> bool:
-    """Tell whether AWS gave this answer: a proxy or captive portal answers 200 as well, with a page of its own."""
-    meta = answer.get("ResponseMetadata")
-    if meta is None:  # of a session that is no boto3 session
-        return True
-    headers = meta.get("HTTPHeaders", {})
-    if meta.get("RequestId") or "x-amz-request-id" in headers or "x-amzn-requestid" in headers:
-        return True
-    shape = response_shape(service, operation_name(service, operation))
-    complete = shape is None or all(name in answer for name in getattr(shape, "required_members", ()))
-    return complete and "html" not in headers.get("content-type", "")
-
-
-def _is_of_a_parser(error: KeyError) -> bool:
-    """Tell whether botocore raised this itself, as it does where a page stands in place of a service's XML."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "botocore.parsers"
 
 
 def _is_missing_job(error: BaseException) -> bool:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from smpkit_estimator.backends.fake.client import Handler
-from smpkit_estimator.backends.fake.lifecycle import History, Transition, history
-from smpkit_estimator.backends.fake.script import Script
-from smpkit_estimator.backends.sagemaker_model import client_error, request_shape, response_shape
+from smpkit.testing.fake_sagemaker.client import Handler, client_error
+from smpkit.testing.fake_sagemaker.lifecycle import History, Transition, history
+from smpkit.testing.fake_sagemaker.script import Script
 from smpkit_estimator.clock import Clock
 from smpkit_estimator.limits import preflight
+from smpkit_estimator.sagemaker import request_shape, response_shape
 
 __all__ = ["FakeJob", "FakeJobs"]
 

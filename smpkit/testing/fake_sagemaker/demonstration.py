@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from smpkit_estimator.backends.fake.script import Line, Script
+from smpkit.testing.fake_sagemaker.script import Line, Script
 
 __all__ = ["demonstration_script"]
 

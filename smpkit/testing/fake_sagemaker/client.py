@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from smpkit_estimator.backends.sagemaker_model import (
-    client_error,
-    operation_name,
-    request_shape,
-    response_shape,
-    validate,
-)
+from botocore.exceptions import ClientError, ParamValidationError
+from botocore.model import Shape
+from botocore.validate import ParamValidator
 
-__all__ = ["FakeClient", "Faults"]
+from smpkit_estimator.sagemaker import operation_name, request_shape, response_shape
+
+__all__ = ["FakeClient", "Faults", "Handler", "client_error", "validate"]
 
 Handler = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -97,3 +95,23 @@ class FakeClient:
             return answer
 
         return call
+
+
+def validate(value: Mapping[str, Any], shape: Shape) -> None:
+    """Check types, required fields and minimums as a boto3 client does before it sends.
+
+    Raises:
+        ParamValidationError: of botocore, with a report.
+    """
+    report = ParamValidator().validate(value, shape)
+    if report.has_errors():
+        raise ParamValidationError(report=report.generate_report())
+
+
+def client_error(code: str, message: str, operation: str, status: int = 400) -> ClientError:
+    """Return the error that a boto3 client raises when the service refuses."""
+    answer: Any = {
+        "Error": {"Code": code, "Message": message},
+        "ResponseMetadata": {"HTTPStatusCode": status, "RequestId": "fake", "RetryAttempts": 0},
+    }
+    return ClientError(answer, operation)

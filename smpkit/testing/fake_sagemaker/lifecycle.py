@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from smpkit_estimator.backends.fake.script import Script
+from smpkit.testing.fake_sagemaker.script import Script
 
 __all__ = ["Attempt", "History", "Transition", "history"]
 

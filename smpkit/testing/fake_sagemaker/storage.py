@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from smpkit_estimator.backends.fake.client import Handler
-from smpkit_estimator.backends.sagemaker_model import client_error
+from smpkit.testing.fake_sagemaker.client import Handler, client_error
 from smpkit_estimator.clock import Clock
 
 __all__ = ["FakeObject", "FakeStorage"]

@@ -1,1 +1,0 @@
-"""Where managed jobs run: SageMaker, and a stand-in for it in memory for tests and demonstrations."""
