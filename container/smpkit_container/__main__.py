@@ -26,10 +26,10 @@ from smpkit_container.environment import (
 )
 from smpkit_container.failure import MAX_FAILURE_CHARACTERS
 from smpkit_container.launch import launch, write_failure
+from smpkit_container.overrides import decode_overrides
 from smpkit_container.rank import die_with_parent
 from smpkit_container.secret_entries import secret_variables
 from smpkit_container.source import fetch_source, install_requirements
-from smpkit_container.wire import as_meant
 
 __all__ = ["main"]
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         if base == DEFAULT_BASE:  # on somebody's own machine the code is where it is, and so is what it needs
             fetch_source(environment)
             install_requirements(environment.code)
-        environment = as_meant(environment)
+        environment = decode_overrides(environment)
         environ = {**environ, **secret_variables(environment)}
         return launch(environment, environ, Console.of_process(environ), extra)
     except KeyboardInterrupt:  # before the launcher handles it

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from smpkit_container.outcome import Outcome
 from smpkit_container.peers import News
+from smpkit_container.root_cause import RankEnd, RootCause, signal_name
 from smpkit_container.topology import Topology
-from smpkit_container.verdict import RankEnd, Verdict, signal_name
 
 __all__ = [
     "MAX_FAILURE_CHARACTERS",
@@ -42,11 +42,11 @@ class Failure:
     """For stderr; with the whole traceback."""
 
 
-def rank_failure(verdict: Verdict, outcome: Outcome, topology: Topology, code: Path) -> Failure:
+def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: Path) -> Failure:
     """Describe a run that ended because a rank failed. `code` is the script's folder; frames in it are the user's."""
-    end = verdict.culprit
+    end = cause.culprit
     headline = end.headline
-    notes = _notes(verdict, code)
+    notes = _notes(cause, code)
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
     hint = _hint(end)
@@ -57,7 +57,7 @@ def rank_failure(verdict: Verdict, outcome: Outcome, topology: Topology, code: P
         *(f"    {line}" for line in _story(end, headline)),
         "",
         *notes,
-        *([_followers(verdict.followers)] if verdict.followers else []),
+        *([_followers(cause.followers)] if cause.followers else []),
         *([f"hint: {hint}"] if hint and f"hint: {hint}" not in _story(end, headline) else []),
     ]
     return Failure(end.exit_code, _fitted(reason), "\n".join(screen).rstrip())
@@ -138,10 +138,10 @@ def _story(end: RankEnd, headline: str) -> list[str]:
     return [headline, *(["it was here, innermost first:", *stack] if stack else lines)]
 
 
-def _notes(verdict: Verdict, code: Path) -> list[str]:
+def _notes(cause: RootCause, code: Path) -> list[str]:
     """Say who was waited for when the culprit only noticed that somebody was gone or silent."""
-    lines = [f"rank {end.rank} ended with exit code 0 while others still waited for it" for end in verdict.left_early]
-    for end in verdict.still_running:
+    lines = [f"rank {end.rank} ended with exit code 0 while others still waited for it" for end in cause.left_early]
+    for end in cause.still_running:
         lines.append(f"rank {end.rank} was still running" + (", here:" if end.stack else ""))
         lines += [f"  {line}" for line in _stack_lines(end.stack, code)[:4]]
     return lines

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from smpkit.errors import LaunchError, SmpkitError
+from smpkit_container.host import meeting_place
 from smpkit_container.peers import Peers, meet
-from smpkit_container.process import meeting_place
 from smpkit_container.ssh import client_environment, make_key, server_command
 from smpkit_container.topology import DEFAULT_PORT, Topology
 

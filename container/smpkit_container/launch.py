@@ -26,14 +26,14 @@ from smpkit_container.console import Console
 from smpkit_container.environment import Environment, find_nccl_plugin
 from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure
 from smpkit_container.gathering import Gathered, gather
-from smpkit_container.outcome import Outcome, Patience
+from smpkit_container.host import run_host
+from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News
-from smpkit_container.process import run_host
+from smpkit_container.root_cause import find_root_cause
 from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
 from smpkit_container.variables import export, platform_variables, process_variables
-from smpkit_container.verdict import judge
 
-__all__ = ["explain", "launch", "notices", "patience_from", "with_smdistributed"]
+__all__ = ["explain", "launch", "notices", "timeouts_from", "with_smdistributed"]
 
 _ALSO_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
@@ -58,7 +58,7 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     Raises:
         SmpkitError: the job cannot be started as described.
     """
-    patience = patience_from(environ)
+    timeouts = timeouts_from(environ)
     environ = with_smdistributed(environment, environ, console)
     topology = read_topology(environment)
     with _meeting_port(topology) as port:
@@ -67,10 +67,10 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
             console.say(f"warning: {notice}")
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
-        with gather(topology, patience.start) as gathered:
-            outcome = _run(plan, gathered, console, patience)
+        with gather(topology, timeouts.start) as gathered:
+            outcome = _run(plan, gathered, console, timeouts)
             news = gathered.peers.news if gathered.peers else None
-    failure = explain(outcome, plan.topology, plan.code, patience, news)
+    failure = explain(outcome, plan.topology, plan.code, timeouts, news)
     if failure is not None:
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
@@ -114,20 +114,20 @@ def notices(environment: Environment, topology: Topology, environ: Mapping[str, 
 
 
 def explain(
-    outcome: Outcome, topology: Topology, code: Path, patience: Patience, news: News | None = None
+    outcome: Outcome, topology: Topology, code: Path, timeouts: Timeouts, news: News | None = None
 ) -> Failure | None:
     """Return why a run failed; None if it did not: if every rank ended with 0, whatever torchrun or mpirun think."""
     cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
     if outcome.clean and not cut_short:
         return None
-    verdict = judge(outcome.ends)
-    if news is not None and (verdict is None or verdict.culprit.error is None or verdict.culprit.is_consequence):
+    cause = find_root_cause(outcome.ends)
+    if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
         return peer_failure(news, outcome, topology)
-    if outcome.stop_signal and (verdict is None or verdict.culprit.error is None):
-        return stop_failure(outcome, topology, patience.grace)
-    if verdict is None:
-        return launcher_failure(topology.launcher, outcome, patience.start)
-    return rank_failure(verdict, outcome, topology, code)
+    if outcome.stop_signal and (cause is None or cause.culprit.error is None):
+        return stop_failure(outcome, topology, timeouts.grace)
+    if cause is None:
+        return launcher_failure(topology.launcher, outcome, timeouts.start)
+    return rank_failure(cause, outcome, topology, code)
 
 
 def write_failure(path: Path, reason: str) -> None:
@@ -137,7 +137,7 @@ def write_failure(path: Path, reason: str) -> None:
         path.write_text(reason, encoding="utf-8", errors="replace")
 
 
-def patience_from(environ: Mapping[str, str]) -> Patience:
+def timeouts_from(environ: Mapping[str, str]) -> Timeouts:
     """Return how long to wait; `SMPKIT_GRACE_SECONDS`, `..._SETTLE_...` and `..._START_...` override the defaults.
 
     Raises:
@@ -158,7 +158,7 @@ def patience_from(environ: Mapping[str, str]) -> Patience:
             problems.append(Problem(("environment", variable), f"must be a number of seconds, got `{text}`"))
     if problems:
         raise ConfigError(problems, subject="environment")
-    return Patience(**found)
+    return Timeouts(**found)
 
 
 def _planned(
@@ -221,7 +221,7 @@ def _checked_script(script: str, code: Path) -> str:
     return script
 
 
-def _run(plan: _Plan, gathered: Gathered, console: Console, patience: Patience) -> Outcome:
+def _run(plan: _Plan, gathered: Gathered, console: Console, timeouts: Timeouts) -> Outcome:
     first = plan.topology.node_rank * plan.topology.processes_per_host
     command = gathered.server or plan.command
     try:
@@ -233,7 +233,7 @@ def _run(plan: _Plan, gathered: Gathered, console: Console, patience: Patience) 
             # What ssh starts gets mpirun's variables, those of the first host; this one's own are given at the welcome.
             variables=plan.variables if gathered.place is None else plan.environ,
             console=console,
-            patience=patience,
+            timeouts=timeouts,
             peers=gathered.peers,
             place=gathered.place,
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smpkit_container.verdict import RankEnd
+from smpkit_container.root_cause import RankEnd
 
-__all__ = ["Outcome", "Patience"]
+__all__ = ["Outcome", "Timeouts"]
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long each wait may take, in seconds."""
 
     start: float = 900.0

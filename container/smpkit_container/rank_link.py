@@ -11,7 +11,7 @@ from typing import Any
 
 from smpkit_container.channel import Inbox, packed
 from smpkit_container.lines import LineSplitter
-from smpkit_container.verdict import RankEnd, RankError
+from smpkit_container.root_cause import RankEnd, RankError
 
 __all__ = ["RankLink"]
 

@@ -86,7 +86,7 @@ class _Follower:
     phase: tuple[str, int] = ("", 0)
     quiet: float = 0.0
     """For how long nothing came."""
-    patience: float = _QUIET_SECONDS
+    quiet_limit: float = _QUIET_SECONDS
     unreachable: float = 0.0
     status: JobStatus | None = field(default=None)
 
@@ -96,11 +96,11 @@ class _Follower:
         self.status = JobStatus.read(self.cloud.describe_job(self.name), self.cloud.clock.now())
         phase = (self.status.phase, len(self.status.phases))
         if phase != self.phase:
-            self.phase, self.quiet, self.patience = phase, 0.0, _QUIET_SECONDS
+            self.phase, self.quiet, self.quiet_limit = phase, 0.0, _QUIET_SECONDS
             yield Notice(_phase_sentence(self.status))
         lines = self.reader.read()
         if lines:
-            self.quiet, self.patience = 0.0, _QUIET_SECONDS
+            self.quiet, self.quiet_limit = 0.0, _QUIET_SECONDS
         yield from filter(self.wanted, lines)
 
     @property
@@ -109,9 +109,9 @@ class _Follower:
 
     def wait(self) -> Iterator[Notice]:
         assert self.status is not None
-        if self.quiet >= self.patience:
+        if self.quiet >= self.quiet_limit:
             yield Notice(f"no new lines for {self.quiet:.0f} s; the job is {self.status.phase}")
-            self.patience *= 2
+            self.quiet_limit *= 2
         self.cloud.clock.sleep(self.pause)
         self.quiet += self.pause
 

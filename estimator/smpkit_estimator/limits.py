@@ -10,20 +10,20 @@ from typing import Any
 from smpkit.config.section import KeyPath
 from smpkit.config.words import closest, quoted
 from smpkit.errors import Problem
-from smpkit_estimator.remedies import place_of, remedy_for
+from smpkit_estimator.hints import hint_for, place_of
 
 __all__ = ["preflight"]
 
 
 def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
-    """Say everything in a request that the service would refuse, each under its name in the job file, with a remedy.
+    """Say everything in a request that the service would refuse, each under its name in the job file, with a hint.
 
     Args:
         body: the request.
         shape: botocore's shape of it (see `sagemaker.request_shape`).
     """
     found = ((place_of(path, body), message, hint) for path, message, hint in _violations((), body, shape))
-    return [Problem(place, message, hint or remedy_for(place)) for place, message, hint in found]
+    return [Problem(place, message, hint or hint_for(place)) for place, message, hint in found]
 
 
 _Violation = tuple[KeyPath, str, "str | None"]

@@ -11,7 +11,7 @@ from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, FileSystem, JobConfig
 from smpkit_estimator.hyperparameters import hyperparameters
 
-__all__ = ["CODE_CHANNEL", "SECRETS", "Circumstances", "TrainingRequest", "build_request"]
+__all__ = ["CODE_CHANNEL", "SECRETS", "SubmitContext", "TrainingRequest", "build_request"]
 
 CODE_CHANNEL = "code"
 """The channel that brings the sources to a container without network."""
@@ -23,7 +23,7 @@ _ARCHIVE_IN_CONTAINER = f"/opt/ml/input/data/{CODE_CHANNEL}/sourcedir.tar.gz"
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class SubmitContext:
     """What the job file does not say: who submits where, and under which name."""
 
     job_name: str
@@ -74,7 +74,7 @@ def _masked(name: str, text: str) -> str:
     return text if hidden == value else json.dumps(hidden)
 
 
-def build_request(job: JobConfig, around: Circumstances) -> TrainingRequest:
+def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
     """Return the request for `job`, field by field as SageMaker's SDK v2 sends it for the same arguments.
 
     Debugger and profiler are off: they are for AWS's own images. A spot job always says how long it may wait, which the
@@ -82,19 +82,19 @@ def build_request(job: JobConfig, around: Circumstances) -> TrainingRequest:
     """
     body: dict[str, Any] = {
         "AlgorithmSpecification": _algorithm(job),
-        "OutputDataConfig": _output(job, around),
-        "TrainingJobName": around.job_name,
+        "OutputDataConfig": _output(job, context),
+        "TrainingJobName": context.job_name,
         "StoppingCondition": _stopping(job),
         "ResourceConfig": _resources(job),
-        "RoleArn": around.role,
-        "InputDataConfig": _channels(job, around),
+        "RoleArn": context.role,
+        "InputDataConfig": _channels(job, context),
         "HyperParameters": {
             **hyperparameters(
                 job,
-                submit_directory=_ARCHIVE_IN_CONTAINER if job.network.isolation else around.source,
-                job_name=around.job_name,
-                region=around.region,
-                parameters_file=around.parameters_file,
+                submit_directory=_ARCHIVE_IN_CONTAINER if job.network.isolation else context.source,
+                job_name=context.job_name,
+                region=context.region,
+                parameters_file=context.parameters_file,
             ),
             **_secrets(job),
         },
@@ -154,9 +154,9 @@ def _experiment(job: JobConfig) -> dict[str, Any]:
     return {name: value for name, value in names.items() if value is not None}
 
 
-def _output(job: JobConfig, around: Circumstances) -> dict[str, Any]:
+def _output(job: JobConfig, context: SubmitContext) -> dict[str, Any]:
     return {
-        "S3OutputPath": around.output,
+        "S3OutputPath": context.output,
         **({"KmsKeyId": job.encryption.output_key} if job.encryption.output_key else {}),
         **({} if job.compress_output else {"CompressionType": "NONE"}),
     }
@@ -182,10 +182,10 @@ def _resources(job: JobConfig) -> dict[str, Any]:
     }
 
 
-def _channels(job: JobConfig, around: Circumstances) -> list[dict[str, Any]]:
+def _channels(job: JobConfig, context: SubmitContext) -> list[dict[str, Any]]:
     channels = [_channel(name, channel) for name, channel in job.inputs.items()]
     if job.network.isolation:
-        channels.append(_channel(CODE_CHANNEL, Channel(uri=around.source)))
+        channels.append(_channel(CODE_CHANNEL, Channel(uri=context.source)))
     return channels
 
 

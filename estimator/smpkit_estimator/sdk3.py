@@ -28,7 +28,7 @@ from smpkit.errors import ConfigError, UnsupportedError
 from smpkit_estimator.arguments import job_from_arguments
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.sagemaker import request_shape
-from smpkit_estimator.sdk3_wire import for_the_launcher
+from smpkit_estimator.sdk3_hyperparameters import launcher_hyperparameters
 
 try:
     from sagemaker.train.distributed import DistributedConfig
@@ -95,7 +95,7 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
         settings = {"entry_point": entry_script, "hyperparameters": dict(values or {})}
         own = validated(JobConfig, settings, subject="hyperparameters")
         job = own.model_copy(update={"distribution": self._job.distribution})
-        sent = for_the_launcher(job)
+        sent = launcher_hyperparameters(job)
         problems = preflight({"HyperParameters": sent}, request_shape("sagemaker", "CreateTrainingJob"))
         found = [problem for problem in problems if problem.message != "is required"]
         if found:

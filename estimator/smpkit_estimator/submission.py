@@ -17,7 +17,7 @@ from smpkit_estimator.archive import Packed, fingerprint, pack
 from smpkit_estimator.cloud import Cloud, split_uri
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.names import unique_name
-from smpkit_estimator.request import CODE_CHANNEL, Circumstances, TrainingRequest, build_request
+from smpkit_estimator.request import CODE_CHANNEL, SubmitContext, TrainingRequest, build_request
 from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sources import Sources, collect
 
@@ -80,7 +80,7 @@ def plan_submission(
         raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="job for SageMaker")
     output = job.output or f"s3://sagemaker-{cloud.region}-{cloud.identity().account}/"
     archive_uri = job.source_dir if packed is None else _archive_uri(job, output, packed.digest)
-    around = Circumstances(
+    context = SubmitContext(
         job_name=name,
         region=cloud.region,
         role=cloud.role_arn(job.role or ""),
@@ -88,12 +88,12 @@ def plan_submission(
         source=archive_uri,
         parameters_file=parameters_file,
     )
-    problems = _limits(job, around)
+    problems = _limits(job, context)
     if problems:
         raise ConfigError(problems, subject="job for SageMaker")
     notes = tuple(_notes(sources, packed)) if sources is not None and packed is not None else ()
     key = job.encryption.output_key
-    return Submission(build_request(job, around), archive_uri, sources, extra, packed, key, notes)
+    return Submission(build_request(job, context), archive_uri, sources, extra, packed, key, notes)
 
 
 def send(submission: Submission, cloud: Cloud) -> str:
@@ -219,16 +219,16 @@ def _extra(job: JobConfig) -> dict[str, bytes]:
     return {PARAMETERS_NAME: text.encode()} if len(text) > longest else {}
 
 
-def _limits(job: JobConfig, around: Circumstances) -> list[Problem]:
-    body = build_request(job, around).body
+def _limits(job: JobConfig, context: SubmitContext) -> list[Problem]:
+    body = build_request(job, context).body
     algorithm = {name: value for name, value in body["AlgorithmSpecification"].items() if value is not None}
     return preflight({**body, "AlgorithmSpecification": algorithm}, request_shape("sagemaker", "CreateTrainingJob"))
 
 
-def _stand_ins(job: JobConfig, name: str, parameters_file: str | None) -> Circumstances:
+def _stand_ins(job: JobConfig, name: str, parameters_file: str | None) -> SubmitContext:
     """Return circumstances that no limit minds, to check the rest before the cloud is asked for the real ones."""
     role = job.role if job.role and job.role.startswith("arn:") else "arn:aws:iam::123456789012:role/stand-in"
-    return Circumstances(name, "us-east-1", role, job.output or "s3://bucket/", "s3://bucket/key", parameters_file)
+    return SubmitContext(name, "us-east-1", role, job.output or "s3://bucket/", "s3://bucket/key", parameters_file)
 
 
 def _unique(problems: list[Problem]) -> list[Problem]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +21,24 @@ from smpkit.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from smpkit.config.load import LoadedJob
+    from smpkit_estimator.docker.image import Recipe
+    from smpkit_estimator.docker.run import DockerRun
     from smpkit_estimator.local import LocalPlan, LocalRun
 
-__all__ = ["hint_at_timeline", "run", "show_places", "summary"]
+__all__ = ["run"]
+
+_COLOURS = ("cyan", "yellow", "magenta", "green", "blue")
+
+
+@dataclass(frozen=True)
+class _DockerOptions:
+    """The options of `smpkit run --docker`."""
+
+    hosts: int | None
+    interrupt_after: float | None
+    gpus: bool
+    keep: bool
+    events: bool
 
 
 @click.command()
@@ -58,9 +77,8 @@ def run(
     """
     job = read_job(file, overrides)
     if docker:
-        from smpkit.cli._run_docker import Wishes, run_docker
-
-        return run_docker(job, arguments, recipe_from(recipe), Wishes(hosts, interrupt_after, gpus, keep, events))
+        options = _DockerOptions(hosts, interrupt_after, gpus, keep, events)
+        return _run_in_docker(job, arguments, recipe_from(recipe), options)
     _refuse_without_docker(hosts=hosts, interrupt_after=interrupt_after, gpus=gpus)
     return _run_here(job, arguments, keep, events)
 
@@ -69,6 +87,9 @@ def _refuse_without_docker(**options: object) -> None:
     given = [f"`--{name.replace('_', '-')}`" for name, value in options.items() if value]
     if given:
         raise UsageError(f"{' and '.join(given)} without `--docker`", hint="add `--docker`")
+
+
+# ---- on this machine -------------------------------------------------------------------------------------------------
 
 
 def _run_here(job: LoadedJob, arguments: tuple[str, ...], keep: bool, events: bool) -> int:
@@ -80,9 +101,9 @@ def _run_here(job: LoadedJob, arguments: tuple[str, ...], keep: bool, events: bo
     console = _console.current()
     for note in plan.notes:
         console.note(f"note: {note}")
-    console.note(f"Running `{plan.job.name}` on this machine: {summary(plan)}")
+    console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
     done = run_local(plan, arguments, keep=keep, events=events)
-    _conclude(console, done, events)
+    _conclude_here(console, done, events)
     return 0 if done.exit_code == 0 else 130 if done.interrupted else 1
 
 
@@ -97,7 +118,87 @@ def _check_launcher(plan: LocalPlan) -> None:
         raise UnsupportedError("torch is not installed beside smpkit, so torchrun cannot start the ranks", hint=hint)
 
 
-def summary(plan: LocalPlan) -> str:
+def _conclude_here(console: _console.Console, done: LocalRun, events: bool) -> None:
+    """Say how it ended, unless the launcher has done so, and where everything is."""
+    from smpkit_container.failure import duration
+
+    if done.exit_code == 0:
+        console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
+    elif done.interrupted:
+        console.note(f"{_console.style('Interrupted', 'yellow')} after {duration(done.seconds)}")
+    _show_places(console, done.model, done.output_data, done.checkpoints)
+    if done.tree is not None:
+        console.note(f"kept: {done.tree}")
+    if events:
+        _hint_at_timeline(console, done.output_data)
+
+
+# ---- in the training image, with one container for each host ---------------------------------------------------------
+
+
+def _run_in_docker(job: LoadedJob, arguments: Sequence[str], recipe: Recipe, options: _DockerOptions) -> int:
+    """Build or take the image, run the containers, say how it ended; return the exit code."""
+    from smpkit_container.environment import count_gpus
+    from smpkit_estimator.docker.engine import check
+    from smpkit_estimator.docker.image import build_image
+    from smpkit_estimator.docker.run import run_in_docker
+    from smpkit_estimator.local import plan_local_run
+
+    hosts = options.hosts or job.config.compute.instance_count
+    # Of this shell's variables the containers get none.
+    num_gpus = count_gpus(job.config.environment) if options.gpus else 0
+    plan = plan_local_run(job.config, job.folder, num_gpus, hosts)
+    console = _console.current()
+    check()
+    image = job.config.image or build_image(recipe)
+    for note in plan.notes:
+        console.note(f"note: {note}")
+    where = "1 container" if hosts == 1 else f"{hosts} containers"
+    console.note(f"Running `{plan.job.name}` in {where} of {image}: {_summary(plan)}")
+    done = run_in_docker(
+        plan,
+        image,
+        arguments,
+        show=_show_line,
+        gpus=options.gpus,
+        interrupt_after=options.interrupt_after,
+        events=options.events,
+    )
+    _conclude_docker(console, done, options)
+    return 130 if done.interrupted else 1 if done.exit_code else 0
+
+
+def _show_line(host: str, stream: str, line: str) -> None:
+    colour = _COLOURS[int(host.rpartition("-")[2]) % len(_COLOURS)]
+    click.echo(f"{click.style(f'[{host}]', fg=colour)} {line}", file=sys.stderr if stream == "err" else sys.stdout)
+
+
+def _conclude_docker(console: _console.Console, done: DockerRun, options: _DockerOptions) -> None:
+    from smpkit_container.failure import duration
+
+    if done.interrupted:
+        console.note(f"{_console.style('Interrupted', 'yellow')} after {duration(done.seconds)}")
+    elif done.exit_code == 0:
+        after = ", with an interruption" if done.rehearsed else ""
+        console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}{after}")
+    if options.interrupt_after is not None and not done.rehearsed:
+        console.warn(f"the job ended before it could be interrupted after {options.interrupt_after:g} s")
+    for clash in done.clashes:
+        console.warn(f"several hosts wrote different contents to {clash}; the first host's is kept")
+    _show_places(console, done.model, done.output_data, done.checkpoints)
+    if options.events:
+        _hint_at_timeline(console, done.output_data)
+    inside = [place for place in (done.model, done.output_data, done.checkpoints) if place is not None]
+    if options.keep or any(place.is_relative_to(done.tree) for place in inside):
+        console.note(f"kept: {done.tree}")
+    else:
+        shutil.rmtree(done.tree, ignore_errors=True)
+
+
+# ---- what both say ---------------------------------------------------------------------------------------------------
+
+
+def _summary(plan: LocalPlan) -> str:
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks != 1)} with {plan.job.distribution.launcher}"
     parameters = plan.job.distribution.model_parallel
     if parameters is None:
@@ -106,22 +207,7 @@ def summary(plan: LocalPlan) -> str:
     return f"{ranks}, pipeline {pipeline} × tensor {tensor} × data {plan.ranks // (pipeline * tensor)}"
 
 
-def _conclude(console: _console.Console, done: LocalRun, events: bool) -> None:
-    """Say how it ended, unless the launcher has done so, and where everything is."""
-    from smpkit_container.failure import duration
-
-    if done.exit_code == 0:
-        console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
-    elif done.interrupted:
-        console.note(f"{_console.style('Interrupted', 'yellow')} after {duration(done.seconds)}")
-    show_places(console, done.model, done.output_data, done.checkpoints)
-    if done.tree is not None:
-        console.note(f"kept: {done.tree}")
-    if events:
-        hint_at_timeline(console, done.output_data)
-
-
-def show_places(
+def _show_places(
     console: _console.Console, model: Path | None, output_data: Path | None, checkpoints: Path | None
 ) -> None:
     """Say where everything is that the job left."""
@@ -130,7 +216,7 @@ def show_places(
             console.note(f"{name}: {place}")
 
 
-def hint_at_timeline(console: _console.Console, output_data: Path | None) -> None:
+def _hint_at_timeline(console: _console.Console, output_data: Path | None) -> None:
     """Say what can be done with recorded events."""
     from smpkit_estimator.local import EVENTS
 

@@ -7,8 +7,8 @@ import pytest
 
 from smpkit_container.failure import duration, launcher_failure, rank_failure, stop_failure
 from smpkit_container.outcome import Outcome
+from smpkit_container.root_cause import RankEnd, RankError, RootCause
 from smpkit_container.topology import Topology
-from smpkit_container.verdict import RankEnd, RankError, Verdict
 
 CODE = Path("/job/code")
 TOPOLOGY = Topology(("algo-1",), 0, 8, "torchrun")
@@ -41,8 +41,8 @@ def outcome(
 
 
 def test_screen_has_the_form_of_the_ux_rules() -> None:
-    verdict = Verdict(RankEnd(5, 1, 1.0, ERROR), (0, 1, 2, 7))
-    assert rank_failure(verdict, outcome(), TOPOLOGY, CODE).screen == (
+    root_cause = RootCause(RankEnd(5, 1, 1.0, ERROR), (0, 1, 2, 7))
+    assert rank_failure(root_cause, outcome(), TOPOLOGY, CODE).screen == (
         "Failed after 4 m 12 s (rank 5 on algo-1, exit 1)\n"
         "\n"
         "    Traceback (most recent call last):\n"
@@ -55,7 +55,7 @@ def test_screen_has_the_form_of_the_ux_rules() -> None:
 
 
 def test_failure_file_has_the_exception_first_and_the_users_frames_before_libraries() -> None:
-    assert rank_failure(Verdict(RankEnd(5, 1, 1.0, ERROR)), outcome(), TOPOLOGY, CODE).reason == (
+    assert rank_failure(RootCause(RankEnd(5, 1, 1.0, ERROR)), outcome(), TOPOLOGY, CODE).reason == (
         "ValueError: hidden size 2050 is not divisible by tensor degree 4\n"
         "rank 5 on algo-1, exit 1\n"
         '  File "train.py", line 41, in build_model\n'
@@ -67,7 +67,7 @@ def test_failure_file_has_the_exception_first_and_the_users_frames_before_librar
 @pytest.mark.parametrize("character", ["x", "ß", "名", "😀"])
 def test_failure_file_has_at_most_1024_characters_and_still_the_rank(character: str) -> None:
     long = RankError("ValueError", f"ValueError: {character * 3000}", "", frames=ERROR.frames * 30)
-    reason = rank_failure(Verdict(RankEnd(5, 1, 1.0, long)), outcome(), TOPOLOGY, CODE).reason
+    reason = rank_failure(RootCause(RankEnd(5, 1, 1.0, long)), outcome(), TOPOLOGY, CODE).reason
     assert len(reason) == 1024
     assert "\nrank 5 on algo-1, exit 1\n" in reason
     assert "line 41" in reason
@@ -76,19 +76,19 @@ def test_failure_file_has_at_most_1024_characters_and_still_the_rank(character: 
 
 def test_hint_is_shown_once_in_both_forms() -> None:
     hinted = RankError("smpkit.errors.UsageError", "x: y\nhint: z", "smpkit.errors.UsageError: y\nhint: z\n", hint="z")
-    failure = rank_failure(Verdict(RankEnd(0, 1, 1.0, hinted)), outcome(), TOPOLOGY, CODE)
+    failure = rank_failure(RootCause(RankEnd(0, 1, 1.0, hinted)), outcome(), TOPOLOGY, CODE)
     assert failure.screen.count("hint: z") == 1
     assert "hint: z" in failure.reason
 
 
 def test_last_lines_stand_in_for_a_missing_exception() -> None:
-    failure = rank_failure(Verdict(RankEnd(2, 7, 1.0, last_lines=("a", "b"))), outcome(), TOPOLOGY, CODE)
+    failure = rank_failure(RootCause(RankEnd(2, 7, 1.0, last_lines=("a", "b"))), outcome(), TOPOLOGY, CODE)
     assert failure.reason == "the script exited with code 7\nrank 2 on algo-1, exit 7\n  | b\n  | a"
     assert "its last lines:\n      a\n      b" in failure.screen
 
 
 def test_killed_rank_may_be_out_of_memory() -> None:
-    failure = rank_failure(Verdict(RankEnd(2, -9, 1.0)), outcome(), TOPOLOGY, CODE)
+    failure = rank_failure(RootCause(RankEnd(2, -9, 1.0)), outcome(), TOPOLOGY, CODE)
     assert failure.exit_code == 137
     assert failure.reason.startswith("the process was killed by SIGKILL (the machine may be out of memory)")
 
@@ -99,12 +99,12 @@ def test_waited_for_ranks_are_named_with_their_place() -> None:
         '  File "/job/code/train.py", line 7 in forgotten\n'
         '  File "<frozen runpy>", line 88 in _run_code\n'
     )
-    verdict = Verdict(
+    root_cause = RootCause(
         RankEnd(0, 1, 1.0, ERROR),
         left_early=(RankEnd(1, 0, 0.5),),
         still_running=(RankEnd(2, -15, 9.0, stopped=True, stack=stack), RankEnd(3, -15, 9.0, stopped=True)),
     )
-    failure = rank_failure(verdict, outcome(), TOPOLOGY, CODE)
+    failure = rank_failure(root_cause, outcome(), TOPOLOGY, CODE)
     notes = (
         "rank 1 ended with exit code 0 while others still waited for it\n"
         'rank 2 was still running, here:\n  File "train.py", line 7, in forgotten\n'

@@ -14,20 +14,20 @@ from smpkit.errors import ConfigError, LaunchError, SmpkitError, UnsupportedErro
 from smpkit_container.__main__ import main
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, Folders
-from smpkit_container.launch import launch, notices, patience_from
+from smpkit_container.launch import launch, notices, timeouts_from
 from smpkit_container.topology import Topology
 
 
 def test_waits_can_be_set_in_seconds() -> None:
-    patience = patience_from({"SMPKIT_GRACE_SECONDS": "5", "SMPKIT_START_SECONDS": "2.5"})
-    assert (patience.grace, patience.start) == (5.0, 2.5)
-    assert patience_from({}).grace == 110
+    timeouts = timeouts_from({"SMPKIT_GRACE_SECONDS": "5", "SMPKIT_START_SECONDS": "2.5"})
+    assert (timeouts.grace, timeouts.start) == (5.0, 2.5)
+    assert timeouts_from({}).grace == 110
 
 
 @pytest.mark.parametrize("text", ["long", "-1", "inf", "nan"])
 def test_waits_without_end_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be a number of seconds"):
-        patience_from({"SMPKIT_GRACE_SECONDS": text})
+        timeouts_from({"SMPKIT_GRACE_SECONDS": text})
 
 
 def job(base: Path, framework: dict[str, Any]) -> Environment:

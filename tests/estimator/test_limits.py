@@ -1,4 +1,4 @@
-"""Every limit that botocore's service model tells of is checked here, under the name in the job file, with a remedy."""
+"""Every limit that botocore's service model tells of is checked here, under the name in the job file, with a hint."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from smpkit.testing.fake_sagemaker.client import validate
 from smpkit_estimator.arguments import job_from_arguments
 from smpkit_estimator.inputs import TrainingInput, channels
 from smpkit_estimator.limits import preflight
-from smpkit_estimator.request import Circumstances, TrainingRequest, build_request
+from smpkit_estimator.request import SubmitContext, TrainingRequest, build_request
 from smpkit_estimator.sagemaker import request_shape
 from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
 
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).with_name("golden")
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
 SDK2 = importlib.util.find_spec("sagemaker.estimator") if importlib.util.find_spec("sagemaker") else None
 
-AROUND = Circumstances(
+CONTEXT = SubmitContext(
     job_name=JOB_NAME,
     region=REGION,
     role=ROLE,
@@ -33,7 +33,7 @@ AROUND = Circumstances(
 def ours(arguments: dict[str, Any], inputs: Any) -> TrainingRequest:
     given = {"entry_point": "train.py", **arguments}
     job = job_from_arguments(given, given.pop("distribution", None))
-    return build_request(job.model_copy(update={"inputs": channels(inputs)}), AROUND)
+    return build_request(job.model_copy(update={"inputs": channels(inputs)}), CONTEXT)
 
 
 def all_of_ours() -> dict[str, TrainingRequest]:
@@ -75,11 +75,11 @@ def test_spot_always_says_how_long_it_waits() -> None:
 
 
 def test_long_parameters_are_named_instead_of_sent() -> None:
-    around = Circumstances(**{**AROUND.__dict__, "parameters_file": "p.json"})
+    context = SubmitContext(**{**CONTEXT.__dict__, "parameters_file": "p.json"})
     job = job_from_arguments(
         {"entry_point": "train.py", "image_uri": "x"}, CASES["model-parallel-mpi-spot"][0]["distribution"]
     )
-    sent = build_request(job, around).body["HyperParameters"]
+    sent = build_request(job, context).body["HyperParameters"]
     assert "mp_parameters" not in sent
     assert sent["sagemaker_smpkit_parameters_file"] == '"p.json"'
 

@@ -19,7 +19,7 @@ from smpkit.errors import ConfigError
 from smpkit_container.environment import Environment
 from smpkit_estimator.packing import PACKED, packed
 from smpkit_estimator.sdk3_driver import smpkit_driver
-from smpkit_estimator.sdk3_wire import forgotten
+from smpkit_estimator.sdk3_hyperparameters import missing_hyperparameters
 from tests.estimator.golden.cases import IMAGE, MPI, REGION, ROLE, SMP
 
 SDK3 = importlib.util.find_spec("sagemaker.train") if importlib.util.find_spec("sagemaker") else None
@@ -233,14 +233,14 @@ FIELDS = {"smp_options": {"enabled": True, "parameters": SMP}, "mpi_options": MP
 
 def test_forgotten_hyperparameters_are_found_in_what_the_trainer_sends() -> None:
     """Else the job is accepted, and fails on machines that are paid for: "the job names no entry point"."""
-    found = forgotten({"epochs": "3"}, {"entry_script": "train.py", "source_dir": "src"}, FIELDS)
+    found = missing_hyperparameters({"epochs": "3"}, {"entry_script": "train.py", "source_dir": "src"}, FIELDS)
     assert json.loads(found["mp_parameters"]) == SMP
     assert found["sagemaker_program"] == '"train.py"'
     assert found["sagemaker_submit_directory"] == '"/opt/ml/input/data/code"'
     assert (found["sagemaker_mpi_enabled"], found["sagemaker_mpi_num_of_processes_per_host"]) == ("true", "8")
     assert not {"sagemaker_region", "sagemaker_job_name", "sagemaker_instance_type"} & set(found)
-    assert forgotten({"sagemaker_program": '"x.py"'}, {"entry_script": "train.py"}, FIELDS) == {}
-    assert forgotten({}, {"command": "ls", "entry_script": None}, FIELDS) == {}
+    assert missing_hyperparameters({"sagemaker_program": '"x.py"'}, {"entry_script": "train.py"}, FIELDS) == {}
+    assert missing_hyperparameters({}, {"command": "ls", "entry_script": None}, FIELDS) == {}
 
 
 @with_sdk3
@@ -250,7 +250,7 @@ def test_sdk3_writes_the_files_in_which_they_are_found(tmp_path: Path) -> None:
         name: json.loads(next(text for key, text in uploads.items() if key.endswith(f"sm_drivers/{name}.json")))
         for name in ("sourcecode", "distributed")
     }
-    found = forgotten({}, files["sourcecode"], files["distributed"])
+    found = missing_hyperparameters({}, files["sourcecode"], files["distributed"])
     assert found == {name: request["HyperParameters"][name] for name in found}
     assert {"sagemaker_program", "mp_parameters"} <= set(found)
 
@@ -262,7 +262,7 @@ def test_the_driver_hands_them_to_the_launcher(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(smpkit_driver, "_DRIVERS", tmp_path)
     monkeypatch.setattr(smpkit_driver, "_HYPERPARAMETERS", tmp_path / "hyperparameters.json")
     monkeypatch.setattr(smpkit_driver, "_FAILURE", tmp_path / "output" / "failure")
-    more = json.loads(smpkit_driver._forgotten()["SMPKIT_HYPERPARAMETERS"])
+    more = json.loads(smpkit_driver._missing_hyperparameters()["SMPKIT_HYPERPARAMETERS"])
     config = tmp_path / "input" / "config"
     config.mkdir(parents=True)
     (tmp_path / "hyperparameters.json").rename(config / "hyperparameters.json")
@@ -271,5 +271,5 @@ def test_the_driver_hands_them_to_the_launcher(tmp_path: Path, monkeypatch: pyte
     assert environment.hyperparameters["epochs"] == 3
     (tmp_path / "distributed.json").write_text('{"smp_options": {"enabled": 1}}')
     with pytest.raises(SystemExit, match="literal true"):
-        smpkit_driver._forgotten()
+        smpkit_driver._missing_hyperparameters()
     assert "literal true" in (tmp_path / "output" / "failure").read_text()

@@ -25,18 +25,18 @@ def main() -> None:
             _FAILURE.write_text(f"{_MISSING}; install it there with `pip install 'smpkit[torch]'`", encoding="utf-8")
         sys.exit(f"error: {_MISSING}\nhint: install it there with `pip install 'smpkit[torch]'`")
     if sys.argv[1:] != ["check"]:
-        os.environ.update(_forgotten())
+        os.environ.update(_missing_hyperparameters())
         os.execv(sys.executable, [sys.executable, "-m", "smpkit_container", "train"])  # noqa: S606  no shell is wanted
 
 
-def _forgotten() -> dict[str, str]:
+def _missing_hyperparameters() -> dict[str, str]:
     """Return what the launcher needs, as a variable, if the user did not send it as hyperparameters."""
     from smpkit.errors import SmpkitError
-    from smpkit_estimator.sdk3_wire import forgotten
+    from smpkit_estimator.sdk3_hyperparameters import missing_hyperparameters
 
     files = (_HYPERPARAMETERS, _DRIVERS / "sourcecode.json", _DRIVERS / "distributed.json")
     try:
-        found = forgotten(*(json.loads(file.read_bytes()) if file.is_file() else {} for file in files))
+        found = missing_hyperparameters(*(json.loads(file.read_bytes()) if file.is_file() else {} for file in files))
     except (OSError, ValueError, SmpkitError) as error:
         _FAILURE.parent.mkdir(parents=True, exist_ok=True)
         _FAILURE.write_text(str(error)[:1024], encoding="utf-8")

@@ -1,14 +1,14 @@
 """Run the ranks of one host: start torchrun or mpirun, show the output, pass on signals, and end all when one fails.
 
-A run goes through these phases; each has a deadline, so nothing is waited for without end::
+A run goes through the phases of `Phase`; each has a deadline, so nothing is waited for without end::
 
-    running ── a rank fails ──────► settling ──► asking ──► ending ──► killing
+    RUNNING ── a rank fails ──────► SETTLING ──► ASKING ──► ENDING ──► KILLING
        │                            the others    where      SIGTERM    SIGKILL
        │                            usually fail  are they?
-       └── SIGTERM, SIGINT ───────► stopping (the ranks save; up to the grace period) ──► killing
+       └── SIGTERM, SIGINT ───────► STOPPING (the ranks save; up to the grace period) ──► KILLING
 
-Signals go to the ranks themselves. Given SIGTERM, mpirun kills its ranks a second later and torchrun after thirty; told
-by their watchers only when all is over, they do nothing at all.
+The launcher sends signals to the ranks itself. Given SIGTERM, mpirun kills its ranks a second later and torchrun after
+thirty; so both are left alone until all ranks have ended.
 """
 
 from __future__ import annotations
@@ -23,27 +23,50 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES
 from smpkit_container.console import Console
 from smpkit_container.lines import Piece
-from smpkit_container.outcome import Outcome, Patience
+from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News, Peers
 from smpkit_container.rank_link import RankLink
-from smpkit_container.verdict import Verdict, judge
+from smpkit_container.root_cause import RootCause, find_root_cause
 from smpkit_container.wakeup import STOP_SIGNALS, Wakeup, reap_orphans, wakeup
 
-__all__ = ["meeting_place", "run_host"]
-
-Phase = Literal["running", "settling", "asking", "ending", "stopping", "killing"]
+__all__ = ["Phase", "meeting_place", "run_host"]
 
 _CHUNK_BYTES = 65536
 _KEPT_CHATTER_BYTES = 16384
 _REPORT, _STACKS = 2, 3
 _STREAMS = ("out", "err")
+
+
+class Phase(Enum):
+    """What the launcher of a host is waiting for. In every phase the run is over once no rank runs or is still to come.
+
+    A second Ctrl-C leads from any phase but the first to `KILLING`.
+    """
+
+    # Ranks start and train. Deadline: `start`, for all of them to have started; none after that. Leaves when a rank or
+    # another host fails, torchrun or mpirun ends, or a signal asks the run to stop.
+    RUNNING = auto()
+    # Something failed. The other ranks usually notice and fail by themselves, with a traceback that says where they
+    # were: signals sent now would destroy it. Deadline: `settle`.
+    SETTLING = auto()
+    # The ranks that still run were asked, by SIGUSR1, for their stacks: they hang, and the report shows where.
+    # Deadline: `answer` until the last of them begins to answer, then `ask` more.
+    ASKING = auto()
+    # The ranks that still run have got SIGTERM because the run failed or did not start in time; also if the run was
+    # asked to stop while it was failing: then there is nothing worth saving. Deadline: `end`.
+    ENDING = auto()
+    # The run was asked to stop: the ranks have got SIGTERM and save their state. Deadline: `grace`.
+    STOPPING = auto()
+    # The ranks that still run have got SIGKILL. Deadline: `end`; a rank that is there even then is left behind.
+    KILLING = auto()
 
 
 def run_host(
@@ -54,7 +77,7 @@ def run_host(
     environ: Mapping[str, str],
     variables: Mapping[str, str],
     console: Console,
-    patience: Patience,
+    timeouts: Timeouts,
     peers: Peers | None = None,
     place: Path | None = None,
 ) -> Outcome:
@@ -88,7 +111,7 @@ def run_host(
                 ranks=ranks,
                 variables=variables,
                 console=console,
-                patience=patience,
+                timeouts=timeouts,
                 peers=peers,
             ).run()
     finally:
@@ -144,7 +167,7 @@ class _Host:
         ranks: range,
         variables: Mapping[str, str],
         console: Console,
-        patience: Patience,
+        timeouts: Timeouts,
         peers: Peers | None,
     ) -> None:
         self._process = process
@@ -155,12 +178,12 @@ class _Host:
         self._selector = selector
         self._awake = awake
         self._console = console
-        self._patience = patience
+        self._timeouts = timeouts
         self._ranks: list[RankLink] = []
         self._chatter = bytearray()
         self._began = time.monotonic()
-        self._phase: Phase = "running"
-        self._deadline = self._began + patience.start
+        self._phase = Phase.RUNNING
+        self._deadline = self._began + timeouts.start
         self._stop_signal = 0
         self._late = False
         self._overdue = False
@@ -186,21 +209,21 @@ class _Host:
     def _finished(self) -> bool:
         if any(rank.running for rank in self._ranks):
             # A process in an uninterruptible wait (a dead network disk) survives even SIGKILL for a while.
-            return self._phase == "killing" and time.monotonic() >= self._deadline
+            return self._phase is Phase.KILLING and time.monotonic() >= self._deadline
         return len(self._ranks) >= len(self._expected) or self._process.poll() is not None
 
     def _advance(self) -> None:
         """Go to the next phase if something happened that asks for it, or if the present one took too long."""
         if self._console.broken and not self._stop_signal:
             self._stop(signal.SIGPIPE)
-        if self._phase == "running" and self._something_failed():
-            self._enter("settling", self._patience.settle)
-        if self._phase == "asking" and all(rank.has_answered for rank in self._running()):
-            self._deadline = min(self._deadline, time.monotonic() + self._patience.ask)
-        if self._phase != "running" and self._hurry:
+        if self._phase is Phase.RUNNING and self._something_failed():
+            self._enter(Phase.SETTLING, self._timeouts.settle)
+        if self._phase is Phase.ASKING and all(rank.has_answered for rank in self._running()):
+            self._deadline = min(self._deadline, time.monotonic() + self._timeouts.ask)
+        if self._phase is not Phase.RUNNING and self._hurry:
             self._hurry = False
             self._kill()
-        elif self._phase == "running" and self._all_started():
+        elif self._phase is Phase.RUNNING and self._all_started():
             self._deadline = float("inf")  # a job may run for weeks
         elif time.monotonic() >= self._deadline:
             self._time_out()
@@ -210,18 +233,18 @@ class _Host:
         return elsewhere or self._process.poll() is not None or any(rank.failed for rank in self._ranks)
 
     def _time_out(self) -> None:
-        if self._phase == "running":
+        if self._phase is Phase.RUNNING:
             self._late = True
             self._terminate()
-        elif self._phase == "settling":
+        elif self._phase is Phase.SETTLING:
             for rank in self._running():
                 rank.stopped = not rank.failed  # one that has raised may be unable to end
                 rank.tell("signal", number=signal.SIGUSR1)  # faulthandler writes the stack to its pipe
-            self._enter("asking", self._patience.answer)
-        elif self._phase == "asking":
+            self._enter(Phase.ASKING, self._timeouts.answer)
+        elif self._phase is Phase.ASKING:
             self._terminate()
-        elif self._phase != "killing":
-            self._overdue = self._phase == "stopping"
+        elif self._phase is not Phase.KILLING:
+            self._overdue = self._phase is Phase.STOPPING
             self._kill()
 
     def _enter(self, phase: Phase, seconds: float) -> None:
@@ -229,29 +252,29 @@ class _Host:
 
     def _terminate(self) -> None:
         self._signal_ranks(signal.SIGTERM)
-        self._enter("ending", self._patience.end)
+        self._enter(Phase.ENDING, self._timeouts.end)
 
     def _kill(self) -> None:
         self._signal_ranks(signal.SIGKILL)
-        self._enter("killing", self._patience.end)
+        self._enter(Phase.KILLING, self._timeouts.end)
 
     def _stop(self, number: int) -> None:
         """Ask the ranks to end in their own time; a run that is failing already ends faster than that."""
         self._stop_signal = self._stop_signal or number
         if self._peers is not None:
             self._peers.stop(number)
-        if self._phase not in ("running", "settling", "asking"):
+        if self._phase not in (Phase.RUNNING, Phase.SETTLING, Phase.ASKING):
             return
-        if self._phase != "running":
+        if self._phase is not Phase.RUNNING:
             self._terminate()
             return
         running = len(self._running())
         self._console.say(
             f"{signal.Signals(number).name}: asked {running} rank{'s' * (running != 1)} to end, "
-            f"waiting at most {self._patience.grace:g} s"
+            f"waiting at most {self._timeouts.grace:g} s"
         )
         self._signal_ranks(signal.SIGTERM)
-        self._enter("stopping", self._patience.grace)
+        self._enter(Phase.STOPPING, self._timeouts.grace)
 
     def _signal_ranks(self, number: int) -> None:
         for rank in self._running():
@@ -334,9 +357,9 @@ class _Host:
             self._welcome(rank, message["rank"])
         elif message["type"] == "start":
             rank.started = True
-            if self._phase in ("ending", "stopping"):
+            if self._phase in (Phase.ENDING, Phase.STOPPING):
                 rank.tell("signal", number=signal.SIGTERM)
-            elif self._phase == "killing":
+            elif self._phase is Phase.KILLING:
                 rank.tell("signal", number=signal.SIGKILL)
         else:
             self._ended(rank, message["status"], message["seconds"])
@@ -392,19 +415,19 @@ class _Host:
         Before the watchers are let go: mpirun ends all ranks at the first that is gone, and so its host must know why.
         The first host also runs what the others need to come to their ends: mpirun itself, or torchrun's store.
         """
-        verdict = judge([rank.end() for rank in self._ranks])
-        if verdict is not None and verdict.culprit.is_consequence:
-            self._wait(lambda: peers.news is not None, self._patience.hear)
-        peers.conclude(None if self._stop_signal else self._reason(verdict, peers.news))
+        root_cause = find_root_cause([rank.end() for rank in self._ranks])
+        if root_cause is not None and root_cause.culprit.is_consequence:
+            self._wait(lambda: peers.news is not None, self._timeouts.hear)
+        peers.conclude(None if self._stop_signal else self._reason(root_cause, peers.news))
         if peers.is_first and peers.running:
-            waits = self._patience.grace if self._stop_signal else self._patience.hear if verdict else float("inf")
+            waits = self._timeouts.grace if self._stop_signal else self._timeouts.hear if root_cause else float("inf")
             self._wait(lambda: not peers.running or peers.news is not None, waits)
 
-    def _reason(self, verdict: Verdict | None, news: News | None) -> str | None:
+    def _reason(self, root_cause: RootCause | None, news: News | None) -> str | None:
         if news is not None:
             return str(news)
-        if verdict is not None:
-            return f"rank {verdict.culprit.rank}: {verdict.culprit.headline}"
+        if root_cause is not None:
+            return f"rank {root_cause.culprit.rank}: {root_cause.culprit.headline}"
         return None if len(self._ranks) >= len(self._expected) else "its ranks did not all start"
 
     def _wait(self, over: Callable[[], bool], seconds: float) -> None:
@@ -436,7 +459,7 @@ class _Host:
         )
 
     def _see_off(self) -> None:
-        deadline = time.monotonic() + self._patience.leave
+        deadline = time.monotonic() + self._timeouts.leave
         while self._process.poll() is None and time.monotonic() < deadline:
             self._handle_events(min(deadline, time.monotonic() + 0.1))
         if self._process.poll() is None:

@@ -1,4 +1,4 @@
-"""From a place in the request to its name in the job file, and to what helps where the service's limit is met."""
+"""From a place in the request to its name in the job file, and to the hint where a limit of the service is exceeded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from smpkit.config.section import KeyPath
 
-__all__ = ["place_of", "remedy_for"]
+__all__ = ["hint_for", "place_of"]
 
 _PLACES: Mapping[KeyPath, KeyPath] = {
     ("TrainingJobName",): ("name",),
@@ -70,7 +70,7 @@ _ENDINGS: Mapping[KeyPath, KeyPath] = {
     ("ContentType",): ("content_type",),
 }
 
-_REMEDIES: Mapping[KeyPath, str] = {
+_HINTS: Mapping[KeyPath, str] = {
     ("hyperparameters",): "put it in a file in source_dir and read that in the script",
     ("environment",): "put it in a file in source_dir, or make it a hyperparameter, which may have 2,500 characters",
     (
@@ -106,9 +106,9 @@ def _below(path: KeyPath, length: int, body: Mapping[str, Any]) -> KeyPath:
     return (entries[rest[0]][_NAMES[path[:length]]], *_ENDINGS.get(rest[1:], rest[1:]))
 
 
-def remedy_for(place: KeyPath) -> str | None:
-    """Return what to do about a limit that is met at a place in the job file."""
+def hint_for(place: KeyPath) -> str | None:
+    """Return what to do about a limit that is exceeded at a place in the job file."""
     for length in range(len(place), 0, -1):
-        if place[:length] in _REMEDIES:
-            return _REMEDIES[place[:length]]
+        if place[:length] in _HINTS:
+            return _HINTS[place[:length]]
     return None

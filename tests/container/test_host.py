@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from smpkit_container.console import Console
-from smpkit_container.outcome import Outcome, Patience
-from smpkit_container.process import run_host
+from smpkit_container.host import run_host
+from smpkit_container.outcome import Outcome, Timeouts
 
-SHORT = Patience(start=60.0, settle=0.3, ask=0.1, answer=0.1, end=0.3, grace=0.5, leave=60.0)
+SHORT = Timeouts(start=60.0, settle=0.3, ask=0.1, answer=0.1, end=0.3, grace=0.5, leave=60.0)
 """Short only where nothing else must happen meanwhile."""
 
 WATCHER = """
@@ -35,7 +35,7 @@ say("start", pid=os.getpid())
 """
 
 
-def run(tmp_path: Path, source: str, ranks: int = 1, patience: Patience = SHORT) -> tuple[Outcome, str]:
+def run(tmp_path: Path, source: str, ranks: int = 1, timeouts: Timeouts = SHORT) -> tuple[Outcome, str]:
     err = io.BytesIO()
     outcome = run_host(
         [sys.executable, "-c", source],
@@ -44,14 +44,14 @@ def run(tmp_path: Path, source: str, ranks: int = 1, patience: Patience = SHORT)
         environ=os.environ,
         variables={"GREETING": "hello"},
         console=Console(io.BytesIO(), err, terminal=False, colour=False),
-        patience=patience,
+        timeouts=timeouts,
     )
     return outcome, err.getvalue().decode()
 
 
 def test_ranks_that_never_start_are_given_up_on(tmp_path: Path) -> None:
     began = time.monotonic()
-    outcome, _ = run(tmp_path, "import time; time.sleep(600)", ranks=2, patience=replace(SHORT, start=1.0, end=60.0))
+    outcome, _ = run(tmp_path, "import time; time.sleep(600)", ranks=2, timeouts=replace(SHORT, start=1.0, end=60.0))
     assert outcome.missing == (0, 1)
     assert outcome.late
     assert outcome.launcher_status == -signal.SIGTERM
@@ -60,7 +60,7 @@ def test_ranks_that_never_start_are_given_up_on(tmp_path: Path) -> None:
 
 def test_launcher_that_ignores_everything_is_killed(tmp_path: Path) -> None:
     source = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('words'); time.sleep(600)"
-    outcome, _ = run(tmp_path, source, patience=replace(SHORT, start=1.0, leave=0.3))
+    outcome, _ = run(tmp_path, source, timeouts=replace(SHORT, start=1.0, leave=0.3))
     assert outcome.launcher_status in (-signal.SIGKILL, -signal.SIGTERM)
     assert outcome.missing == (0,)
 
@@ -76,7 +76,7 @@ def test_rank_that_survives_sigkill_is_given_up_on(tmp_path: Path) -> None:
     """A process in an uninterruptible wait (a dead network disk) cannot be killed; the run ends all the same."""
     began = time.monotonic()
     outcome, _ = run(
-        tmp_path, WATCHER + "os.write(ends[2][1], b'{'); time.sleep(600)", patience=replace(SHORT, leave=0.3)
+        tmp_path, WATCHER + "os.write(ends[2][1], b'{'); time.sleep(600)", timeouts=replace(SHORT, leave=0.3)
     )
     assert time.monotonic() - began < 300
     assert [end.status for end in outcome.ends] == [None]
@@ -95,7 +95,7 @@ say("exit", status=1, seconds=0.0)
 connection.recv(100)
 """
     )
-    outcome, _ = run(tmp_path, source, patience=replace(SHORT, answer=60.0))
+    outcome, _ = run(tmp_path, source, timeouts=replace(SHORT, answer=60.0))
     assert [(end.status, end.stack) for end in outcome.ends] == [(1, "here")]
 
 
@@ -128,6 +128,6 @@ def test_command_that_cannot_be_started_is_an_os_error_and_leaves_nothing(tmp_pa
             environ={},
             variables={},
             console=console,
-            patience=SHORT,
+            timeouts=SHORT,
         )
     assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from smpkit_container.verdict import RankEnd, RankError, judge
+from smpkit_container.root_cause import RankEnd, RankError, find_root_cause
 
 
 def error(
@@ -35,44 +35,44 @@ CONSEQUENCES = [
 
 @pytest.mark.parametrize(("name", "text"), CONSEQUENCES, ids=[f"{n}-{t[:12]}" for n, t in CONSEQUENCES])
 def test_a_cause_goes_before_earlier_consequences(name: str, text: str) -> None:
-    verdict = judge([raised(0, 1.0, name, text), raised(1, 2.0)])
-    assert verdict is not None
-    assert (verdict.culprit.rank, verdict.followers) == (1, (0,))
+    root_cause = find_root_cause([raised(0, 1.0, name, text), raised(1, 2.0)])
+    assert root_cause is not None
+    assert (root_cause.culprit.rank, root_cause.followers) == (1, (0,))
 
 
 def test_the_earliest_cause_is_the_one() -> None:
-    verdict = judge([raised(0, 3.0), raised(1, 1.0), raised(2, 2.0)])
-    assert verdict is not None
-    assert (verdict.culprit.rank, verdict.followers) == (1, (0, 2))
+    root_cause = find_root_cause([raised(0, 3.0), raised(1, 1.0), raised(2, 2.0)])
+    assert root_cause is not None
+    assert (root_cause.culprit.rank, root_cause.followers) == (1, (0, 2))
 
 
 def test_time_of_the_exception_counts_not_of_the_end() -> None:
     """A rank may take long to end after it raised."""
     slow = RankEnd(0, 1, 9.0, error(seconds=1.0))
-    verdict = judge([slow, raised(1, 2.0)])
-    assert verdict is not None
-    assert verdict.culprit is slow
+    root_cause = find_root_cause([slow, raised(1, 2.0)])
+    assert root_cause is not None
+    assert root_cause.culprit is slow
 
 
 def test_a_killed_rank_goes_before_a_lost_connection() -> None:
-    verdict = judge([raised(0, 1.0, "RuntimeError", GLOO_LOST), RankEnd(1, -signal.SIGKILL, 1.5)])
-    assert verdict is not None
-    assert (verdict.culprit.rank, verdict.culprit.exit_code) == (1, 137)
+    root_cause = find_root_cause([raised(0, 1.0, "RuntimeError", GLOO_LOST), RankEnd(1, -signal.SIGKILL, 1.5)])
+    assert root_cause is not None
+    assert (root_cause.culprit.rank, root_cause.culprit.exit_code) == (1, 137)
 
 
 def test_a_consequence_may_be_wrapped_in_the_users_exception() -> None:
     wrapped = error(chain=("ValueError: step failed", f"RuntimeError: {GLOO_LOST}"))
-    verdict = judge([RankEnd(0, 1, 1.0, wrapped), raised(1, 2.0)])
-    assert verdict is not None
-    assert verdict.culprit.rank == 1
+    root_cause = find_root_cause([RankEnd(0, 1, 1.0, wrapped), raised(1, 2.0)])
+    assert root_cause is not None
+    assert root_cause.culprit.rank == 1
 
 
 def test_abort_by_nccls_watchdog_is_a_consequence() -> None:
     aborted = RankEnd(0, -signal.SIGABRT, 1.0, last_lines=("[E] Watchdog caught collective operation timeout",))
-    verdict = judge([aborted, raised(1, 2.0)])
-    assert verdict is not None
-    assert verdict.culprit.rank == 1
-    alone = judge([RankEnd(0, -signal.SIGABRT, 1.0), raised(1, 2.0)])
+    root_cause = find_root_cause([aborted, raised(1, 2.0)])
+    assert root_cause is not None
+    assert root_cause.culprit.rank == 1
+    alone = find_root_cause([RankEnd(0, -signal.SIGABRT, 1.0), raised(1, 2.0)])
     assert alone is not None
     assert alone.culprit.rank == 0
 
@@ -84,21 +84,21 @@ def test_only_consequences_name_those_who_were_waited_for() -> None:
         RankEnd(2, -15, 5.0, stopped=True),
         raised(3, 2.1, "RuntimeError", GLOO_LOST),
     ]
-    verdict = judge(ends)
-    assert verdict is not None
-    assert verdict.culprit.rank == 0
-    assert [end.rank for end in verdict.left_early] == [1]
-    assert [end.rank for end in verdict.still_running] == [2]
-    assert verdict.followers == (3,)
+    root_cause = find_root_cause(ends)
+    assert root_cause is not None
+    assert root_cause.culprit.rank == 0
+    assert [end.rank for end in root_cause.left_early] == [1]
+    assert [end.rank for end in root_cause.still_running] == [2]
+    assert root_cause.followers == (3,)
 
 
 def test_ranks_that_had_to_be_stopped_are_not_to_blame() -> None:
-    assert judge([RankEnd(0, -15, 1.0, stopped=True), RankEnd(1, 0, 1.0)]) is None
+    assert find_root_cause([RankEnd(0, -15, 1.0, stopped=True), RankEnd(1, 0, 1.0)]) is None
 
 
-def test_no_failure_no_verdict() -> None:
-    assert judge([RankEnd(0, 0, 1.0), RankEnd(1, 0, 1.0)]) is None
-    assert judge([]) is None
+def test_no_failure_no_root_cause() -> None:
+    assert find_root_cause([RankEnd(0, 0, 1.0), RankEnd(1, 0, 1.0)]) is None
+    assert find_root_cause([]) is None
 
 
 @pytest.mark.parametrize(

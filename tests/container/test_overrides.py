@@ -11,7 +11,7 @@ import pytest
 
 from smpkit.errors import ConfigError
 from smpkit_container.environment import Environment, Folders
-from smpkit_container.wire import PACKED, PARAMETERS_FILE, as_meant
+from smpkit_container.overrides import PACKED, PARAMETERS_FILE, decode_overrides
 from smpkit_estimator.hyperparameters import PARAMETERS_FILE as SENT
 
 
@@ -22,19 +22,24 @@ def environment(base: Path, **framework: Any) -> Environment:
 
 def test_nothing_special_stays_as_it_is(tmp_path: Path) -> None:
     plain = environment(tmp_path, sagemaker_program="train.py")
-    assert as_meant(plain) == plain
+    assert decode_overrides(plain) == plain
 
 
 def test_parameters_are_read_from_the_sources(tmp_path: Path) -> None:
     sent = environment(tmp_path, **{PARAMETERS_FILE: "p.json"})
     (tmp_path / "code" / "p.json").write_text('{"partitions": 2}')
-    assert as_meant(sent).mp_parameters == {"partitions": 2}
-    assert as_meant(sent).framework == {}
+    assert decode_overrides(sent).mp_parameters == {"partitions": 2}
+    assert decode_overrides(sent).framework == {}
 
 
 def test_packed_hyperparameters_are_unpacked(tmp_path: Path) -> None:
     packed = json.dumps({"it's": "o'clock", "a.b": 2})
-    assert as_meant(environment(tmp_path, **{PACKED: packed})).hyperparameters == {"a": 1, "it's": "o'clock", "a.b": 2}
+    decoded = decode_overrides(environment(tmp_path, **{PACKED: packed}))
+    assert decoded.hyperparameters == {
+        "a": 1,
+        "it's": "o'clock",
+        "a.b": 2,
+    }
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "none.json", "list.json", ""])
@@ -43,13 +48,13 @@ def test_a_hostile_or_missing_file_is_refused(tmp_path: Path, name: str) -> None
     (tmp_path / "code" / "list.json").write_text("[]")
     (tmp_path / "secret").write_text("{}")
     with pytest.raises(ConfigError):
-        as_meant(sent)
+        decode_overrides(sent)
 
 
 @pytest.mark.parametrize("packed", ["[]", "{", 3])
 def test_damaged_packed_values_are_refused(tmp_path: Path, packed: object) -> None:
     with pytest.raises(ConfigError, match="JSON object"):
-        as_meant(environment(tmp_path, **{PACKED: packed}))
+        decode_overrides(environment(tmp_path, **{PACKED: packed}))
 
 
 def test_both_ends_of_the_wire_use_the_same_names() -> None:

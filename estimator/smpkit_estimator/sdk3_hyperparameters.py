@@ -1,4 +1,4 @@
-"""What a job of SDK v3 tells its launcher; needs no SDK, for the start of the container reads it too."""
+"""The hyperparameters that a job of SDK v3 sends to the launcher. Needs no SDK, as the driver in the image uses it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from smpkit_estimator.arguments import job_from_arguments
 from smpkit_estimator.hyperparameters import hyperparameters
 from smpkit_estimator.packing import packed
 
-__all__ = ["for_the_launcher", "forgotten"]
+__all__ = ["launcher_hyperparameters", "missing_hyperparameters"]
 
 _CODE = "/opt/ml/input/data/code"
 _UNKNOWN = frozenset({"sagemaker_job_name", "sagemaker_region", "sagemaker_instance_type"})
 """Not known before the trainer submits; an empty or wrong one would hide what the platform says."""
 
 
-def for_the_launcher(job: JobConfig) -> dict[str, str]:
+def launcher_hyperparameters(job: JobConfig) -> dict[str, str]:
     """Return the hyperparameters of a job, as SDK v3 can carry them."""
     everything = hyperparameters(job, submit_directory=_CODE, job_name="", region="")
     return packed({name: value for name, value in everything.items() if name not in _UNKNOWN})
 
 
-def forgotten(sent: Mapping[str, Any], source: Mapping[str, Any], distributed: Mapping[str, Any]) -> dict[str, str]:
+def missing_hyperparameters(
+    sent: Mapping[str, Any], source: Mapping[str, Any], distributed: Mapping[str, Any]
+) -> dict[str, str]:
     """Return the launcher's hyperparameters of a job that was submitted without those of `Smpkit.hyperparameters`.
 
     The trainer sends the script's name and the options along anyway.
@@ -43,4 +45,4 @@ def forgotten(sent: Mapping[str, Any], source: Mapping[str, Any], distributed: M
     if "sagemaker_program" in sent or not script:
         return {}
     options = (distributed.get("smp_options"), distributed.get("mpi_options"))
-    return for_the_launcher(job_from_arguments({"entry_point": script}, *options))
+    return launcher_hyperparameters(job_from_arguments({"entry_point": script}, *options))

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["RankEnd", "RankError", "Verdict", "judge", "signal_name"]
+__all__ = ["RankEnd", "RankError", "RootCause", "find_root_cause", "signal_name"]
 
 _CONSEQUENCE_NAMES = frozenset({
     "BrokenPipeError",
@@ -113,7 +113,7 @@ class RankEnd:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RootCause:
     """The rank to blame, with who only followed, who had left before, and who was still waiting."""
 
     culprit: RankEnd
@@ -122,7 +122,7 @@ class Verdict:
     still_running: tuple[RankEnd, ...] = field(default=())
 
 
-def judge(ends: Sequence[RankEnd]) -> Verdict | None:
+def find_root_cause(ends: Sequence[RankEnd]) -> RootCause | None:
     """Name the first failing rank; None if no rank failed.
 
     A rank that was killed or failed by itself goes before ranks whose error is a mere consequence (connection lost,
@@ -136,11 +136,11 @@ def judge(ends: Sequence[RankEnd]) -> Verdict | None:
     culprit = (causes or failed)[0]
     followers = tuple(sorted(end.rank for end in ends if end.rank != culprit.rank and (end.failed or end.stopped)))
     if causes:
-        return Verdict(culprit, followers)
+        return RootCause(culprit, followers)
     left = tuple(end for end in ends if end.status == 0 and not end.failed and not end.stopped)
     still = tuple(end for end in ends if end.stopped)
     followers = tuple(end.rank for end in failed if end is not culprit)
-    return Verdict(culprit, followers, left, still)
+    return RootCause(culprit, followers, left, still)
 
 
 def signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""What smpkit's own senders put on the wire in another form, because the service or an SDK would not carry it.
+"""Hyperparameters that smpkit sends encoded, because the service or an SDK could not carry them: decode them.
 
 - `sagemaker_smpkit_parameters_file`: `mp_parameters` that are too long for a hyperparameter, as a file in the sources.
 - `sagemaker_smpkit_packed`: hyperparameters that SDK v3's scripts cannot carry (an apostrophe in a value, a dot in a
@@ -16,14 +16,14 @@ from typing import Any
 from smpkit.errors import ConfigError, Problem
 from smpkit_container.environment import Environment
 
-__all__ = ["PACKED", "PARAMETERS_FILE", "as_meant"]
+__all__ = ["PACKED", "PARAMETERS_FILE", "decode_overrides"]
 
 PARAMETERS_FILE = "sagemaker_smpkit_parameters_file"
 PACKED = "sagemaker_smpkit_packed"
 
 
-def as_meant(environment: Environment) -> Environment:
-    """Return the environment with these hyperparameters in their places; the sources must be there by now.
+def decode_overrides(environment: Environment) -> Environment:
+    """Return the environment with these hyperparameters decoded; the sources must be unpacked by now.
 
     Raises:
         ConfigError: one of them cannot be understood.
