@@ -79,7 +79,9 @@ def launcher_failure(name: str, outcome: Outcome, start_seconds: float) -> Failu
         f"Failed after {duration(outcome.seconds)}: {headline}",
         *(["", f"{name} said:", *(f"    {line}" for line in said)] if said else []),
     ]
-    exit_code = status if status > 0 else 128 - status if status < 0 else 1
+    exit_code = status or 1
+    if status < 0:
+        exit_code = 128 - status
     return Failure(exit_code, _fitted([headline, *(line for line in said if line.strip("- \t"))]), "\n".join(screen))
 
 
@@ -107,7 +109,9 @@ def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float) -> 
     else:
         what = f"{who} did not end with exit code 0"
     headline = f"stopped by {name}: {what}"
-    exit_code = 130 if outcome.stop_signal == signal.SIGINT else unclean[0].exit_code if unclean else 143
+    exit_code = unclean[0].exit_code if unclean else 143
+    if outcome.stop_signal == signal.SIGINT:
+        exit_code = 130
     lines = [headline, f"on {topology.host}", *([f"hint: {hint}"] if hint else [])]
     screen = [f"Stopped after {duration(outcome.seconds)}: {what}", *([f"hint: {hint}"] if hint else [])]
     return Failure(exit_code, _fitted(lines), "\n".join(screen))
@@ -159,8 +163,12 @@ def _ranks(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    words = [str(first) if first == last else f"{first}, {last}" if last == first + 1 else f"{first}–{last}"
-             for first, last in spans]  # fmt: skip
+    words = []
+    for first, last in spans:
+        if first == last:
+            words.append(str(first))
+        else:
+            words.append(f"{first}, {last}" if last == first + 1 else f"{first}–{last}")
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(words)}"
 
 

@@ -420,7 +420,11 @@ class _Host:
             self._wait(lambda: peers.news is not None, self._timeouts.hear)
         peers.conclude(None if self._stop_signal else self._reason(root_cause, peers.news))
         if peers.is_first and peers.running:
-            waits = self._timeouts.grace if self._stop_signal else self._timeouts.hear if root_cause else float("inf")
+            waits = float("inf")
+            if self._stop_signal:
+                waits = self._timeouts.grace
+            elif root_cause:
+                waits = self._timeouts.hear
             self._wait(lambda: not peers.running or peers.news is not None, waits)
 
     def _reason(self, root_cause: RootCause | None, news: News | None) -> str | None:

@@ -48,8 +48,11 @@ def read_reason(reason: str) -> JobFailure:
     body = text[: suffix.start()] if suffix else text
     place, told = _RANK.search(body), _HINT.search(body)
     lines = [line for line in body.splitlines() if not (_RANK.fullmatch(line) or _HINT.fullmatch(line))]
-    end = place.start() if place else len(lines[0]) if lines else 0
-    headline = body[:end].strip()
+    # Our launcher writes the exception before the rank's place; what others write says it in the first line.
+    if place:
+        headline = body[: place.start()].strip()
+    else:
+        headline = body[: len(lines[0])].strip() if lines else ""
     rest = lines[len(headline.splitlines()) :]
     return JobFailure(
         reason=reason,

@@ -37,15 +37,13 @@ def plain(made: Plan) -> dict[str, Any]:
 def _plain_model(made: Plan) -> dict[str, Any]:
     assert made.assignment is not None
     assert made.model is not None
-    stages = [
-        {
-            "units": list(made.assignment.names(stage)),
-            **{name: getattr(memory, name) for name in memory.__dataclass_fields__},
-            "total_bytes": memory.total_bytes,
-            "fits": None if made.limit_gib is None else made.fits(stage),
-        }
-        for stage, memory in enumerate(made.memory)
-    ]
+    stages = []
+    for stage, memory in enumerate(made.memory):
+        plain: dict[str, Any] = {"units": list(made.assignment.names(stage))}
+        plain.update({name: getattr(memory, name) for name in memory.__dataclass_fields__})
+        plain["total_bytes"] = memory.total_bytes
+        plain["fits"] = None if made.limit_gib is None else made.fits(stage)
+        stages.append(plain)
     shared = sorted({name for unit in made.model.units for name in unit.cost.shared})
     offload = None
     if made.forecasts and made.speed is not None:

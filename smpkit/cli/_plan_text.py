@@ -132,8 +132,9 @@ def _memory(made: Plan) -> Iterator[str]:
         cells = [f"{num_bytes / size:.1f}" for num_bytes in known]
         cells.append("unknown" if memory.activations_bytes is None else f"{memory.activations_bytes / size:.1f}")
         cells.append(f"{memory.total_bytes / size:.1f}")
-        fits = [] if made.limit_gib is None else ["fits" if made.fits(stage) else "does not fit"]
-        rows.append([f"stage {stage}", *cells, *fits])
+        if made.limit_gib is not None:
+            cells.append("fits" if made.fits(stage) else "does not fit")
+        rows.append([f"stage {stage}", *cells])
     yield from table(rows, width())
     dtypes = sorted({dtype for memory in made.memory for dtype in memory.dtypes})
     peak = "at the peak of live microbatches"

@@ -181,6 +181,11 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
     if cfg.offload_activations and _plan_offload.has_boundaries(model):
         forecasts = forecast(model, assignment, timeline, cfg.activation_loading_horizon, speed)
     live = peak_live_shares(schedule, runs)
+    half = None
+    if cfg.fp16:
+        half = "float16"
+    elif cfg.bf16:
+        half = "bfloat16"
 
     def memory_with(share: Share) -> tuple[RankMemory, ...]:
         return memory_of_ranks(
@@ -192,7 +197,7 @@ def with_model(made: Plan, options: dict[str, Any]) -> Plan:
             offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],
             share=share,
             persistent=cfg.sdp_param_persistence_threshold,
-            half="float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else None,
+            half=half,
         )
 
     memory = tuple(_largest(made, stage, memory_with) for stage in range(assignment.num_partitions))

@@ -104,7 +104,9 @@ def _run_here(job: LoadedJob, arguments: tuple[str, ...], keep: bool, events: bo
     console.note(f"Running `{plan.job.name}` on this machine: {_summary(plan)}")
     done = run_local(plan, arguments, keep=keep, events=events)
     _conclude_here(console, done, events)
-    return 0 if done.exit_code == 0 else 130 if done.interrupted else 1
+    if done.exit_code == 0:
+        return 0
+    return 130 if done.interrupted else 1
 
 
 def _check_launcher(plan: LocalPlan) -> None:
@@ -165,7 +167,9 @@ def _run_in_docker(job: LoadedJob, arguments: Sequence[str], recipe: Recipe, opt
         events=options.events,
     )
     _conclude_docker(console, done, options)
-    return 130 if done.interrupted else 1 if done.exit_code else 0
+    if done.interrupted:
+        return 130
+    return 1 if done.exit_code else 0
 
 
 def _show_line(host: str, stream: str, line: str) -> None:

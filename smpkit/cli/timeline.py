@@ -112,7 +112,9 @@ def _pictures(step: ExecutedStep) -> Iterator[str]:
         yield f"planned   {_summary(step.planned)}"
         yield from draw(step.planned, column, width()).splitlines()
         yield ""
-    remark = "" if step.follows_plan else ", without a schedule" if step.planned is None else ", NOT in planned order"
+    remark = ""
+    if not step.follows_plan:
+        remark = ", without a schedule" if step.planned is None else ", NOT in planned order"
     yield f"executed  {_summary(step.executed)}{remark}"
     yield from draw(step.executed, column, width()).splitlines()
     yield f"(a column is {_duration(column)}; `.` is idle, `--` goes on with the action before it)"

@@ -72,7 +72,10 @@ def _summary(loaded: Loaded) -> str:
 
 def _processes(config: JobConfig) -> str:
     hosts, per_host = config.compute.instance_count, config.distribution.processes_per_host
-    size = f"{hosts} × {per_host} processes" if per_host else "1 host" if hosts == 1 else f"{hosts} hosts"
+    if per_host:
+        size = f"{hosts} × {per_host} processes"
+    else:
+        size = "1 host" if hosts == 1 else f"{hosts} hosts"
     parameters = config.distribution.model_parallel
     if parameters is None:
         return f"{size}, no model parallelism"

@@ -173,7 +173,9 @@ class LocatedProblem(Problem):
         known = self.source == f"--set {printable(self.where)}"
         where = f"{printable(self.where)}: " if self.path and not known else ""
         lines = [f"{self.place}: {where}{self.message}"]
-        shown = excerpt(self.text, self.line, self.column if self.exact else None) if self.line is not None else ""
+        shown = ""
+        if self.line is not None:
+            shown = excerpt(self.text, self.line, self.column if self.exact else None)
         if shown:
             lines.append(shown)
         if self.hint is not None:

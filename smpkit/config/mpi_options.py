@@ -116,7 +116,11 @@ def _problem(option: Option, earlier: Option | None) -> Problem | None:
         )
     if name in _OURS:
         return Problem(_PATH, f"`{option}` is set by smpkit", _OURS[name])
-    needed = 2 if name in _TWO_VALUES else 1 if name in _ONE_VALUE else 0
+    needed = 0
+    if name in _TWO_VALUES:
+        needed = 2
+    elif name in _ONE_VALUE:
+        needed = 1
     if "=" not in option.words[0] and len(option.words) <= needed:
         return Problem(_PATH, f"`{option}` lacks a value")
     if earlier is not None and earlier.words[1:] != option.words[1:]:

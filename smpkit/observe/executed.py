@@ -191,7 +191,9 @@ def _stalls(
         action = _action(each)
         if number == 0 and each.start_ns > begin_ns:
             yield IdleInterval(Cause.FILL, 0.0, _SECONDS * (each.start_ns - begin_ns), action, None)
-        work = Cause.FILL if number == 0 else Cause.FORWARD if action.kind is Kind.FORWARD else Cause.BACKWARD
+        work = Cause.FORWARD if action.kind is Kind.FORWARD else Cause.BACKWARD
+        if number == 0:
+            work = Cause.FILL
         for wait in _waits(step, each):
             sent = min(max(sent_at.get(wait, wait.start_ns), wait.start_ns), wait.end_ns)
             for cause, start, end in ((work, wait.start_ns, sent), (Cause.LINK, sent, wait.end_ns)):

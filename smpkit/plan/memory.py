@@ -7,6 +7,7 @@ needs while it runs come on top.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -191,7 +192,8 @@ def memory_of_ranks(
     pieces_reduced = replicated and (share.rdp[1] > 1 or share.dp[1] == 1)
     places = assignment.partition_of
     held = [_held(model, places, rank) for rank in range(assignment.num_partitions)]
-    alone = {name for name in model.tensors if sum(name in names for names in held) == 1}
+    num_holders = Counter(name for names in held for name in names)
+    alone = {name for name in model.tensors if num_holders[name] == 1}
     found = []
     for rank, names in enumerate(held):
         whole = {name: piece_of(model.tensors[name], share) for name in sorted(names)}
@@ -231,8 +233,11 @@ def memory_of_ranks(
 
 def _held(model: ModelFacts, places: Mapping[str, int], rank: int) -> set[str]:
     """Return the names of the tensors that a rank holds, each once however many of its units use it."""
-    own = {name for unit in model.units if places[unit.cost.name] == rank for name in unit.tensors}
-    return own | set(model.loose)
+    names = set(model.loose)
+    for unit in model.units:
+        if places[unit.cost.name] == rank:
+            names.update(unit.tensors)
+    return names
 
 
 def _bytes(tensors: Iterable[TensorFacts]) -> int:

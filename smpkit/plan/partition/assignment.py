@@ -126,7 +126,9 @@ def private_parameters_bytes(unit: UnitCost) -> int:
 def assignment_of(units: Sequence[UnitCost], places: Mapping[int, int], num_partitions: int) -> Assignment:
     """Return the assignment in which the unit of index `i` is on partition `places[i]`."""
     named = tuple((unit.name, places[index]) for index, unit in enumerate(units))
-    parts = [[units[i] for i in range(len(units)) if places[i] == k] for k in range(num_partitions)]
+    parts: list[list[UnitCost]] = [[] for _ in range(num_partitions)]
+    for index, unit in enumerate(units):
+        parts[places[index]].append(unit)
     return Assignment(num_partitions, named, tuple(map(_load, parts)))
 
 

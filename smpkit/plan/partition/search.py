@@ -106,8 +106,10 @@ def _basic_problems(units: Sequence[UnitCost], num_partitions: int, memory_weigh
         problems.append(Problem(("pipeline_parallel_degree",), f"{num_partitions} is not a positive number"))
     if not 0 <= memory_weight <= 1:
         problems.append(Problem(("memory_weight",), f"{memory_weight} is not between 0 and 1"))
-    twice = {name for name, count in Counter(unit.name for unit in units).items() if count > 1}
-    return problems + [Problem((), f"two units are called `{name}`") for name in sorted(twice)]
+    for name, count in sorted(Counter(unit.name for unit in units).items()):
+        if count > 1:
+            problems.append(Problem((), f"two units are called `{name}`"))
+    return problems
 
 
 def _index_problems(places: Mapping[str, int], num_partitions: int) -> list[Problem]:
@@ -143,7 +145,10 @@ class _RangeCosts:
         self._compute = _running(_compute_shares(units, memory_weight))
         self._private = _running(map(_private_bytes, units))
         self._shared = {key: num_bytes for unit in units for key, num_bytes in unit.shared.items()}
-        self._holders = {key: [i for i, unit in enumerate(units) if key in unit.shared] for key in self._shared}
+        self._holders: dict[str, list[int]] = {key: [] for key in self._shared}
+        for index, unit in enumerate(units):
+            for key in unit.shared:
+                self._holders[key].append(index)
         total = sum(map(_private_bytes, units)) + sum(self._shared.values())
         self._share_of_byte = memory_weight * _WHOLE / total if total else 0.0
 

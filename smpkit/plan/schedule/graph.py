@@ -13,7 +13,7 @@ its segments in order, and back through them in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -149,12 +149,18 @@ class SegmentGraph:
     @cached_property
     def outgoing(self) -> dict[Segment, tuple[Transfer, ...]]:
         """The transfers that leave each segment, in the order of sending."""
-        return {each: tuple(t for t in self.transfers if t.source == each) for each in self.segments}
+        return self._transfers_by(lambda transfer: transfer.source)
 
     @cached_property
     def incoming(self) -> dict[Segment, tuple[Transfer, ...]]:
         """The transfers that reach each segment."""
-        return {each: tuple(t for t in self.transfers if t.target == each) for each in self.segments}
+        return self._transfers_by(lambda transfer: transfer.target)
+
+    def _transfers_by(self, end: Callable[[Transfer], Segment]) -> dict[Segment, tuple[Transfer, ...]]:
+        found: dict[Segment, list[Transfer]] = {segment: [] for segment in self.segments}
+        for transfer in self.transfers:
+            found[end(transfer)].append(transfer)
+        return {segment: tuple(transfers) for segment, transfers in found.items()}
 
     @cached_property
     def depths(self) -> tuple[int, ...]:

@@ -153,7 +153,9 @@ class _Scheduler:
         depths: Sequence[int],
     ) -> None:
         self._tasks, self._links, self._group = tasks, links, group
-        own = [[task for task in tasks if task.segment.rank == rank] for rank in range(num_ranks)]
+        own: list[list[Task]] = [[] for _ in range(num_ranks)]
+        for task in tasks:
+            own[task.segment.rank].append(task)
         self._ranks = [_RankQueue(*limits, num_microbatches) for limits in zip(caps, depths, own, strict=True)]
         self._num_microbatches = num_microbatches
         self._missing = [[task.num_needs for task in tasks] for _ in range(num_microbatches)]

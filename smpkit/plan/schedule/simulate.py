@@ -94,11 +94,11 @@ class Timeline:
 
     def stall_seconds(self, rank: int) -> dict[Cause, float]:
         """Return how long a rank is idle for each cause."""
-        stalls = self.stalls[rank]
-        return {
-            cause: sum(stall.end_seconds - stall.start_seconds for stall in stalls if stall.cause is cause)
-            for cause in Cause
-        }
+        seconds: dict[Cause, float] = {}
+        for cause in Cause:
+            stalls = [stall for stall in self.stalls[rank] if stall.cause is cause]
+            seconds[cause] = sum(stall.end_seconds - stall.start_seconds for stall in stalls)
+        return seconds
 
     @property
     def peak_live_microbatches(self) -> tuple[int, ...]:

@@ -53,12 +53,9 @@ class Task:
 
 def tasks_of(graph: SegmentGraph, costs: Costs, split_backward: bool) -> tuple[Task, ...]:
     """Return the tasks of one microbatch; messages of one task are listed in the order of sending."""
-    nodes = [
-        (kind, segment)
-        for kind in Kind
-        for segment in graph.topological
-        if kind in graph.kinds(segment, split_backward)
-    ]
+    nodes: list[tuple[Kind, Segment]] = []
+    for kind in Kind:
+        nodes += [(kind, segment) for segment in graph.topological if kind in graph.kinds(segment, split_backward)]
     numbers = {node: number for number, node in enumerate(nodes)}
     needs = [graph.needs(*node) for node in nodes]
     edges: list[list[Edge]] = [[] for _ in nodes]
