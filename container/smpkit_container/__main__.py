@@ -34,7 +34,7 @@ from smpkit_container.source import fetch_source, install_requirements
 __all__ = ["main"]
 
 _OURS = ("SMPKIT_BASE_DIR", "SMPKIT_DIE_WITH_PARENT", "SMPKIT_HYPERPARAMETERS")
-"""What is meant for this process; a launcher that a script starts must not take it for its own."""
+"""Variables for this process alone: a launcher that the script starts must not inherit them."""
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         environment = Environment.read(
             base, environ, num_gpus=count_gpus(environ), num_cpus=count_cpus(), has_efa=find_efa(), more=more
         )
-        if base == DEFAULT_BASE:  # on somebody's own machine the code is where it is, and so is what it needs
+        if base == DEFAULT_BASE:  # a local run uses the sources and packages in place
             fetch_source(environment)
             install_requirements(environment.code)
         environment = decode_overrides(environment)

@@ -56,10 +56,10 @@ def mpirun_command(
         custom_options: the user's `custom_mpi_options`; see `mpi_options`.
         exported: names of variables that ranks on other hosts must see too.
         environ: the environment in which the user may have set MCA parameters.
-        as_root: mpirun refuses to run as root unless told that it is meant.
+        as_root: mpirun refuses to run as root without an option that allows it.
 
     Raises:
-        ConfigError: the custom options cannot be meant.
+        ConfigError: the custom options are not valid.
     """
     # On one host its name need not resolve, and mpirun must not try to reach it by ssh.
     hosts = ["localhost"] if topology.single_host else topology.hosts

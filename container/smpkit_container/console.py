@@ -57,7 +57,7 @@ class Console:
         """Show one piece of a rank's output."""
         if not piece.passing:
             if self._status_rank == rank:
-                self.clear()  # the bar became a line, or its rank went on to something else
+                self.clear()  # the progress bar ended, or its rank printed something else
             self._print(stream, f"{self._prefix(rank)}{piece.text}")
         elif self._terminal:
             self._set_status(f"[rank {rank}] {piece.text}")
@@ -96,7 +96,7 @@ class Console:
             self._streams[stream].flush()
         except (BrokenPipeError, ConnectionResetError):
             self.broken = True
-            # Python flushes stdout once more at exit and would complain; let that go nowhere.
+            # Python flushes stdout again at exit, and would report the error again: discard it.
             with open(os.devnull, "wb") as nothing:  # noqa: PTH123
                 os.dup2(nothing.fileno(), self._streams[stream].fileno())
 

@@ -109,7 +109,7 @@ class Environment:
     num_gpus: int = 0
     num_cpus: int = 1
     has_efa: bool = False
-    """Whether AWS's fast network adapter is here: asked of the machine, for lists of instance types go out of date."""
+    """Whether AWS's fast network adapter is here; found on the machine, as lists of instance types go out of date."""
 
     @classmethod
     def read(
@@ -201,7 +201,7 @@ def count_gpus(environ: Mapping[str, str], command: tuple[str, ...] = ("nvidia-s
     except (OSError, subprocess.SubprocessError):
         return 0
     gpus: list[str] = []
-    slices: list[tuple[int, str]] = []  # and of which GPU
+    slices: list[tuple[int, str]] = []  # index of its GPU, UUID
     for line in done.stdout.splitlines():
         uuid = line.rpartition("UUID: ")[2].strip(" )")
         if line.startswith("GPU "):

@@ -1,4 +1,4 @@
-"""Tell why a run failed: at length for the person at the screen, in 1,024 characters for the platform."""
+"""Describe why a run failed: in full for the screen, in 1,024 characters for the platform."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _story(end: RankEnd, headline: str) -> list[str]:
 
 
 def _notes(cause: RootCause, code: Path) -> list[str]:
-    """Say who was waited for when the culprit only noticed that somebody was gone or silent."""
+    """Name the ranks that others waited for, if the culprit's error only says that a rank is gone or silent."""
     lines = [f"rank {end.rank} ended with exit code 0 while others still waited for it" for end in cause.left_early]
     for end in cause.still_running:
         lines.append(f"rank {end.rank} was still running" + (", here:" if end.stack else ""))

@@ -94,7 +94,7 @@ def _failures_told(peers: Peers) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """Let SIGTERM end the wait; as the first process of a container, nothing would happen without a handler."""
+    """Let SIGTERM end the wait: the first process of a container ignores it without a handler."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise LaunchError(f"stopped by {signal.Signals(number).name} while waiting for the other hosts")

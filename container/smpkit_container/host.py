@@ -40,7 +40,7 @@ from smpkit_container.wakeup import STOP_SIGNALS, Wakeup, reap_orphans, wakeup
 __all__ = ["Phase", "meeting_place", "run_host"]
 
 _CHUNK_BYTES = 65536
-_KEPT_CHATTER_BYTES = 16384
+_KEPT_OUTPUT_BYTES = 16384
 _REPORT, _STACKS = 2, 3
 _STREAMS = ("out", "err")
 
@@ -119,7 +119,7 @@ def run_host(
 
 
 def meeting_place() -> Path:
-    """Make a folder for the socket of a host's launcher; its path is short, for a socket's may have 100 characters."""
+    """Make a folder for the socket of a host's launcher, with a short path: a socket's has at most about 100 bytes."""
     return Path(tempfile.mkdtemp(prefix="smpkit-", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108
 
 
@@ -180,7 +180,7 @@ class _Host:
         self._console = console
         self._timeouts = timeouts
         self._ranks: list[RankLink] = []
-        self._chatter = bytearray()
+        self._launcher_output = bytearray()
         self._began = time.monotonic()
         self._phase = Phase.RUNNING
         self._deadline = self._began + timeouts.start
@@ -194,7 +194,7 @@ class _Host:
         os.set_blocking(self._process.stdout.fileno(), False)
         self._watch(self._awake, self._read_signals)
         self._watch(self._listener, self._accept)
-        self._watch(self._process.stdout, self._read_chatter)
+        self._watch(self._process.stdout, self._read_launcher_output)
         for connection in self._peers.connections if self._peers else ():
             self._watch(connection, partial(self._hear, connection))
         while not self._finished():
@@ -238,7 +238,7 @@ class _Host:
             self._terminate()
         elif self._phase is Phase.SETTLING:
             for rank in self._running():
-                rank.stopped = not rank.failed  # one that has raised may be unable to end
+                rank.stopped = not rank.failed  # one that has raised may hang while it exits
                 rank.tell("signal", number=signal.SIGUSR1)  # faulthandler writes the stack to its pipe
             self._enter(Phase.ASKING, self._timeouts.answer)
         elif self._phase is Phase.ASKING:
@@ -259,7 +259,7 @@ class _Host:
         self._enter(Phase.KILLING, self._timeouts.end)
 
     def _stop(self, number: int) -> None:
-        """Ask the ranks to end in their own time; a run that is failing already ends faster than that."""
+        """Ask the ranks to end within the grace period; a run that is failing already ends faster than that."""
         self._stop_signal = self._stop_signal or number
         if self._peers is not None:
             self._peers.stop(number)
@@ -280,7 +280,7 @@ class _Host:
         for rank in self._running():
             rank.tell("signal", number=number)
         if not self._all_started():
-            # Ranks that are yet to come would know nothing of it: end the one that starts them.
+            # Ranks that have not started yet would not get it, so torchrun or mpirun must end as well.
             self._signal_launcher(number)
 
     def _signal_launcher(self, number: int) -> None:
@@ -319,13 +319,13 @@ class _Host:
         if self._peers.stop_signal and not self._stop_signal:
             self._stop(self._peers.stop_signal)
 
-    def _read_chatter(self) -> None:
+    def _read_launcher_output(self) -> None:
         """Keep the end of what torchrun or mpirun say themselves; it matters only if no rank tells why a run failed."""
         assert self._process.stdout is not None
         data = _read(self._process.stdout.fileno())
         if data is not None:
-            self._chatter += data
-            del self._chatter[:-_KEPT_CHATTER_BYTES]
+            self._launcher_output += data
+            del self._launcher_output[:-_KEPT_OUTPUT_BYTES]
         if data == b"":
             self._selector.unregister(self._process.stdout)
 
@@ -345,14 +345,14 @@ class _Host:
             data, descriptors = b"", []
         rank.pipes += descriptors
         for message in rank.inbox.feed(data):
-            self._obey(rank, message)
+            self._handle_message(rank, message)
         if not data:
             self._selector.unregister(rank.connection)
             rank.connection.close()
             if rank.number >= 0 and rank.running:
-                self._ended(rank, -signal.SIGKILL, time.time())  # its watcher was killed, and took the rank along
+                self._ended(rank, -signal.SIGKILL, time.time())  # its watcher was killed, and the rank with it
 
-    def _obey(self, rank: RankLink, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, rank: RankLink, message: Mapping[str, Any]) -> None:
         if message["type"] == "hello":
             self._welcome(rank, message["rank"])
         elif message["type"] == "start":
@@ -412,8 +412,9 @@ class _Host:
     def _conclude(self, peers: Peers) -> None:
         """Tell the other hosts how it ended here; the first one stays until all have ended.
 
-        Before the watchers are let go: mpirun ends all ranks at the first that is gone, and so its host must know why.
-        The first host also runs what the others need to come to their ends: mpirun itself, or torchrun's store.
+        This comes before the watchers may exit: mpirun ends all ranks when the first one exits, and its host must know
+        the reason by then. The first host stays since the others need what it runs until they have ended: mpirun
+        itself, or torchrun's store.
         """
         root_cause = find_root_cause([rank.end() for rank in self._ranks])
         if root_cause is not None and root_cause.culprit.is_consequence:
@@ -440,12 +441,12 @@ class _Host:
             self._handle_events(min(deadline, time.monotonic() + 1.0))
 
     def _dismiss(self) -> Outcome:
-        """Let the watchers go, see torchrun or mpirun off, and sum up."""
+        """Let the watchers exit, wait for torchrun or mpirun, and sum up."""
         seconds = time.monotonic() - self._began
         ends = tuple(rank.end() for rank in sorted(self._ranks, key=lambda rank: rank.number))
         for rank in self._ranks:
             rank.tell("leave")
-        self._see_off()
+        self._end_launcher()
         for rank in self._ranks:
             rank.connection.close()
             for position in range(len(rank.pipes)):
@@ -455,14 +456,14 @@ class _Host:
             ends=ends,
             missing=tuple(sorted(set(self._expected) - {end.rank for end in ends})),
             launcher_status=self._process.wait(),
-            launcher_output=self._chatter.decode("utf-8", errors="replace").strip(),
+            launcher_output=self._launcher_output.decode("utf-8", errors="replace").strip(),
             stop_signal=self._stop_signal,
             late=self._late,
             overdue=self._overdue,
             seconds=seconds,
         )
 
-    def _see_off(self) -> None:
+    def _end_launcher(self) -> None:
         deadline = time.monotonic() + self._timeouts.leave
         while self._process.poll() is None and time.monotonic() < deadline:
             self._handle_events(min(deadline, time.monotonic() + 0.1))
@@ -471,9 +472,9 @@ class _Host:
         self._process.wait()
         assert self._process.stdout is not None
         while self._process.stdout.fileno() in self._selector.get_map():
-            before = len(self._chatter)
-            self._read_chatter()
-            if len(self._chatter) == before:
+            before = len(self._launcher_output)
+            self._read_launcher_output()
+            if len(self._launcher_output) == before:
                 break
 
 

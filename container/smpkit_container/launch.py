@@ -93,7 +93,7 @@ def with_smdistributed(environment: Environment, environ: Mapping[str, str], con
 
 
 def notices(environment: Environment, topology: Topology, environ: Mapping[str, str]) -> list[str]:
-    """Return what will work but hardly as it is meant.
+    """Return warnings: what will work, but probably not as intended.
 
     Args:
         environ: the ranks' variables.
@@ -116,7 +116,7 @@ def notices(environment: Environment, topology: Topology, environ: Mapping[str, 
 def explain(
     outcome: Outcome, topology: Topology, code: Path, timeouts: Timeouts, news: News | None = None
 ) -> Failure | None:
-    """Return why a run failed; None if it did not: if every rank ended with 0, whatever torchrun or mpirun think."""
+    """Return why a run failed; None if every rank ended with 0, whatever the exit code of torchrun or mpirun."""
     cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
     if outcome.clean and not cut_short:
         return None

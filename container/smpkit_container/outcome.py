@@ -1,4 +1,4 @@
-"""What a launcher is told about waiting, and what it knows when the processes of its host are gone."""
+"""How long the launcher of a host waits, and what it knows when all processes of its host have ended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Timeouts:
     settle: float = 2.0
     """For the other ranks to fail by themselves after the first one did."""
     ask: float = 0.5
-    """For ranks that still run to say where they are, from the first words of the last of them on."""
+    """For ranks that still run to finish writing their stacks, once the last of them has begun."""
     answer: float = 5.0
-    """For those first words: a busy machine takes its time, and one that cannot speak is not waited for longer."""
+    """For all of them to begin: a busy machine takes its time, but a rank that cannot write must not delay the end."""
     end: float = 3.0
     """Between SIGTERM and SIGKILL when a run has failed."""
     grace: float = 110.0

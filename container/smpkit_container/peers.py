@@ -1,8 +1,8 @@
-"""The hosts of one job know of each other's fate: each keeps a connection to the first for as long as the job lasts.
+"""Let every host of a job know how the others end: each keeps a connection to the first host while the job lasts.
 
 Ranks on other hosts may wait for a lost one without end (NCCL does), and a platform that runs one container per host
 tells none of them about the others. So a host whose rank fails says so, one that vanishes is noticed by its broken
-connection, and the first host passes both on. The words are JSON lines::
+connection, and the first host passes both on. Messages are JSON lines::
 
     host i                                   first host
     hello  host, facts                    ->
@@ -81,7 +81,7 @@ class Peers:
 
     @property
     def running(self) -> list[str]:
-        """The hosts that have not ended yet, as far as this one is told."""
+        """The hosts that have not ended yet, as far as this host knows."""
         return [peer.host for peer in self._peers if not peer.ended]
 
     @property
@@ -115,7 +115,7 @@ class Peers:
                 peer.tell("failed", host=self._host, reason=reason[:_MAX_REASON_CHARACTERS])
 
     def stop(self, number: int, source: _Peer | None = None) -> None:
-        """Let the job stop on every host when it is asked to on one: ranks that save wait for each other."""
+        """Stop the job on every host when one of them is asked to: ranks that save wait for each other."""
         if not self.stop_signal:
             self.stop_signal = number
             for peer in self._peers:
@@ -210,7 +210,7 @@ def _join(topology: Topology, facts: Mapping[str, Any], deadline: float, seconds
 
 
 def _first_message(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
-    """Read one message; None if the other side says nothing that can be one."""
+    """Read one message; None if what arrives is not one."""
     connection.settimeout(max(0.01, deadline - time.monotonic()))
     try:
         # Without a buffer, so that what comes after this line is left for `Peers.hear`.

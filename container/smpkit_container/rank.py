@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], environ: dict[str, str] | os._Environ[str]) -
         return
     for descriptor in pipes:
         os.close(descriptor)
-    with contextlib.suppress(OSError):  # the child does it, too: whoever comes first
+    with contextlib.suppress(OSError):  # the child does the same; the first call counts
         os.setpgid(pid, pid)
     _Watcher(pid, launcher, address).watch()
 
@@ -123,7 +123,7 @@ def _welcome(launcher: socket.socket) -> dict[str, Any]:
 
 
 class _Watcher:
-    """Waits for the rank and for the launcher's words, whichever comes first."""
+    """Waits for the rank to end, and for messages of the launcher."""
 
     def __init__(self, pid: int, launcher: socket.socket, address: str) -> None:
         self._pid = pid
@@ -195,7 +195,7 @@ class _Watcher:
             self._tell(packed("exit", status=self._status, seconds=ended))
 
     def _sweep(self) -> None:
-        """Leave nothing of the rank's behind; its helpers get a moment to clean up (shared memory, semaphores)."""
+        """Kill what the rank left running, after a moment for its helpers to clean up (shared memory, semaphores)."""
         deadline = time.monotonic() + _GROUP_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):
             while time.monotonic() < deadline:
@@ -214,7 +214,7 @@ class _Watcher:
         if self._status is None:
             self._signal(signal.SIGKILL)
             os.waitpid(self._pid, 0)
-            with contextlib.suppress(OSError):  # one watcher of several gets to remove what the launcher left
+            with contextlib.suppress(OSError):  # the first watcher removes what the launcher left
                 self._address.unlink()
                 self._address.parent.rmdir()
             os._exit(1)

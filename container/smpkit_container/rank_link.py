@@ -49,7 +49,7 @@ class RankLink:
 
     @property
     def has_answered(self) -> bool:
-        """Whether it has begun to say where it is."""
+        """Whether it has begun to write its stack."""
         return bool(self.notes[1])
 
     def tell(self, kind: str, **values: Any) -> None:

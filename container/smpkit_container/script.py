@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["run_script"]
 
-_MAX_TEXT = 60_000  # characters of a traceback, message or error that travel; the end is kept, where the news is
+_MAX_TEXT = 60_000  # characters of a traceback, message or error that are sent: the last ones, which say most
 
 
 def run_script(script: str, arguments: Sequence[str], report: int) -> None:
@@ -77,9 +77,9 @@ def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None
 
 
 def _shorten(error: BaseException) -> None:
-    """Show of it what smpkit's own hook would; that comes after the report, for it waits until other ranks have heard.
+    """Shorten the traceback as smpkit's own hook would, which runs only after the report: it waits for other ranks.
 
-    Looked up and not imported: the script may not use smpkit, and the launcher does not import torch.
+    The module is looked up, not imported: the script may not use smpkit, and the launcher does not import torch.
     """
     with contextlib.suppress(Exception):
         sys.modules["smpkit.torch.tracebacks"].shorten(error)

@@ -94,7 +94,7 @@ def _check(member: tarfile.TarInfo) -> None:
 
 
 def _read_to_the_end(tar: tarfile.TarFile) -> None:
-    """Read what follows the last member: only behind it stands the checksum, and `tarfile` does not go there."""
+    """Read to the end of the archive: the checksum follows the last member, where `tarfile` stops."""
     assert tar.fileobj is not None
     while tar.fileobj.read(_CHUNK_BYTES):
         pass

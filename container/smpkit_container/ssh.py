@@ -41,7 +41,7 @@ def server_command(folder: Path, host_key: str, client_key: str, port: int) -> l
         folder: one that only this user can read; holds the private half of `host_key`, by file name.
     """
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, parents=True, exist_ok=True)  # where it locks itself in before the login
+        Path("/run/sshd").mkdir(mode=0o755, parents=True, exist_ok=True)  # sshd runs in it until the login
     authorized = folder / "authorized_keys"
     authorized.write_text(f"restrict {client_key}\n", encoding="ascii")
     config = folder / "sshd_config"

@@ -75,8 +75,8 @@ def read_topology(environment: Environment) -> Topology:
     """Derive the topology; hosts keep the order given (the platform sorts them as text: algo-1, algo-10, algo-2).
 
     Raises:
-        ConfigError: a number of processes or the port is not a whole number in its range; the switch for MPI is none;
-            or the distribution names a group that there is not.
+        ConfigError: a number of processes or the port is not a whole number in its range; the switch for MPI is not a
+            boolean; or the distribution names a group that does not exist.
     """
     resources = environment.resources
     hosts = distribution_hosts(environment)

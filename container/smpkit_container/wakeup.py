@@ -1,4 +1,4 @@
-"""Signals as something to select on, for a loop that waits for several things at once."""
+"""Signals as events of a selector, for a loop that waits for several things at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wakeup() -> Iterator[Wakeup]:
     writer.setblocking(False)
 
     def note(number: int, frame: FrameType | None) -> None:
-        """Do nothing: that there is a handler makes Python write the number to the socket."""
+        """Do nothing: Python writes the number to the socket, but only if there is a handler."""
 
     previous_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     # What is ignored stays so: SIGHUP under nohup, SIGINT of a background job.
@@ -55,7 +55,7 @@ def wakeup() -> Iterator[Wakeup]:
 
 
 def reap_orphans(process: subprocess.Popen[bytes]) -> None:
-    """As PID 1 of a container, collect processes that others left to us; their entries would pile up."""
+    """As PID 1 of a container, reap orphaned processes, which would pile up as zombies."""
     if os.getpid() != 1:
         return
     while True:

@@ -1,6 +1,6 @@
 """Pack sources into one archive that is the same for the same content: sorted, without times and owners.
 
-The hash is over the tar stream before compression, so another zlib makes no other name.
+The hash covers the uncompressed tar stream, so it does not depend on the version of zlib.
 """
 
 from __future__ import annotations
@@ -131,11 +131,11 @@ _USTAR_SIZE = 8**11  # eleven octal digits
 _BEFORE_SIZE = {executable: b"%07o\0" % mode + b"0000000\0" * 2 for executable, mode in ((False, 0o644), (True, 0o755))}
 _TIME = b"00000000000\0"
 _AFTER_SUM = b"0" + b"\0" * 100 + b"ustar\x0000" + b"\0" * 247
-_SUM_AFTER = 8 * ord(" ") + sum(_AFTER_SUM)  # the sum is made with blanks in its own place
+_SUM_AFTER = 8 * ord(" ") + sum(_AFTER_SUM)  # the checksum is computed with blanks in its own field
 
 
 def _header(name: str, size: int, executable: bool) -> bytes:
-    """Return the header of a file; short plain ones without `tarfile`, which needs four times as long."""
+    """Return the header of a file; for short plain names without `tarfile`, which takes four times as long."""
     encoded = name.encode()
     if len(encoded) <= _USTAR_NAME_BYTES and len(encoded) == len(name) and size < _USTAR_SIZE:
         before = encoded.ljust(100, b"\0") + _BEFORE_SIZE[executable] + b"%011o\0" % size + _TIME

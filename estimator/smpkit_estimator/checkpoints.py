@@ -1,4 +1,4 @@
-"""Find the newest whole checkpoint in S3, passing over what SageMaker or a script was still writing."""
+"""Find the newest whole checkpoint in S3, skipping those that were still being written."""
 
 from __future__ import annotations
 

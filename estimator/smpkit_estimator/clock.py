@@ -1,4 +1,4 @@
-"""Time, as something that can be replaced: tests and demonstrations pass hours in milliseconds."""
+"""The clock that waits use. Tests and demonstrations replace it, so that hours pass in milliseconds."""
 
 from __future__ import annotations
 

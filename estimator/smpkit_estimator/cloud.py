@@ -37,7 +37,7 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _TRIES = 8
 _MAX_PAUSE_SECONDS = 20.0
 _DOUBTFUL_TRIES = 3
-"""How often a job is asked for when it is not known whether the call took effect."""
+"""How many attempts to start a job may end without a known result before we give up."""
 _CLOCKS_APART = timedelta(minutes=5)
 """By how much this machine's clock and the service's may differ: AWS refuses calls of clocks that differ by more."""
 _IDENTITY: tuple[tuple[str, ...], ...] = (
@@ -49,7 +49,7 @@ _IDENTITY: tuple[tuple[str, ...], ...] = (
     ("ResourceConfig", "InstanceType"),
     ("ResourceConfig", "InstanceCount"),
 )
-"""What tells a job of this very request from one of the same name; the service returns these as they were sent."""
+"""Fields that tell a job of this request from another of the same name; the service returns them as they were sent."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class Cloud:
     def create_job(self, body: Mapping[str, Any]) -> str:
         """Start a training job and return its ARN.
 
-        The name makes it safe to ask again: the service gives it to one job only. So when an answer is lost (a broken
-        connection, a timeout, an error of the service's own), the job is looked up by its name, and is ours if it is
-        of this request and not older.
+        A retry is safe because a name can be used for one job only. If the answer is lost (a broken connection, a
+        timeout, an internal error of the service), the job is looked up by its name: it is ours if it has the fields
+        of this request and is not older than the call.
 
         Raises:
             UnreachableError: it is not known whether the job was started; the hint says how to find out.
@@ -119,7 +119,7 @@ class Cloud:
         doubts = 0
         for attempt in range(_TRIES):
             try:
-                # Never asked again by botocore itself: the second answer would be "this name exists already".
+                # No retries by botocore: the second attempt would be refused with "this name exists already".
                 client = self._client("sagemaker", retries=False)
                 arn: str = call_once(client, "sagemaker", "create_training_job", body)["TrainingJobArn"]
             except CloudProblem as error:  # noqa: PERF203  a call over the network is slower
@@ -194,7 +194,7 @@ class Cloud:
     def object_exists(self, uri: str) -> bool:
         """Tell whether there is an object that this identity may see.
 
-        To who may not list the bucket (`s3:ListBucket`), S3 says of a missing object that access is denied.
+        Without the permission `s3:ListBucket`, S3 answers that access is denied if the object is missing.
         """
         bucket, key = split_uri(uri)
         try:
@@ -284,7 +284,7 @@ class Cloud:
         """Call, and call again a little later while the service is too busy."""
         for attempt in range(_TRIES):
             if "Body" in arguments:
-                arguments["Body"].seek(0)  # else a second try would send what the first one left
+                arguments["Body"].seek(0)  # a retry must send the body from its start
             try:
                 return call_once(self._client(service), service, operation, arguments)
             except CloudProblem as error:
@@ -294,7 +294,7 @@ class Cloud:
         raise AssertionError("the last attempt returns or raises")
 
     def _pause(self, attempt: int) -> None:
-        # Full jitter: many followers that were refused together must not come back together.
+        # Full jitter, so that followers that were throttled together do not retry together.
         self.clock.sleep(random.uniform(0.1, min(_MAX_PAUSE_SECONDS, 0.5 * 2**attempt)))  # noqa: S311
 
     def _pages(self, service: str, operation: str, key: str, doing: str, **arguments: Any) -> Iterator[dict[str, Any]]:
@@ -333,7 +333,7 @@ def _part(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _not_started(error: SmpkitError, name: str, *, missing: bool) -> SmpkitError:
-    """Say of a job that could not be looked up that it may run: whoever starts another would pay for two."""
+    """Add to the error that the job may be running: a user who starts another one would pay for both."""
     if missing or not isinstance(error, CloudError):
         return error
     hint = f"`smpkit status {name}` tells whether it was, `smpkit stop {name}` stops it; look before you start another"

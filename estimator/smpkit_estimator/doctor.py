@@ -20,7 +20,7 @@ _PROBE = "smpkit/doctor"
 
 
 def check_cloud(cloud: Cloud, *, needed: bool = True) -> list[Finding]:
-    """Look at credentials and region; without them is a problem only if they are `needed`."""
+    """Check credentials and region; that they are missing is a problem only if they are `needed`."""
 
     def look() -> Finding:
         who = cloud.identity()

@@ -1,4 +1,4 @@
-"""A cloud for a dry run: what nobody can say without a region or credentials has a stand-in, and a note tells so."""
+"""The cloud of a dry run: where region or credentials are missing, placeholders are used, and notes say so."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from smpkit_estimator.cloud import Cloud, Identity
 __all__ = ["DryCloud"]
 
 _REGION = "<region>"
-_ACCOUNT = "000000000000"  # what no account has, and what the patterns of the service take
+_ACCOUNT = "000000000000"  # no account has this id, and the patterns of the service accept it
 
 
 class DryCloud(Cloud):
-    """Asks as `cloud` does, and does without an answer; nothing can be started with it that has stand-ins."""
+    """A `Cloud` that uses placeholders where it gets no answer; a request with placeholders cannot start a job."""
 
     def __init__(self, cloud: Cloud) -> None:
         super().__init__(cloud._session, cloud.clock)
         self.notes: list[str] = []
-        """Which stand-ins were used, and why."""
+        """Which placeholders were used, and why."""
 
     @property
     def region(self) -> str:
-        """The region of the session, or a stand-in."""
+        """The region of the session, or a placeholder."""
         known = self._session.region_name
         if not known:
             self._note(f"no AWS region is set: `{_REGION}` stands for it")
         return known or _REGION
 
     def identity(self) -> Identity:
-        """Who calls, or a stand-in where that cannot be found out."""
+        """Who calls, or a placeholder where that cannot be found out."""
         try:
             if not self._session.region_name:
                 raise CloudError("without a region nobody was asked whose AWS credentials these are")
@@ -38,7 +38,7 @@ class DryCloud(Cloud):
         return Identity(_ACCOUNT, "")
 
     def role_arn(self, role: str) -> str:
-        """The ARN of a role, or a stand-in where nobody can be asked."""
+        """The ARN of a role, or a placeholder if it cannot be looked up."""
         if role.startswith("arn:") or self.identity().account != _ACCOUNT:
             return super().role_arn(role)
         return f"arn:aws:iam::{_ACCOUNT}:role/{role}"

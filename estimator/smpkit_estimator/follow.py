@@ -1,4 +1,4 @@
-"""Follow a job: its lines as they come, its phases, and a word where something is missing, until really nothing comes.
+"""Follow a job: new log lines, changes of phase, and notices about gaps, until the log is complete.
 
 Never stops the job, whatever happens to the follower.
 """
@@ -24,7 +24,7 @@ _QUIET_SECONDS = 30.0
 _SETTLE_SECONDS = 5.0
 _MAX_LAST_READS = 6
 UNREACHABLE_SECONDS = 300.0
-"""For how long the cloud may be out of reach before whoever follows or waits gives up."""
+"""How long the cloud may be unreachable before following or waiting gives up."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class _Follower:
 def follow(
     cloud: Cloud, name: str, *, wanted: LogFilter, tail: int | None = None, since: datetime | None = None
 ) -> Iterator[LogLine | Notice]:
-    """Yield the lines of a job until it is over and its log has come to its end.
+    """Yield the lines of a job until it is over and its log is complete.
 
-    A network that fails is waited for, five minutes long. After the end the log is read until two reads in a row bring
-    nothing, since CloudWatch delivers late.
+    Network failures of up to five minutes are waited out. After the job has ended, the log is read until two reads in a
+    row return nothing, since CloudWatch delivers late.
 
     Raises:
         CloudError: the log cannot be read, or the cloud could not be reached for too long.
@@ -165,7 +165,7 @@ def _out_of_reach(follower: _Follower, error: UnreachableError) -> Iterator[Noti
 
 
 def _last_lines(follower: _Follower) -> Iterator[LogLine | Notice]:
-    """Read on after the end until nothing comes any more."""
+    """Read on after the job has ended, until no more lines arrive."""
     assert follower.status is not None
     silent = 0
     for _ in range(_MAX_LAST_READS):
@@ -181,14 +181,14 @@ def _last_lines(follower: _Follower) -> Iterator[LogLine | Notice]:
 
 
 def _no_line(wanted: LogFilter, since: datetime | None, status: JobStatus) -> Iterator[Notice]:
-    """Say that filters let nothing through, and which they are."""
+    """Say that no line passed the filters, and name them."""
     words = wanted.describe(since)
     if words:
         yield Notice(f"the log has no line {words}" + ("" if status.over else f" yet; the job is {status.phase}"))
 
 
 def _gaps(reader: LogReader, status: JobStatus) -> Iterator[Notice]:
-    """Say where the log may not be all there is."""
+    """Say where the log may be incomplete."""
     if status.over and status.training_started is not None and len(reader.hosts) < status.instance_count:
         text = f"only {len(reader.hosts)} of {status.instance_count} hosts have a log; it may be incomplete"
         yield Notice(text, warning=True)

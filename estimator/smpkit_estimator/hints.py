@@ -86,7 +86,7 @@ _HINTS: Mapping[KeyPath, str] = {
 
 
 def place_of(path: KeyPath, body: Mapping[str, Any]) -> KeyPath:
-    """Return the place in the job file that a place in the request was made of; the request's own if there is none."""
+    """Return the key of the job file that a field of the request comes from; the field's own path if there is none."""
     if path[:1] == ("HyperParameters",) and path[1:2] and str(path[1]) in _OWN_HYPERPARAMETERS:
         return _OWN_HYPERPARAMETERS[str(path[1])]
     for length in range(len(path), 0, -1):

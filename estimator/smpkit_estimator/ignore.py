@@ -47,15 +47,15 @@ _SMALL_BYTES = 1 << 16
 
 
 def is_secret(name: str) -> bool:
-    """Tell whether a file or folder of this name holds secrets; no ignore file can bring such a one back."""
+    """Tell whether a file or folder of this name holds secrets; no ignore file can include it again."""
     return name in _SECRET_FOLDERS or (_SECRET.match(name) is not None and name.lower() not in _HARMLESS)
 
 
 def holds_secret(beginning: bytes, *, whole: bool) -> bool:
-    """Tell by its beginning whether a file is a private key or holds one of the clouds' keys, whatever its name.
+    """Tell by its first bytes whether a file is a private key or holds a cloud's access key, whatever its name.
 
     Args:
-        whole: the beginning is the whole file. Keys within are looked for in small files only: what is long is data or
+        whole: `beginning` is the whole file. Only small files are searched for keys inside: long ones are data, or
             text about keys.
     """
     if _PRIVATE_KEY.match(beginning[:200]) is not None:

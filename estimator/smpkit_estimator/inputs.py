@@ -139,7 +139,7 @@ _SHARDED = ("DataSource", "S3DataSource", "S3DataDistributionType")
 
 
 def _channel(name: str, config: Mapping[str, Any]) -> Channel:
-    """Make a channel of its form in a request, which is what SDK v2's inputs hold; what has no place is refused."""
+    """Make a channel from its form in a request, which SDK v2's inputs hold; refuse fields that a channel lacks."""
     data: dict[str, Any] = {}
     problems: list[Problem] = []
     for path, value in _leaves(config, ()):

@@ -45,7 +45,7 @@ class Job:
     def wait(self, timeout: float | None = None, on_change: Callable[[JobStatus], None] = lambda _: None) -> JobStatus:
         """Wait until the job is over, and return how it ended.
 
-        A network that fails is waited for, five minutes long.
+        Network failures of up to five minutes are waited out.
 
         Args:
             timeout: in seconds; None means for ever, which the job's own limits bound.

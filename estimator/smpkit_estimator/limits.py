@@ -16,7 +16,7 @@ __all__ = ["preflight"]
 
 
 def preflight(body: Mapping[str, Any], shape: Any) -> list[Problem]:
-    """Say everything in a request that the service would refuse, each under its name in the job file, with a hint.
+    """Return all that the service would refuse in a request, each under its name in the job file, with a hint.
 
     Args:
         body: the request.

@@ -25,7 +25,7 @@ from smpkit_estimator.platform_files import config_files
 __all__ = ["EVENTS", "LocalPlan", "LocalRun", "plan_local_run", "run_local"]
 
 EVENTS = "events"
-"""The folder of recorded events, in that of the script's other results: writing to it keeps the tree."""
+"""The folder of recorded events, among the script's other results: so the temporary tree is kept."""
 
 _HOST = "algo-1"
 _WRITABLE = ("model", "output/data", "output/intermediate", "checkpoints")
@@ -47,7 +47,7 @@ class LocalPlan:
     """Over all hosts."""
     hosts: int = 1
     dependencies: tuple[Path, ...] = ()
-    """What lies beside the script besides its own folder."""
+    """Files and folders from elsewhere that are put beside the script."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables for the script whose values are shown nowhere."""
     notes: tuple[str, ...] = ()
@@ -254,7 +254,7 @@ def _build(tree: Path, plan: LocalPlan) -> None:
 
 
 def _place_code(code: Path, plan: LocalPlan) -> None:
-    """Put the sources there: the folder itself, or what is in it beside the dependencies."""
+    """Link the sources: their folder, or, with dependencies, each of its entries and each dependency."""
     if not plan.dependencies:
         code.symlink_to(plan.source, target_is_directory=True)
         return
@@ -278,7 +278,7 @@ def _config_files(tree: Path, plan: LocalPlan) -> dict[str, Any]:
         host=_HOST,
         submit_directory=str(tree / "code"),
         job_name=tree.name,
-        ranks_per_host=plan.ranks,  # all hosts are this one
+        ranks_per_host=plan.ranks,  # this machine has the ranks of all hosts
         interface="lo",
         checkpoints=str(tree / "checkpoints"),
     )
@@ -290,7 +290,7 @@ def _config_files(tree: Path, plan: LocalPlan) -> dict[str, Any]:
 def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dict[str, str]:
     variables = {**environ, **plan.job.environment, **plan.secrets}
     if plan.dependencies:
-        # The script's own folder is found through its link, so that Python would look for imports only there.
+        # Python resolves the link to the script and puts only the folder behind it on its path.
         found = [str(tree / "code"), *filter(None, [variables.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(found)
     return {
@@ -302,7 +302,7 @@ def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dic
 
 
 def _wait_for(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the launcher to its end, whatever signals come: it decides what they mean, and always comes to an end."""
+    """Run the launcher until it exits. Signals do not end this process first: the launcher handles them, and exits."""
     with _relayed() as relay:
         process = subprocess.Popen(command, env=environ)
         relay.append(process)
@@ -312,7 +312,7 @@ def _wait_for(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
 @contextmanager
 def _relayed() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Leave SIGINT to the launcher, which the terminal tells itself, and pass SIGTERM and SIGHUP on to it."""
+    """Ignore SIGINT, which the terminal also sends to the launcher, and forward SIGTERM and SIGHUP to it."""
     processes: list[subprocess.Popen[bytes]] = []
 
     def relay(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

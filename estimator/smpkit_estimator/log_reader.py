@@ -1,6 +1,6 @@
-"""Read all log streams of a job to their present end: page by page, streams of later attempts too, nothing twice.
+"""Read all log streams of a job to their present end, those of later attempts too, and no line twice.
 
-The end of a stream is where the forward token stays the same; an empty page is none (CloudWatch returns empty pages
+A stream ends where the forward token stays the same; an empty page is not the end (CloudWatch returns empty pages
 within gaps). Streams are listed page by page as well: there may be more than the 50 of one page.
 """
 
@@ -57,7 +57,7 @@ class LogReader:
         self._prefix = f"{job_name}/"
         self._bounds = {"startTime": round(since.timestamp() * 1000)} if since is not None else {}
         self._streams: dict[str, _Stream] = {}
-        # Tokens have moved past these, so that an error in a later stream or page must not lose them.
+        # Lines that the tokens have passed: an error in a later stream or page must not lose them.
         self._unread: list[LogLine] = []
         self.incomplete: list[str] = []
         """Streams that were given up because they never came to an end."""

@@ -1,7 +1,7 @@
 """Make hyperparameters safe for SDK v3, whose start script puts them unquoted into a shell file.
 
-A value with an apostrophe, or a name that is no name of a variable, makes that file fail to load, and the job with it.
-Such ones are put together, as JSON in JSON without apostrophes, into one hyperparameter that our launcher unpacks.
+A value with an apostrophe, or a name that is not a valid variable name, makes that file fail to load, and so the job.
+Those are combined into one hyperparameter, as JSON in JSON without apostrophes, which our launcher unpacks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def packed(sent: Mapping[str, str]) -> dict[str, str]:
-    """Return encoded hyperparameters with the unsafe ones put together."""
+    """Return encoded hyperparameters, the unsafe ones combined into one."""
     unsafe = {name: json.loads(text) for name, text in sent.items() if not _is_safe(name, text)}
     safe = {name: text for name, text in sent.items() if name not in unsafe}
     if not unsafe:

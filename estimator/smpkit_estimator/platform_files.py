@@ -1,4 +1,4 @@
-"""Write what the platform tells a container below `/opt/ml/input/config`, for hosts of our own making."""
+"""Write what the platform tells a container below `/opt/ml/input/config`, for local runs and for containers here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_files(
     """Return the contents of the files that host `host` sees, by name without `.json`.
 
     Args:
-        submit_directory: where the sources are, in the eyes of the host; so for `checkpoints`.
+        submit_directory: the path of the sources as the host sees it; likewise `checkpoints`.
         interface: the network interface over which the hosts talk.
     """
     sent = hyperparameters(job, submit_directory=submit_directory, job_name=job_name, region="")

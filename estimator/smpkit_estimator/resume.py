@@ -48,7 +48,7 @@ def resumed_request(
 
 
 def _known(value: Any, shape: Any) -> Any:
-    """Keep what a request may have of a description, which has statuses and times besides."""
+    """Keep the fields of a description that a request may have: it has statuses and times as well."""
     if shape.type_name == "structure":
         return {
             name: _known(item, shape.members[name])

@@ -77,7 +77,7 @@ class UnreachableError(CloudError):
 
 
 class ForeignAnswerError(BotoCoreError):  # type: ignore[misc]  # botocore has no types
-    """The answer to a call is not the service's."""
+    """Something other than AWS answered, such as a proxy."""
 
     fmt = "what answered {operation} is not AWS"
 
@@ -128,7 +128,7 @@ def open_client(session: Session, service: str, region: str, *, retries: bool) -
         return session.client(service, region_name=region, config=config)
     except CloudProblem as error:
         raise explained(error, "cannot use AWS", service) from None
-    except ValueError as error:  # of an endpoint that is no address
+    except ValueError as error:  # the endpoint is not a valid URL
         hint = "AWS_ENDPOINT_URL, or the profile's `endpoint_url`, must be like `https://host`"
         raise CloudError(f"cannot use AWS: {str(error).lower()}", hint=hint) from None
 
@@ -152,9 +152,9 @@ def call_once(client: Any, service: str, operation: str, arguments: Mapping[str,
 
 
 def _is_of_the_service(answer: Mapping[str, Any], service: str, operation: str) -> bool:
-    """Tell whether AWS gave this answer: a proxy or captive portal answers 200 as well, with a page of its own."""
+    """Tell whether AWS gave this answer: a proxy or captive portal may answer 200 as well, with its own page."""
     meta = answer.get("ResponseMetadata")
-    if meta is None:  # of a session that is no boto3 session
+    if meta is None:  # the session is not one of boto3
         return True
     headers = meta.get("HTTPHeaders", {})
     if meta.get("RequestId") or "x-amz-request-id" in headers or "x-amzn-requestid" in headers:
@@ -165,7 +165,7 @@ def _is_of_the_service(answer: Mapping[str, Any], service: str, operation: str) 
 
 
 def _is_of_a_parser(error: KeyError) -> bool:
-    """Tell whether botocore raised this itself, as it does where a page stands in place of a service's XML."""
+    """Tell whether botocore's parser raised this, as it does for an HTML page in place of a service's XML."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -196,7 +196,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_in_doubt(error: BaseException) -> bool:
-    """Tell whether the call may have taken effect all the same: no answer came, or one of a service in trouble."""
+    """Tell whether the call may have taken effect despite the error: no answer came, or an internal error (5xx)."""
     if isinstance(error, ClientError):
         return bool(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500)
     return is_unreachable(error)

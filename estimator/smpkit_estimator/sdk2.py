@@ -58,13 +58,13 @@ class PyTorch(_PyTorch):  # type: ignore[misc]  # the SDK has no types
         super().__init__(entry_point, distribution=_whole(self._job), **{**off, **arguments})
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return what is sent; what says how the job is distributed, is smpkit's own."""
+        """Return the hyperparameters to send; those about the distribution are smpkit's own."""
         sent: dict[str, Any] = super().hyperparameters()
         return {**sent, **distribution_hyperparameters(self._job)}
 
 
 def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mapping[str, Any] | None) -> JobConfig:
-    """Check what smpkit knows better; the SDK's other arguments may be anything of the SDK's own, such as variables."""
+    """Check only the arguments that smpkit uses: others may hold objects of the SDK, such as pipeline variables."""
     known = {
         name: arguments[name]
         for name in ("instance_count", "instance_type")

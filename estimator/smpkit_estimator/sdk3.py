@@ -74,20 +74,20 @@ class Smpkit(DistributedConfig):  # type: ignore[misc]  # the SDK's types are no
 
     @property
     def driver_script(self) -> str:
-        """The line with which SDK v3's start script starts the program in it, and our own line after that.
+        """The line with which SDK v3's start script starts the driver, followed by a line of our own.
 
-        The shell that runs the script is the container's first process, which hears SIGTERM and would keep it to
-        itself: the ranks could not save before they are killed. So the program only looks whether smpkit is in the
-        image, and the next line lets the launcher take the shell's place, and hear SIGTERM itself. (An older bash that
-        runs the script in a process of its own goes on keeping it; 5.2 does not.)
+        The shell that runs the start script is the container's first process: it gets SIGTERM and does not pass it on,
+        so the ranks could not save before they are killed. The driver therefore only checks that smpkit is in the
+        image, and the next line replaces the shell by the launcher, which then gets SIGTERM itself. (bash before 5.2
+        runs the script in a child process, so there the first shell still keeps the signal.)
         """
         return f"{_DRIVER} check\nexec $SM_PYTHON_CMD {_DRIVERS}/{_DRIVER}"
 
     def hyperparameters(self, entry_script: str, values: Mapping[str, Any] | None = None) -> dict[str, str]:
         """Return the hyperparameters for `ModelTrainer`: the script's own and what the launcher needs.
 
-        They are checked here; a job without them finds the script's name and the options in what the trainer sends
-        along, and only there is it told if they are wrong.
+        They are checked here. A job that is submitted without them takes the script's name and the options from what
+        the trainer sends along, and fails in the container if they are wrong.
 
         Raises:
             ConfigError: a name or value that cannot be sent, or is too long.

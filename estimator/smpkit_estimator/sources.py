@@ -88,7 +88,7 @@ class _Finder:
         name = self.prefix + relative
         try:
             target = path.resolve(strict=False)
-            goes_round = target.is_symlink()  # Python 3.13 and later resolve a circle to a link of it
+            goes_round = target.is_symlink()  # Python 3.13 and later resolve a cycle of links to one of its links
         except (OSError, RuntimeError):
             goes_round = True
         if goes_round:

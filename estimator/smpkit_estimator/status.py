@@ -93,12 +93,12 @@ class JobStatus:
 
     @property
     def over(self) -> bool:
-        """Nothing happens any more."""
+        """Whether the job has ended, one way or another."""
         return self.status in FINAL
 
     @property
     def succeeded(self) -> bool:
-        """The script ended well."""
+        """Whether the script succeeded."""
         return self.status == "Completed"
 
     @property
@@ -122,5 +122,5 @@ class JobStatus:
 
 
 def _end(phases: tuple[Phase, ...], status: str) -> datetime | None:
-    """Return when a job ended that never came to train."""
+    """Return when a job ended that never started to train."""
     return (phases[-1].end or phases[-1].start) if phases and status in FINAL else None

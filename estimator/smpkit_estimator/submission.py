@@ -42,8 +42,8 @@ class Submission:
     archive_uri: str
     sources: Sources | None
     """What is packed; None if the sources are in S3 already."""
-    extra: Mapping[str, bytes]
-    """Files that are made for this job."""
+    generated: Mapping[str, bytes]
+    """Files that smpkit makes for this job, by name; they go into the archive beside the sources."""
     packed: Packed | None
     kms_key: str | None
     notes: tuple[str, ...] = ()
@@ -69,12 +69,12 @@ def plan_submission(
     name = job_name or unique_name(job.name, cloud.clock.now())
     problems = list(_not_for_the_cloud(job))
     sources = _sources(job, folder, problems, script_only=script_only)
-    extra = _extra(job) if sources is not None else {}
-    parameters_file = PARAMETERS_NAME if extra else None
-    problems += _limits(job, _stand_ins(job, name, parameters_file))
+    generated = _generated_files(job) if sources is not None else {}
+    parameters_file = PARAMETERS_NAME if generated else None
+    problems += _limits(job, _placeholders(job, name, parameters_file))
     if problems:
         raise ConfigError(_unique(problems), subject="job for SageMaker")
-    packed = fingerprint(sources, extra) if sources is not None else None
+    packed = fingerprint(sources, generated) if sources is not None else None
     if packed is not None and packed.num_bytes > _MAX_UNPACKED_BYTES:
         message = f"has {_gib(packed.num_bytes)} of files, and a job takes at most {_gib(_MAX_UNPACKED_BYTES)}"
         raise ConfigError([Problem(("source_dir",), message, _SMALLER)], subject="job for SageMaker")
@@ -93,7 +93,7 @@ def plan_submission(
         raise ConfigError(problems, subject="job for SageMaker")
     notes = tuple(_notes(sources, packed)) if sources is not None and packed is not None else ()
     key = job.encryption.output_key
-    return Submission(build_request(job, context), archive_uri, sources, extra, packed, key, notes)
+    return Submission(build_request(job, context), archive_uri, sources, generated, packed, key, notes)
 
 
 def send(submission: Submission, cloud: Cloud) -> str:
@@ -109,7 +109,7 @@ def send(submission: Submission, cloud: Cloud) -> str:
 
 
 def checked(request: TrainingRequest) -> TrainingRequest:
-    """Return a request that no job file was made into, such as that of a resumed job.
+    """Return a request, such as a resumed job's, that was not made from a job file and so is not checked yet.
 
     Raises:
         ConfigError: the service would refuse it; lists all problems.
@@ -122,7 +122,7 @@ def checked(request: TrainingRequest) -> TrainingRequest:
 
 def _upload(submission: Submission, sources: Sources, cloud: Cloud) -> None:
     with tempfile.TemporaryFile(prefix="smpkit-") as file:
-        packed = pack(sources, file, submission.extra)
+        packed = pack(sources, file, submission.generated)
         if submission.packed is not None and packed.digest != submission.packed.digest:
             message = "changed while the job was submitted"
             raise ConfigError([Problem(("source_dir",), message, "submit again")], subject="sources")
@@ -138,7 +138,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
-    """Say what runs on this machine and cannot in the cloud."""
+    """Yield the settings that work on this machine but not in the cloud."""
     if job.image is None:
         hint = "push an image with smpkit to ECR, and name it `<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>`"
         yield Problem(("image",), "is required for a managed job", hint)
@@ -165,7 +165,7 @@ def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
 
 
 def _out_of_reach(job: JobConfig) -> Iterator[Problem]:
-    """Say what the job's network does not let the machines or the container reach."""
+    """Yield what the machines or the container cannot reach over the job's network."""
     if not job.network.subnets:
         hint = "set `network: {subnets: [...], security_groups: [...]}`"
         for name, channel in job.inputs.items():
@@ -210,7 +210,7 @@ def _sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_on
     return sources
 
 
-def _extra(job: JobConfig) -> dict[str, bytes]:
+def _generated_files(job: JobConfig) -> dict[str, bytes]:
     """Return the parameters as a file, if they are too long to be sent themselves."""
     if job.distribution.model_parallel is None:
         return {}
@@ -225,14 +225,14 @@ def _limits(job: JobConfig, context: SubmitContext) -> list[Problem]:
     return preflight({**body, "AlgorithmSpecification": algorithm}, request_shape("sagemaker", "CreateTrainingJob"))
 
 
-def _stand_ins(job: JobConfig, name: str, parameters_file: str | None) -> SubmitContext:
-    """Return circumstances that no limit minds, to check the rest before the cloud is asked for the real ones."""
+def _placeholders(job: JobConfig, name: str, parameters_file: str | None) -> SubmitContext:
+    """Return placeholders that pass every limit, to check the rest before the cloud is asked for the real values."""
     role = job.role if job.role and job.role.startswith("arn:") else "arn:aws:iam::123456789012:role/stand-in"
     return SubmitContext(name, "us-east-1", role, job.output or "s3://bucket/", "s3://bucket/key", parameters_file)
 
 
 def _unique(problems: list[Problem]) -> list[Problem]:
-    """Keep the first word on each place: a local folder is not to be told besides that it fits no pattern."""
+    """Keep the first problem of each key: that a folder is local says enough, its pattern need not be checked."""
     first: dict[tuple[str | int, ...], Problem] = {}
     for problem in problems:
         first.setdefault(problem.path, problem)

@@ -34,14 +34,14 @@ _OF_THE_MACHINE = frozenset(
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
     }
 )
-"""What a full disk, a folder of somebody else's or an exhausted machine says; no bug of smpkit's."""
+"""Errors of a full disk, missing permissions or an exhausted machine, which are not bugs in smpkit."""
 
 
 def exit_code_of(action: Callable[[], Any]) -> int:
     """Run `action`, print what goes wrong, and return the exit code; an integer that it returns is one itself."""
     try:
         result = action()
-        sys.stdout.flush()  # a reader that went away is noticed here at the latest, while it can be caught
+        sys.stdout.flush()  # a closed pipe must raise here, where it is caught
     except click.ClickException as error:
         return _usage(error)
     except (click.Abort, KeyboardInterrupt):
@@ -60,7 +60,7 @@ def exit_code_of(action: Callable[[], Any]) -> int:
 
 
 def _usage(error: click.ClickException) -> int:
-    """Say wrong usage as everything else: lower case, literals in backticks, and a hint."""
+    """Print wrong usage like other errors: lower case, literals in backticks, and a hint."""
     message = error.message if isinstance(error, UnknownCommand) else error.format_message()
     candidate = getattr(error, "candidate", None)
     if isinstance(error, click.NoSuchOption):
@@ -76,15 +76,15 @@ def _usage(error: click.ClickException) -> int:
 
 
 def _reader_gone() -> int:
-    """Be quiet if the reader of a pipe has enough."""
+    """End without a message if the reader of our output has closed the pipe."""
     _drop_output()
     return 1
 
 
 def _machine(error: OSError) -> int:
-    """Say what the machine refused, and to which file; what could not be written is dropped."""
+    """Print the error of the operating system and the file; drop output that could not be written."""
     reason = (error.strerror or str(error)).lower()
-    if error.filename is None:  # writing to a stream that is open
+    if error.filename is None:  # an error of writing to an open stream
         _drop_output()
         print_failure(f"cannot write: {reason}")
     else:

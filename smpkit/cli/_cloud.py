@@ -88,7 +88,7 @@ def cloud_options(function: _Function) -> _Function:
 
 
 def _carry_options(*given: tuple[str, str | None]) -> _console.Console:
-    """Let commands in messages have the options of this one; those of the environment need not be typed again."""
+    """Repeat the options of this command in commands that messages name; those of the environment apply anyway."""
     ctx = click.get_current_context()
     typed = [
         f" --{name} {shlex.quote(value)}"
@@ -126,7 +126,7 @@ def follow_job(job: Job) -> int:
 
 
 def print_lines(lines: Iterator[LogLine | Notice]) -> None:
-    """Print lines to stdout with their host, and notices to stderr; nothing in them that a terminal would obey."""
+    """Print lines to stdout with their host, and notices to stderr; without control characters."""
     from smpkit_estimator.follow import Notice
 
     console = _console.current()
@@ -143,7 +143,7 @@ def print_lines(lines: Iterator[LogLine | Notice]) -> None:
 
 
 def _demonstration() -> Session:
-    """Return a fake that keeps its jobs between commands, and lives about a minute in each second."""
+    """Return a fake that keeps its jobs between commands; in a second about a minute of its time passes."""
     # By name: the product imports nothing of `smpkit.testing`, which import-linter checks.
     testing: Any = importlib.import_module("smpkit.testing")
     play: Any = importlib.import_module("smpkit.testing.fake_sagemaker.demonstration")

@@ -33,10 +33,10 @@ class Console:
 
     verbosity: int = 0
     options: str = ""
-    """What commands for managed jobs were given, ` --backend fake` say: commands in messages need it as well."""
+    """Options of the present command, such as ` --backend fake`, that commands in messages need as well."""
 
     def complete(self, text: str) -> str:
-        """Give commands for managed jobs that stand in `text` the options without which they find another cloud."""
+        """Add those options to commands for managed jobs in `text`; without them they would ask another cloud."""
         return _CLOUD_COMMAND.sub(rf"\1{self.options}`", text) if self.options else text
 
     def note(self, text: str) -> None:
@@ -50,7 +50,7 @@ class Console:
             click.echo(text, err=True, color=_color())
 
     def warn(self, what: Problem | str) -> None:
-        """Say what is legal and probably not meant."""
+        """Warn of what is legal, but probably not intended."""
         if self.verbosity >= 0:
             click.echo(
                 f"{style('warning:', 'yellow')} {_with_hint_styled(self.complete(str(what)))}", err=True, color=_color()
@@ -63,7 +63,7 @@ class Console:
 
 
 class UnknownCommand(click.UsageError):
-    """A name that is no command."""
+    """The given name is not a command."""
 
     def __init__(self, name: str, names: Sequence[str], ctx: click.Context) -> None:
         super().__init__(f"no such command: `{printable(name)}`", ctx)

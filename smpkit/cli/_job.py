@@ -53,5 +53,5 @@ def read_job(file: Path, overrides: Sequence[str]) -> LoadedJob:
 
 
 def looks_like_a_file(text: str) -> bool:
-    """Tell whether a file is meant and not the name of a managed job, which has neither dots nor slashes."""
+    """Tell whether this is a file, not the name of a managed job, which has neither dots nor slashes."""
     return "." in text or "/" in text or Path(text).is_file()

@@ -37,7 +37,7 @@ def fold(head: str, parts: Iterable[str], columns: int, separator: str = "  ") -
 
 
 def table(rows: Sequence[Sequence[str]], columns: int) -> Iterator[str]:
-    """Yield the lines of a table; one that is too wide moves together, or becomes several with the first column each.
+    """Yield the lines of a table; one too wide loses spacing, or is split into several that repeat the first column.
 
     The first column is what the row is about, and stands to the left; all others to the right.
     """

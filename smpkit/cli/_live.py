@@ -1,4 +1,4 @@
-"""Lines that are painted again in place, on a terminal that can.
+"""Lines that are repainted in place, on terminals that support it.
 
 ::
 
@@ -22,7 +22,7 @@ __all__ = ["can_repaint", "live"]
 
 
 def can_repaint() -> bool:
-    """Tell whether stdout is a terminal that moves its cursor, and the user minds neither colours nor moving parts."""
+    """Tell whether stdout is a terminal with cursor control, and the user has not switched colours or animation off."""
     unwanted = os.environ.get("NO_COLOR") or os.environ.get("SMPKIT_NO_PROGRESS")
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not unwanted
 

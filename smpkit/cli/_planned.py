@@ -121,7 +121,7 @@ def _sized(
     per_host: int | None,
     source: Path,
 ) -> World:
-    """Decide how many ranks there are, on how many hosts; what nobody said is the least that holds one model."""
+    """Decide the number of ranks and of hosts; by default the fewest ranks that hold one model."""
     hosts = options["hosts"] or hosts or 1
     needed = parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree
     ranks = options["ranks"] or (hosts * per_host if per_host else -(-needed // hosts) * hosts)
@@ -242,7 +242,7 @@ def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed
 
 
 def speed_of(options: dict[str, Any]) -> Speed:
-    """Return how fast a device and its link are said to be."""
+    """Return the speed of a device and of its link, as the options say."""
     from smpkit.plan.offload.forecast import Speed
     from smpkit.plan.offload.work import LinkSpeed
 

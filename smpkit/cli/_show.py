@@ -114,7 +114,7 @@ def _plain(value: Any) -> Any:
 
 
 def local_time(time: datetime) -> str:
-    """Show a time as the clock on the wall has it."""
+    """Show a time in the local time zone."""
     return time.astimezone().strftime("%Y-%m-%d %H:%M")
 
 

@@ -67,9 +67,9 @@ def _parameters(given: str) -> dict[str, str]:
 
 
 def _for_huggingface(environ: Mapping[str, str]) -> dict[str, str]:
-    """Say what the platform says of a job with SMP, unless somebody did: Hugging Face's Trainer asks for it.
+    """Set what the platform sets for a job with SMP, unless it is set: Hugging Face's Trainer reads it.
 
-    It asks for the parameters, for one of them by its old name, and for MPI.
+    It reads the parameters, one of them by its old name, and whether MPI is enabled.
     """
     from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE
 

@@ -76,7 +76,7 @@ def _say_phase(state: JobStatus) -> None:
 
 
 def _repainted(job: Job, clock: Clock) -> JobStatus:
-    """Repaint the state in place; between two looks at the job its times go on by themselves."""
+    """Repaint the state in place; between two requests its elapsed times are counted on here."""
     from smpkit.cli._live import live
     from smpkit.cli._show import status_lines
 

@@ -33,7 +33,7 @@ _SETTING = re.compile(
 
 
 def looks_secret(name: str, value: object) -> bool:
-    """Tell whether the value of this name is probably a secret; numbers, paths and special tokens are none."""
+    """Tell whether the value of this name is probably a secret; numbers, paths and special tokens are not."""
     if not isinstance(value, str):
         return False
     return _KNOWN.search(value) is not None or (_names_a_secret(name) and _HARMLESS_VALUE.fullmatch(value) is None)

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MAX_DEPTH = 64
-"""Deepest nesting that is read; no honest configuration comes near."""
+"""Deepest nesting that is read; real configurations are far below it."""
 
 
 class Position(NamedTuple):
@@ -65,7 +65,7 @@ class Document:
 
 
 def literal(text: str, name: str) -> Document:
-    """Take a text as it is, where a value is text by nature."""
+    """Return the text itself, for values that are always text."""
     check_text(text, name)
     return Document(name, text, text, {})
 
@@ -85,7 +85,7 @@ def refuse(
 
 
 def check_text(value: object, name: str) -> None:
-    """Refuse half characters (lone surrogates): an escape can spell them, but no file or terminal can hold them."""
+    """Refuse lone surrogates: an escape sequence can spell them, but they cannot be written to a file or terminal."""
     if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
         refuse(name, f"has text with half a character: {quoted(value)}")
     if isinstance(value, Mapping):
@@ -281,7 +281,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def _compose(text: str) -> Any:
-    """Parse into PyYAML's nodes; building the values is ours, so no constructor can be asked to do anything."""
+    """Parse into PyYAML's nodes only; we build the values ourselves, so a tag in the file cannot run a constructor."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -298,7 +298,7 @@ def _compose(text: str) -> Any:
 
 @dataclass
 class _YamlReader:
-    """Builds plain values from nodes, within limits that no honest configuration reaches (aliases can multiply)."""
+    """Builds plain values from nodes, within limits that real configurations do not reach (aliases can multiply)."""
 
     text: str
     name: str

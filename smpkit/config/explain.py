@@ -24,7 +24,7 @@ MISSING = "is required"
 # The type of errors that already are sentences of ours; their context holds the message and, perhaps, the hint.
 _OURS = "smpkit"
 
-# A default that depends on a field which is itself wrong; only the wrong field is worth telling.
+# A default that depends on a field which is itself wrong; only the wrong field is reported.
 _CONSEQUENCES = frozenset({"default_factory_not_called"})
 
 
@@ -37,7 +37,7 @@ def validated(model: type[_Model], data: object, *, subject: str) -> _Model:
 
 
 def explain(error: ValidationError) -> list[Problem]:
-    """Say every error of a validation as a problem, in the order found."""
+    """Turn every error of a validation into a problem, in the order found."""
     details = error.errors(include_url=False)
     return [_problem(detail) for detail in details if detail["type"] not in _CONSEQUENCES]
 
@@ -120,7 +120,7 @@ _SENTENCES: dict[str, Callable[[ErrorDetails, Mapping[str, Any]], str]] = {
 }
 
 
-# What a text looks like that was meant as another kind of value.
+# Forms of texts that were probably meant as a value of another type.
 _UNQUOTED = {
     "int_type": re.compile(r"[-+]?[0-9]+"),
     "float_type": re.compile(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?"),

@@ -102,7 +102,7 @@ class UriSection(Section):
 
     @classmethod
     def as_written(cls, problem: Problem, data: Any) -> Problem:
-        """Tell a problem of the URI at the text itself, if it was written as one."""
+        """Report a problem of the URI at the text itself, if the short form was written."""
         return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
 
 
@@ -162,7 +162,7 @@ class Channel(UriSection):
     """ARN of a model in a private SageMaker hub, to which `uri` belongs."""
 
     def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Ask for one place, and refuse what only objects in S3 have."""
+        """Require either `uri` or `file_system`, and refuse options that only objects in S3 have."""
         if any(path[:1] in (("uri",), ("file_system",)) for path in broken):
             return
         if self.file_system is None:
@@ -215,7 +215,7 @@ class Network(Section):
     """Encrypt what the hosts send each other; slower."""
 
     def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Refuse one half of a VPC."""
+        """Require subnets and security groups together."""
         if broken & {("subnets",), ("security_groups",)} or bool(self.subnets) == bool(self.security_groups):
             return
         missing, there = ("security_groups", "subnets") if self.subnets else ("subnets", "security_groups")
@@ -300,7 +300,7 @@ class Secret(Section):
 
     @classmethod
     def as_written(cls, problem: Problem, data: Any) -> Problem:
-        """Tell a problem of the entry at the text itself, if it was written as one."""
+        """Report a problem of the entry at the text itself, if the short form was written."""
         return Problem((), problem.message, problem.hint) if isinstance(data, str) else problem
 
 

@@ -168,7 +168,7 @@ def _is_uri(location: str) -> bool:
 
 
 def _file_problems(value: object, folder: Path) -> Iterable[Problem]:
-    """Say which sources are not there, whatever else is wrong; what is in a bucket cannot be known here."""
+    """Report missing sources beside all other problems; what is in a bucket is not known here."""
     try:
         named = {
             key: value[key] for key in ("entry_point", "source_dir") if isinstance(value, Mapping) and key in value
@@ -282,7 +282,7 @@ class Sources:
         self._set(parts, text, source)
 
     def _set(self, path: KeyPath, text: str, source: str) -> None:
-        # What goes into the environment is text by nature, so `1` needs no quotes in quotes here.
+        # Environment variables are always text, so `1` needs no quotes inside quotes here.
         read = literal if path[:1] == ("environment",) and len(path) == 2 else parse_value
 
         def put() -> None:

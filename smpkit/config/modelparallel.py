@@ -263,7 +263,7 @@ class ModelParallelConfig(Section):
 
     @classmethod
     def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
-        """Pass over keys of v1's past; refuse TensorFlow's by name, and an alias that contradicts."""
+        """Ignore keys that v1 had dropped; refuse TensorFlow's by name, and an alias that contradicts."""
         if name == _ALIAS:
             message = (
                 f"is {quoted(data[_ALIAS])}, but {_DEGREE}, which it is the older name of, is {quoted(data[_DEGREE])}"
@@ -276,7 +276,7 @@ class ModelParallelConfig(Section):
         return super().unknown(name, data)
 
     def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Apply v1's rules between parameters; one that reads a wrong value is passed over."""
+        """Apply v1's rules between parameters; skip those that read a wrong value."""
         values = {key: value for key, value in self.values().items() if (key,) not in broken}
         return rules.broken_rules(values, written)
 

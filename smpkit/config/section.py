@@ -36,9 +36,9 @@ _TRIES = 5
 class Section(BaseModel):
     """A closed part of the configuration.
 
-    pydantic stops at the first kind of trouble: a rule between fields is not looked at while any field is wrong. Here a
-    section with wrong fields is validated a second time without them, so that the rules over the other fields speak
-    too, and the user sees everything in one go.
+    pydantic does not check rules between fields while any field is wrong. Here a section with wrong fields is validated
+    a second time without them, so that rules between the other fields are checked too, and the user sees all problems
+    at once.
     """
 
     model_config = ConfigDict(
@@ -77,7 +77,7 @@ class Section(BaseModel):
 
     @classmethod
     def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:  # noqa: ARG003
-        """Say what is wrong with a name that is no field; None if it is to be passed over."""
+        """Return what is wrong with a name that is not a field; None to ignore it."""
         if name in cls.refused:
             return Problem((name,), *cls.refused[name])
         return Problem((name,), "unknown field", suggestion(name, cls.keys()))
@@ -136,7 +136,7 @@ class Section(BaseModel):
             try:
                 return handler(rest)
             except ValidationError as error:
-                # What is required below and was taken away, or was never there, takes its section with it.
+                # A section that lacks a required field, removed here or never given, is removed as well.
                 broken = [problem.path[:-1] for problem in explain(error)]
         return None
 

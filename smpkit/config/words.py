@@ -1,4 +1,4 @@
-"""How names and values are shown in messages: on one line, short, and never obeyed by a terminal."""
+"""How names and values are shown in messages: on one line, short, and without control characters."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def quoted(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would obey or could not show, so that a file's content is never more than text."""
+    """Escape control characters and what cannot be shown, so that a file's content cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def coloured(text: str) -> str:
-    """Escape all that a terminal would obey but colours: a log may hold what sets titles, clipboards or the cursor.
+    """Escape control sequences except colours: a log may hold some that set the title, the clipboard or the cursor.
 
-    A colour that the line leaves switched on ends with it.
+    A colour that is still on at the end of the line is reset there.
     """
     parts = _COLOUR.split(text)
     if len(parts) == 1:

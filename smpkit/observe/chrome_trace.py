@@ -8,7 +8,8 @@
                                           ╲
     rank 1 · stage 1   receives      [    ]╲ ...
 
-Times are microseconds. On one track spans lie in each other or apart, never across: what overlaps gets another track.
+Times are microseconds. Spans of one track are nested or disjoint: one that partly overlaps another is moved to a track
+of its own.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ExecutedLinkUse:
     num_messages: int
     num_bytes: int
     waited_seconds: float
-    """How long the receiver stood waiting for these messages, whatever the reason."""
+    """How long the receiver waited for these messages, whatever the reason."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _stalls(
     begin_ns: int,
     makespan: float,
 ) -> Iterator[IdleInterval]:
-    """Say why a stage waited: for what another one still computed, or for what was on its way."""
+    """Yield why a stage was idle: another stage still computed, or a message was on its way."""
     sent_at = {each.receive: each.send.start_ns for each in matched if each.receiver == ranks[stage]}
     stages = {rank: index for index, rank in enumerate(ranks)}
     for number, each in enumerate(step.actions):

@@ -151,7 +151,7 @@ def _check(mesh: Mesh, headers: Sequence[Header]) -> None:
 
 
 def _offsets(headers: Sequence[Header]) -> dict[str, int]:
-    """Return what to take off each clock. Who leaves a barrier first left it closest to its end."""
+    """Return the offset of each clock: its earliest reading after the barrier, the closest to the barrier's end."""
     anchors: dict[str, int] = {}
     for header in headers:
         anchors[header.clock] = min(header.anchor_ns, anchors.get(header.clock, header.anchor_ns))

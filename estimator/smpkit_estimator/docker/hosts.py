@@ -103,8 +103,8 @@ class Command:
 def start_command(run: Run, host: Host, arguments: Sequence[str], variables: Mapping[str, str]) -> Command:
     """Return the command that runs the host's container in the foreground.
 
-    Its own host name is not the one by which the others know it: so it is on SageMaker, where it catches programs that
-    take the one for the other.
+    As on SageMaker, the container's own host name is not the one by which the other hosts reach it. A program that
+    confuses the two fails here, too.
     """
     mounts = [
         (run.code, _CODE, True),
@@ -128,7 +128,7 @@ def start_command(run: Run, host: Host, arguments: Sequence[str], variables: Map
         # Pinned memory counts as locked; an engine inside a container may not be allowed to raise the limit.
         *(("--gpus", "all", "--ulimit", "memlock=-1") if run.gpus else ()),
         *(word for mount in mounts for word in ("--mount", _mount(*mount))),
-        # By name only: the arguments of a command can be read by every user of this machine, its environment not.
+        # By name only: every user of this machine can read the arguments of a command, but not its environment.
         *(word for name in passed for word in ("--env", name)),
     ]
     script = ["--", *arguments] if arguments else []

@@ -134,7 +134,7 @@ class _Attempt:
 
     def _start(self, host: Host) -> subprocess.Popen[bytes]:
         command = start_command(self._run, host, self._arguments, self._variables)
-        # In a session of its own: Ctrl-C is for us to pass on, with the time that a stop takes.
+        # In a session of its own, so that Ctrl-C reaches it only through us, as a stop with a grace period.
         return subprocess.Popen(
             command.words,
             env=command.environ,
@@ -173,7 +173,7 @@ class _Attempt:
             stop.wait()
 
     def _tell(self, verb: str) -> list[subprocess.Popen[bytes]]:
-        """Stop or kill all containers at once; a stop of one must not have to wait for that of another."""
+        """Stop or kill all containers at once: one after another, each could take the whole grace period."""
         options = ["--time", str(STOP_SECONDS)] if verb == "stop" else []
         return [
             subprocess.Popen(

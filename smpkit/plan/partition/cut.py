@@ -1,6 +1,6 @@
-"""Cut a row of items into neighbouring parts, so that the dearest part is as cheap as it can be.
+"""Cut a row of items into neighbouring parts, so that the most expensive part is as cheap as possible.
 
-By dynamic programming, exactly; the items 3 1 4 1 5 9 2 6 in three parts, of which the dearest costs 14::
+By dynamic programming, exactly; the items 3 1 4 1 5 9 2 6 in three parts, the most expensive of which costs 14::
 
     3 1 4 1 | 5 9 | 2 6
 
@@ -10,7 +10,7 @@ chunks each::
     chunk       0 1 2 3 4 5
     partition   0 1 2 0 1 2
 
-The cut makes the dearest chunk as cheap as it can be; afterwards the chunks of one partition are evened out.
+The cut makes the most expensive chunk as cheap as possible; afterwards chunks of one partition are balanced.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _cheapest_last(
     value, chosen = None, 0
     for start in range(latest, -1, -1):
         last = cost(part, start, end)
-        # Going back only makes the last part dearer: nothing better can follow.
+        # An earlier start only makes the last part more expensive.
         if (limit is not None and last > limit) or (value is not None and add(0, last) > value):
             break
         before = best[start]
@@ -87,9 +87,9 @@ def partition_of_chunk(chunk: int, num_partitions: int) -> int:
 
 
 def even_out(ends: Sequence[int], cost: Callable[[int, int, int], int], num_partitions: int) -> list[int]:
-    """Return the ends of chunks after units were moved so that the dearest partition is cheaper.
+    """Return the ends of chunks after units were moved so that the most expensive partition is cheaper.
 
-    No chunk becomes dearer than the dearest one was, and none becomes empty that was not.
+    No chunk becomes more expensive than the most expensive one was, and no chunk becomes empty.
 
     Args:
         ends: where each chunk ends.
@@ -108,7 +108,7 @@ def even_out(ends: Sequence[int], cost: Callable[[int, int, int], int], num_part
 
 
 def _score(ends: Sequence[int], cost: Callable[[int, int, int], int], num_partitions: int) -> tuple[int, int]:
-    """Return the cost of the dearest partition, then the sum of squares."""
+    """Return the cost of the most expensive partition, then the sum of squares."""
     totals = [0] * num_partitions
     for chunk, each in enumerate(_chunk_costs(ends, cost)):
         totals[partition_of_chunk(chunk, num_partitions)] += each

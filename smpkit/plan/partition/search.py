@@ -30,8 +30,8 @@ def partition(
     """Return the best contiguous assignment of units to partitions; every partition gets at least one unit.
 
     With several chunks per partition (virtual stages) the units are cut into `num_chunks * num_partitions` parts, of
-    which part k is on partition k mod `num_partitions`; no other cut makes the dearest part cheaper. Ranks that use a
-    shared parameter hold a copy each.
+    which part k is on partition k mod `num_partitions`; no other cut makes the most expensive part cheaper. Ranks that
+    use a shared parameter hold a copy each.
 
     Args:
         units: in execution order.
@@ -65,7 +65,7 @@ def assign(
     """Return the assignment that a user wrote down; units that no name covers go to `default_partition`.
 
     With several chunks per partition, places count chunks: k is on partition k mod `num_partitions`. A partition may
-    stay empty. Raises ConfigError, with every problem, if `pinned` cannot be meant.
+    stay empty. Raises ConfigError, with every problem, if `pinned` is not valid.
     """
     _require(_basic_problems(units, num_partitions, 0.0))
     _require(_index_problems({"default_partition": default_partition}, num_partitions * num_chunks))
@@ -122,7 +122,7 @@ def _index_problems(places: Mapping[str, int], num_partitions: int) -> list[Prob
 
 
 def _shortage(num_units: int, num_partitions: int, num_chunks: int) -> list[Problem]:
-    """Return the problem that some partition, or chunk of one, would get nothing, if it would."""
+    """Return the problem if there are fewer units than partitions, or than chunks."""
     if num_units >= num_partitions * num_chunks:
         return []
     message = f"the model has {num_units} units, too few for {num_partitions} partitions"
