@@ -30,7 +30,7 @@ from smpkit_estimator.sagemaker import (
     open_client,
 )
 
-__all__ = ["LOG_GROUP", "Cloud", "Identity", "S3Object", "split_uri"]
+__all__ = ["LOG_GROUP", "Cloud", "DryCloud", "Identity", "S3Object", "split_uri"]
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
@@ -50,6 +50,9 @@ _IDENTITY: tuple[tuple[str, ...], ...] = (
     ("ResourceConfig", "InstanceCount"),
 )
 """Fields that tell a job of this request from another of the same name; the service returns them as they were sent."""
+
+_PLACEHOLDER_REGION = "<region>"
+_PLACEHOLDER_ACCOUNT = "000000000000"  # no account has this id, and the patterns of the service accept it
 
 
 @dataclass(frozen=True)
@@ -318,6 +321,43 @@ class Cloud:
             client = open_client(self._session, service, self.region, retries=retries)
             self._clients[service, retries] = client
         return self._clients[service, retries]
+
+
+class DryCloud(Cloud):
+    """A `Cloud` that uses placeholders where it gets no answer; a request with placeholders cannot start a job."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        super().__init__(cloud._session, cloud.clock)
+        self.notes: list[str] = []
+        """Which placeholders were used, and why."""
+
+    @property
+    def region(self) -> str:
+        """The region of the session, or a placeholder."""
+        known = self._session.region_name
+        if not known:
+            self._note(f"no AWS region is set: `{_PLACEHOLDER_REGION}` stands for it")
+        return known or _PLACEHOLDER_REGION
+
+    def identity(self) -> Identity:
+        """Who calls, or a placeholder where that cannot be found out."""
+        try:
+            if not self._session.region_name:
+                raise CloudError("without a region nobody was asked whose AWS credentials these are")
+            return super().identity()
+        except CloudError as error:
+            self._note(f"{error.message}: `{_PLACEHOLDER_ACCOUNT}` stands for the account")
+        return Identity(_PLACEHOLDER_ACCOUNT, "")
+
+    def role_arn(self, role: str) -> str:
+        """The ARN of a role, or a placeholder if it cannot be looked up."""
+        if role.startswith("arn:") or self.identity().account != _PLACEHOLDER_ACCOUNT:
+            return super().role_arn(role)
+        return f"arn:aws:iam::{_PLACEHOLDER_ACCOUNT}:role/{role}"
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
 
 def _is_of(found: Mapping[str, Any], body: Mapping[str, Any], began: datetime) -> bool:

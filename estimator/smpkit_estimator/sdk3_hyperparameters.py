@@ -1,18 +1,27 @@
-"""The hyperparameters that a job of SDK v3 sends to the launcher. Needs no SDK, as the driver in the image uses it."""
+"""The hyperparameters that a job of SDK v3 sends to the launcher. Needs no SDK, as the driver in the image uses it.
+
+SDK v3's start script puts hyperparameters unquoted into a shell file. A value with an apostrophe, or a name that is not
+a valid variable name, makes that file fail to load, and so the job. Those are combined into one hyperparameter, as JSON
+in JSON without apostrophes, which our launcher unpacks.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from smpkit.config.job import JobConfig
 from smpkit_estimator.arguments import job_from_arguments
 from smpkit_estimator.hyperparameters import hyperparameters
-from smpkit_estimator.packing import packed
 
-__all__ = ["launcher_hyperparameters", "missing_hyperparameters"]
+__all__ = ["PACKED", "launcher_hyperparameters", "missing_hyperparameters", "packed"]
+
+PACKED = "sagemaker_smpkit_packed"
 
 _CODE = "/opt/ml/input/data/code"
+_SAFE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _UNKNOWN = frozenset({"sagemaker_job_name", "sagemaker_region", "sagemaker_instance_type"})
 """Not known before the trainer submits; an empty or wrong one would hide what the platform says."""
 
@@ -46,3 +55,17 @@ def missing_hyperparameters(
         return {}
     options = (distributed.get("smp_options"), distributed.get("mpi_options"))
     return launcher_hyperparameters(job_from_arguments({"entry_point": script}, *options))
+
+
+def packed(sent: Mapping[str, str]) -> dict[str, str]:
+    """Return encoded hyperparameters, the unsafe ones combined into one."""
+    unsafe = {name: json.loads(text) for name, text in sent.items() if not _is_safe(name, text)}
+    safe = {name: text for name, text in sent.items() if name not in unsafe}
+    if not unsafe:
+        return safe
+    inner = json.dumps(unsafe).replace("'", "\\u0027")
+    return {**safe, PACKED: json.dumps(inner)}
+
+
+def _is_safe(name: str, text: str) -> bool:
+    return _SAFE_NAME.fullmatch(name) is not None and "'" not in text

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,13 +17,13 @@ from smpkit.cli._cloud import CloudChoice, cloud_options
 from smpkit.config.words import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from rich.console import Console
 
     from smpkit_estimator.clock import Clock
     from smpkit_estimator.job import Job
     from smpkit_estimator.status import JobStatus
 
-__all__ = ["status"]
+__all__ = ["can_repaint", "live", "status"]
 
 
 @click.command()
@@ -55,8 +59,6 @@ def status(job: str, watch: bool, as_json: bool, cloud: CloudChoice) -> int:
 
 def _watched(job: Job, clock: Clock, as_json: bool) -> JobStatus:
     """Show the state until the job is over, and return how it ended."""
-    from smpkit.cli._live import can_repaint
-
     if as_json:
         return job.wait(on_change=_print_json)
     return _repainted(job, clock) if can_repaint() else job.wait(on_change=_say_phase)
@@ -77,7 +79,6 @@ def _say_phase(state: JobStatus) -> None:
 
 def _repainted(job: Job, clock: Clock) -> JobStatus:
     """Repaint the state in place; between two requests its elapsed times are counted on here."""
-    from smpkit.cli._live import live
     from smpkit.cli._show import status_lines
 
     latest = job.status()
@@ -93,3 +94,29 @@ def _repainted(job: Job, clock: Clock) -> JobStatus:
 
     with live(lines):
         return job.wait(on_change=changed)
+
+
+def can_repaint() -> bool:
+    """Tell whether stdout is a terminal with cursor control, and the user has not switched colours or animation off."""
+    unwanted = os.environ.get("NO_COLOR") or os.environ.get("SMPKIT_NO_PROGRESS")
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not unwanted
+
+
+@contextmanager
+def live(lines: Callable[[], Iterable[str]], console: Console | None = None) -> Iterator[None]:
+    """Show what `lines` returns, asked again each second, until the block ends; then take it off the screen.
+
+    Args:
+        lines: may have colours; long ones are wrapped, so that a narrow terminal is repainted as well.
+        console: another than stdout.
+    """
+    import rich.console
+    import rich.live
+    import rich.text
+
+    def frame() -> rich.text.Text:
+        return rich.text.Text.from_ansi("\n".join(lines()))
+
+    shown = console or rich.console.Console(file=sys.stdout)
+    with rich.live.Live(get_renderable=frame, console=shown, refresh_per_second=1, transient=True):
+        yield

@@ -47,7 +47,7 @@ def submit(
     Everything is checked against the service's own limits before anything is sent. Sources are uploaded once for each
     content. Ctrl-C while following never stops the job.
     """
-    from smpkit_estimator.dry import DryCloud
+    from smpkit_estimator.cloud import DryCloud
     from smpkit_estimator.job import Job
     from smpkit_estimator.submission import send
 

@@ -58,7 +58,7 @@ def test_damaged_packed_values_are_refused(tmp_path: Path, packed: object) -> No
 
 
 def test_both_ends_of_the_wire_use_the_same_names() -> None:
-    from smpkit_estimator.packing import PACKED as PACKED_BY_SENDER
+    from smpkit_estimator.sdk3_hyperparameters import PACKED as PACKED_BY_SENDER
 
     assert (SENT, PACKED_BY_SENDER) == (PARAMETERS_FILE, PACKED)
 

@@ -12,10 +12,9 @@ import pytest
 
 from smpkit.config.job import JobConfig
 from smpkit.errors import UsageError
-from smpkit_estimator.docker.collect import merge
 from smpkit_estimator.docker.hosts import Host, Run, lay_out, start_command
-from smpkit_estimator.docker.image import Recipe, build_image
-from smpkit_estimator.docker.wheel import pack_wheel
+from smpkit_estimator.docker.image import Recipe, build_image, pack_wheel
+from smpkit_estimator.docker.run import merge
 from smpkit_estimator.local import plan_local_run
 
 PARAMETERS = {"pipeline_parallel_degree": 4, "ddp": True}

@@ -17,9 +17,8 @@ import pytest
 
 from smpkit.errors import ConfigError
 from smpkit_container.environment import Environment
-from smpkit_estimator.packing import PACKED, packed
 from smpkit_estimator.sdk3_driver import smpkit_driver
-from smpkit_estimator.sdk3_hyperparameters import missing_hyperparameters
+from smpkit_estimator.sdk3_hyperparameters import PACKED, missing_hyperparameters, packed
 from tests.estimator.golden.cases import IMAGE, MPI, REGION, ROLE, SMP
 
 SDK3 = importlib.util.find_spec("sagemaker.train") if importlib.util.find_spec("sagemaker") else None

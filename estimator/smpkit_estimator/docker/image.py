@@ -1,26 +1,31 @@
-"""Build the training image on any base."""
+"""Build the training image on any base; the smpkit in it is a wheel of the very code that is running."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import importlib
+import importlib.metadata
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from smpkit.errors import LaunchError, UsageError
 from smpkit_estimator.docker.engine import docker
-from smpkit_estimator.docker.wheel import pack_wheel
 
-__all__ = ["DEFAULT_BASE_IMAGE", "Recipe", "build_image"]
+__all__ = ["DEFAULT_BASE_IMAGE", "Recipe", "build_image", "pack_wheel"]
 
 DEFAULT_BASE_IMAGE = "python:3.12-slim-bookworm"
 
 _BUILD_SECONDS = 3600
 _FILES = ("Dockerfile", "install.sh")
+_PACKAGES = ("smpkit", "smpkit_container", "smpkit_estimator")
+_WHEEL_TIME = (2020, 1, 1, 0, 0, 0)  # equal code gives equal bytes, and so Docker's cache is used
 
 
 @dataclass(frozen=True)
@@ -111,3 +116,38 @@ def _fingerprint(context: Path, recipe: Recipe) -> str:
 
 def _files(folder: Path) -> Sequence[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def pack_wheel(folder: Path) -> Path:
+    """Write `smpkit-<version>-py3-none-any.whl` into `folder` and return its path.
+
+    Source: the wheel format, https://packaging.python.org/en/latest/specifications/binary-distribution-format/
+    """
+    distribution = importlib.metadata.distribution("smpkit")
+    version = distribution.version
+    info = f"smpkit-{version}.dist-info"
+    metadata = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    files = {**dict(_package_files()), f"{info}/METADATA": metadata.encode()}
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: smpkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nsmpkit = smpkit.__main__:main\n"
+    record = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in files.items()]
+    files[f"{info}/RECORD"] = ("\n".join([*record, f"{info}/RECORD,,"]) + "\n").encode()
+    path = folder / f"smpkit-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name, data in files.items():
+            wheel.writestr(zipfile.ZipInfo(name, _WHEEL_TIME), data, zipfile.ZIP_DEFLATED)
+    return path
+
+
+def _package_files() -> Iterator[tuple[str, bytes]]:
+    for name in _PACKAGES:
+        module = importlib.import_module(name)
+        assert module.__file__ is not None
+        folder = Path(module.__file__).parent
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes()
+
+
+def _digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

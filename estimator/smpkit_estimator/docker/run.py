@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import secrets
 import shutil
@@ -18,12 +19,11 @@ from types import FrameType
 from typing import IO
 
 from smpkit.errors import LaunchError
-from smpkit_estimator.docker.collect import merge
 from smpkit_estimator.docker.engine import check, docker, quietly
 from smpkit_estimator.docker.hosts import STOP_SECONDS, Host, Run, lay_out, start_command
 from smpkit_estimator.local import EVENTS, LocalPlan
 
-__all__ = ["DockerRun", "Show", "run_in_docker"]
+__all__ = ["DockerRun", "Show", "merge", "run_in_docker"]
 
 Show = Callable[[str, str, str], object]
 """Called with a host, `out` or `err`, and a line of its output."""
@@ -257,3 +257,24 @@ def _collected(run: Run, codes: Mapping[str, int], seconds: float, interrupted: 
 
 def _filled(folder: Path) -> Path | None:
     return folder if folder.is_dir() and any(folder.iterdir()) else None
+
+
+def merge(sources: Sequence[tuple[str, Path]], target: Path) -> list[str]:
+    """Copy the files below several folders into one.
+
+    Returns:
+        The files that hosts wrote with different contents, each with who wrote it: SageMaker keeps one of them, and
+        nobody knows which. Here the first host's is kept.
+    """
+    clashes = []
+    for host, folder in sources:
+        for path in sorted(folder.rglob("*")):
+            if path.is_dir() or path.is_symlink():
+                continue
+            place = target / path.relative_to(folder)
+            if not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, place)
+            elif not filecmp.cmp(path, place, shallow=False):
+                clashes.append(f"{path.relative_to(folder)} (of {host})")
+    return clashes

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from smpkit.cli._live import can_repaint, live
+from smpkit.cli.status import can_repaint, live
 
 
 def test_lines_are_painted_over_and_taken_away() -> None:
