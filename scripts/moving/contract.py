@@ -26,7 +26,7 @@ put(
 ]
 
 [[tool.importlinter.contracts]]
-name = "Only the runtime imports torch"
+name = "The product does not import what users test with"
 ''',
     '''    "smpkit.errors",
 ]
@@ -51,7 +51,7 @@ layers = [
 ]
 
 [[tool.importlinter.contracts]]
-name = "Only the runtime imports torch"
+name = "The product does not import what users test with"
 ''',
 )
 put(

@@ -262,7 +262,18 @@ def module_imports(text: str, path: str) -> str:
         replacements.append((node.lineno - 1, node.end_lineno or node.lineno, new_lines))
     for start, end, new_lines in sorted(replacements, reverse=True):
         lines[start:end] = new_lines
-    return "".join(lines)
+    return re.sub(r"^( *)from smpkit\.torch([\w.]*) import (\w+)$", in_a_script, "".join(lines), flags=re.M)
+
+
+def in_a_script(match: re.Match[str]) -> str:
+    """Rewrite such an import in a string: a script that a test runs."""
+    indent, package, name = match.groups()
+    old = f"{package}.{name}".lstrip(".")
+    if old not in MOVED or MOVED[old] == old or (not package and name in PUBLIC):
+        return match[0]
+    head, _, last = MOVED[old].rpartition(".")
+    where = MARK + head if head else MARK.rstrip("\0")
+    return f"{indent}from {where} import {last}" + (f" as {name}" if name != last else "")
 
 
 def rewrite(text: str, path: str) -> str:
@@ -286,6 +297,7 @@ def rewrite_tests(text: str) -> str:
         text = re.sub(rf"\btests\.torch\.{re.escape(old)}\b", "tests\0torch\0" + new, text)
         old_path, new_path = old.replace(".", "/"), new.replace(".", "/")
         text = re.sub(rf"\btests/torch/{old_path}\.py\b", f"tests\0torch/{new_path}.py", text)
+        text = re.sub(rf"(?<![\w/])torch/{old_path}\.py\b", f"torch/{new_path}.py", text)
         if "." not in old:
             package, _, name = new.rpartition(".")
             text = re.sub(rf"\bfrom tests\.torch import {old}\b", f"from tests\0torch\0{package} import {name} as {old}", text)
