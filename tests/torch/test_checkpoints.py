@@ -401,17 +401,17 @@ import os, signal, sys
 import torch
 from torch import nn
 import smpkit.torch as smp
-from smpkit.torch import checkpoint_files, checkpoints
+from smpkit.torch import checkpoint_files
 
 def dies(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 
 smp.init()
 smp.DistributedModel(nn.Linear(2, 2))
-checkpoints.save_checkpoint(sys.argv[1], "good", user_content={"step": 1})
+smp.save_checkpoint(sys.argv[1], "good", user_content={"step": 1})
 setattr(*{"part": (checkpoint_files.os, "fsync"), "publish": (checkpoint_files, "publish_folder"),
           "newest": (checkpoint_files, "whole_write")}[sys.argv[2]], dies)
-checkpoints.save_checkpoint(sys.argv[1], "bad", user_content={"step": 2})
+smp.save_checkpoint(sys.argv[1], "bad", user_content={"step": 2})
 """
 
 
