@@ -28,14 +28,6 @@ EDITS: list[tuple[str, str, str]] = [
     if not save.file_systems.is_leader or not save.staged.exists():
 """,
     ),
-    (
-        K + "chain.py",
-        """                input = run_together(self._as_group(members), {name_of(each): each for each in members}, input)  # noqa: A001
-""",
-        """                named = {name_of(each): each for each in members}
-                input = run_together(self._as_group(members), named, input)  # noqa: A001
-""",
-    ),
     # offload
     (
         O + "__init__.py",
@@ -63,7 +55,7 @@ EDITS: list[tuple[str, str, str]] = [
     (O + "arrivals.py", "Return the bytes of a record on the device", "Return the bytes of a storage on the device"),
     (O + "arrivals.py", "is out of memory must leave records as they were", "is out of memory must leave storages as they were"),
     (O + "arrivals.py", "Come to a group in backward: load it and those after it.", "Begin the backward of a group: load it and prefetch those after it."),
-    (O + "debug.py", "Every stream, copy lane and this thread has a vector clock: how much of each other's work is known to be complete before\nwhat it does next.", "Every stream, copy thread and this thread has a vector clock: how much of each other's work is known to be complete\nbefore what it does next."),
+    (O + "debug.py", "Every stream, copy lane and this thread has a vector clock: how much of each other's work is known to be complete before\nwhat it does next. An event carries the clock of where it was recorded, and a wait joins it. So whether two accesses are\nordered does not depend on how long they happened to take: a missing edge is found even where it did no harm this time.", "Every stream, copy thread and this thread has a vector clock: how much of each other's work is known to be complete\nbefore what it does next. An event carries the clock of where it was recorded, and a wait joins it. So whether two\naccesses are ordered does not depend on how long they happened to take: a missing edge is found even where it did no\nharm this time."),
     (O + "debug.py", "Let a lane do one more thing, after `known`", "Advance a timeline by one operation, after `known`"),
     (O + "debug.py", "by the present work of a lane, and check", "by the present work of a timeline, and check"),
     (O + "debug.py", "Check and copy: the lane reads the device's", "Check and copy: the copy reads the device's"),
