@@ -15,7 +15,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
 from smpkit.torch import deadline
-from smpkit.torch.board import Board, Note
+from smpkit.torch.board import FailureStore, RankStatus
 from smpkit.torch.state import state
 
 __all__ = ["SECONDS", "facts", "let_judge", "wait_for_notes", "wait_shortly"]
@@ -32,15 +32,15 @@ def facts() -> TCPStore:
 
 def wait_shortly(seconds: float = 1) -> None:
     """Let this rank wait for nobody longer from now on; the others may come as late as the machine lets them."""
-    board, runtime = deadline.board(), state.runtime
-    assert board is not None
+    failure_store, runtime = deadline.failure_store(), state.runtime
+    assert failure_store is not None
     assert runtime is not None
-    board.timeout = timedelta(seconds=seconds)
-    for group in board.groups():
-        group.set_timeout(board.timeout)
+    failure_store.timeout = timedelta(seconds=seconds)
+    for group in failure_store.groups():
+        group.set_timeout(failure_store.timeout)
     state.runtime = replace(runtime, cfg=runtime.cfg.model_copy(update={"timeout_seconds": seconds}))
     if state.model is not None and state.model.pipeline is not None:
-        state.model.pipeline._transport._timeout = board.timeout
+        state.model.pipeline._transport._timeout = failure_store.timeout
 
 
 def let_judge(judge: int, heard: Sequence[int]) -> None:
@@ -48,23 +48,23 @@ def let_judge(judge: int, heard: Sequence[int]) -> None:
 
     Called on all ranks that wait. Left alone, each judges two seconds after it was woken, by the notes that are there.
     """
-    hear = deadline._hear
+    hear = deadline._collect_statuses
 
-    def patiently(board: Board, peers: Sequence[int]) -> dict[int, Note]:
-        if board.rank == judge:
+    def patiently(failure_store: FailureStore, peers: Sequence[int]) -> dict[int, RankStatus]:
+        if failure_store.rank == judge:
             wait_for_notes(heard)
         else:
-            _until(lambda: board.failure() is not None, f"the verdict of rank {judge}")
-        return hear(board, peers)
+            _until(lambda: failure_store.failure() is not None, f"the verdict of rank {judge}")
+        return hear(failure_store, peers)
 
-    deadline._hear = patiently
+    deadline._collect_statuses = patiently
 
 
 def wait_for_notes(ranks: Sequence[int]) -> None:
     """Wait until all of some ranks have said what they waited in when it failed."""
-    board = deadline.board()
-    assert board is not None
-    _until(lambda: len(board.notes(ranks)) == len(ranks), f"notes of the ranks {ranks}")
+    failure_store = deadline.failure_store()
+    assert failure_store is not None
+    _until(lambda: len(failure_store.statuses(ranks)) == len(ranks), f"notes of the ranks {ranks}")
 
 
 def _until(holds: Callable[[], bool], what: str) -> None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smpkit.torch import devices
-from smpkit.torch.pipeline.buffers import Buffers
+from smpkit.torch.pipeline.buffers import HostBuffers
 
 __all__ = ["HostWaits", "counted_waits", "pretended_device"]
 
@@ -135,7 +135,7 @@ class _Follow(TorchDispatchMode):
 def counted_waits() -> Iterator[HostWaits]:
     """Count what this thread, and those of microbatches, do; inside `pretended_device`."""
     waits = HostWaits()
-    plain_to, plain_tolist, take = Tensor.to, Tensor.tolist, Buffers.take
+    plain_to, plain_tolist, take = Tensor.to, Tensor.tolist, HostBuffers.take
 
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         asked = [each for each in (*args, kwargs.get("device")) if isinstance(each, torch.device | str)]
@@ -170,7 +170,7 @@ def counted_waits() -> Iterator[HostWaits]:
             (Tensor, "to", to),
             (Tensor, "cpu", lambda self: to(self, "cpu")),
             (Tensor, "tolist", tolist),
-            (Buffers, "take", lambda self, spec: waits.unmark(take(self, spec))),  # as if it had come in a lane
+            (HostBuffers, "take", lambda self, spec: waits.unmark(take(self, spec))),  # as if it had come in a lane
             (torch.cuda, "synchronize", functools.partial(waited, lambda *_: None)),
             (torch.accelerator, "synchronize", functools.partial(waited, lambda *_: None)),
         ):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Starts", "scaled_start"]
+__all__ = ["RootGradients", "scaled_root_gradient"]
 
 
-def scaled_start(root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+def scaled_root_gradient(root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
     """Return the gradient that backward starts with at `root`: the given one, or 1, times `scale`.
 
     None leaves it to torch: without a gradient a root must be a scalar, and of any other torch says what is wrong.
@@ -19,15 +19,15 @@ def scaled_start(root: torch.Tensor, grad: torch.Tensor | None, scale: float) ->
     return torch.full_like(root, scale) if root.numel() == 1 else None
 
 
-class Starts:
-    """Gradients to start with, of which the next microbatch most often needs the one that the last has had."""
+class RootGradients:
+    """Root gradients; the next microbatch most often needs the one of the last."""
 
     def __init__(self) -> None:
         self._scale = 1.0
         self._latest: torch.Tensor | None = None
 
     def scaled(self, root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """Return what `scaled_start` does."""
+        """Return what `scaled_root_gradient` does."""
         latest = self._latest
         if (
             grad is None
@@ -39,7 +39,7 @@ class Starts:
             and latest._version == 0  # a backward of the user's may have changed what it was given
         ):
             return latest
-        start = scaled_start(root, grad, scale)
-        if grad is None and start is not None:
-            self._scale, self._latest = scale, start
-        return start
+        gradient = scaled_root_gradient(root, grad, scale)
+        if grad is None and gradient is not None:
+            self._scale, self._latest = scale, gradient
+        return gradient

@@ -1,4 +1,4 @@
-"""The board: what the ranks write into the store that they met at, to find out together why a wait failed."""
+"""The failure store: what ranks write into the rendezvous store, to find out together why a wait failed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Final, Literal, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, which its types hide
 
-__all__ = ["Board", "Note"]
+__all__ = ["FailureStore", "RankStatus"]
 
-_LINGER_SECONDS: Final = 3.0  # how long the rank that serves the store stays, so that others can read why it left
+_SERVE_SECONDS: Final = 3.0  # how long the rank that serves the store stays, so that others can read why it left
 _CONNECT_SECONDS: Final = 5.0
-_STILL_SERVED_SECONDS: Final = 0.25  # how long somebody who listened counts as there: notes are read by the dozen
+_STILL_SERVED_SECONDS: Final = 0.25  # how long a server that listened counts as alive: statuses are read by the dozen
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _SILENCE_SECONDS: Final = 10.0  # after which a store that does not answer counts as gone
 
@@ -26,8 +26,8 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Note:
-    """What one rank says on the board: what it waited in, why it failed, or that its script came to its end."""
+class RankStatus:
+    """What one rank publishes: what it waited in, why it failed, or that its script came to its end."""
 
     rank: int
     kind: Literal["waited", "timed out", "failed", "ended"]
@@ -35,15 +35,15 @@ class Note:
     peers: Sequence[int] = ()  # whom a wait was for
 
 
-class Board:
-    """The notes of all ranks, in the store.
+class FailureStore:
+    """The statuses of all ranks, in the store.
 
     Args:
         store: the store that all ranks share.
         rank: this rank.
         size: how many ranks there are.
         timeout: the deadline of a wait, for messages.
-        groups: returns the process groups to hang up on.
+        groups: returns the process groups whose connections to close.
         server: who serves the store, for messages.
         serves_store: the store dies with this process.
     """
@@ -70,25 +70,25 @@ class Board:
         self._is_silent = False
         self._served_at = -_STILL_SERVED_SECONDS
 
-    def say(self, note: Note) -> None:
-        """Write this rank's note."""
-        self.write(f"note/{note.rank}", json.dumps(asdict(note)))
+    def publish(self, status: RankStatus) -> None:
+        """Write this rank's status."""
+        self.write(f"note/{status.rank}", json.dumps(asdict(status)))
 
-    def notes(self, ranks: Iterable[int]) -> dict[int, Note]:
-        """Return the notes that these ranks have written."""
+    def statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return the statuses that these ranks have written."""
         texts = {rank: self.read(f"note/{rank}") for rank in ranks}
-        return {rank: _note(text) for rank, text in texts.items() if text is not None}
+        return {rank: _parse_status(text) for rank, text in texts.items() if text is not None}
 
-    def fail(self, note: Note) -> Note:
+    def record_failure(self, status: RankStatus) -> RankStatus:
         """Write why the job failed, and return the reason of the rank that did so first."""
-        return _note(self._ask(lambda: self._store.compare_set("first", "", json.dumps(asdict(note)))))
+        return _parse_status(self._call_store(lambda: self._store.compare_set("first", "", json.dumps(asdict(status)))))
 
-    def failure(self) -> Note | None:
+    def failure(self) -> RankStatus | None:
         """Return why the job failed, if a rank has said so."""
         first = self.read("first")
-        return None if first is None else _note(first)
+        return None if first is None else _parse_status(first)
 
-    def glance(self) -> tuple[Note | None, Note | None]:
+    def poll(self) -> tuple[RankStatus | None, RankStatus | None]:
         """Return why the job failed, and what rank 0 has said, for a thread that asks again and again.
 
         Unlike the other calls this waits as long as the store stands still, which alone is no failure.
@@ -99,17 +99,17 @@ class Board:
         self._check_served()
         keys = ("first", "note/0")
         texts = [self._store.get(key) if self._store.check([key]) else None for key in keys]
-        first, server = (None if text is None else _note(text) for text in texts)
+        first, server = (None if text is None else _parse_status(text) for text in texts)
         return first, server
 
-    def acknowledge(self) -> None:
+    def ack(self) -> None:
         """Tell the rank that serves the store that this one has read the failure, or has come to its end."""
-        self._ask(lambda: self._store.add("read", 1))
+        self._call_store(lambda: self._store.add("read", 1))
 
-    def linger(self, seconds: float = _LINGER_SECONDS) -> bool:
+    def serve_until_read(self, seconds: float = _SERVE_SECONDS) -> bool:
         """Wait some seconds for all others to acknowledge, for the store ends with this process; return if they did."""
         deadline = time.monotonic() + seconds
-        while self._ask(lambda: self._store.add("read", 0)) < self.size - 1:
+        while self._call_store(lambda: self._store.add("read", 0)) < self.size - 1:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
@@ -117,17 +117,17 @@ class Board:
 
     def write(self, key: str, text: str) -> None:
         """Leave a text for the other ranks, over what was there."""
-        self._ask(lambda: self._store.set(key, text))
+        self._call_store(lambda: self._store.set(key, text))
 
     def read(self, key: str) -> str | None:
         """Return a text that a rank has left."""
-        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+        return self._call_store(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
-    def hurry(self) -> None:
-        """Give up on the store itself soon: its host may be the rank that is gone."""
-        self._ask(lambda: self._store.set_timeout(_STORE_TIMEOUT))
+    def shorten_timeout(self) -> None:
+        """Shorten the store's own timeout: its host may be the rank that is gone."""
+        self._call_store(lambda: self._store.set_timeout(_STORE_TIMEOUT))
 
-    def _ask(self, call: Callable[[], _T]) -> _T:
+    def _call_store(self, call: Callable[[], _T]) -> _T:
         """Ask the store, and give up on it for good if it does not answer in time.
 
         Its own timeout does not cover all: `check` waits without end for a host that stands still, unlike one that is
@@ -178,5 +178,5 @@ def _address_of(store: Store) -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
-def _note(text: str | bytes) -> Note:
-    return Note(**json.loads(text))
+def _parse_status(text: str | bytes) -> RankStatus:
+    return RankStatus(**json.loads(text))

@@ -2,7 +2,7 @@
 
 ::
 
-    module(x)   nn.Module.__call__   ModuleCall   placed        checkpointing   the module's own call
+    module(x)   nn.Module.__call__   ModuleCall   dispatch      checkpointing   the module's own call
                                                   (a pipeline   (settings of    (hooks and forward,
                                                    or streams)   the user's)     or compiled)
 
@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Around", "ModuleCall", "OwnCall", "Placed"]
+__all__ = ["CallWrapper", "Dispatch", "ModuleCall", "OriginalCall"]
 
-OwnCall = Callable[..., Any]
-Around = Callable[[OwnCall], OwnCall]
-"""Makes a call that does something around another one."""
-Placed = Callable[[OwnCall, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a call with arguments where its module lies, or does without where it does not."""
+OriginalCall = Callable[..., Any]
+CallWrapper = Callable[[OriginalCall], OriginalCall]
+"""Wraps a call in another."""
+Dispatch = Callable[[OriginalCall, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a call on the rank that holds its module; the others make placeholders."""
 
 
 class ModuleCall:
@@ -32,14 +32,14 @@ class ModuleCall:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        compiled: OwnCall | None = module._compiled_call_impl
-        self.own: OwnCall = compiled if compiled is not None else module._call_impl
+        compiled: OriginalCall | None = module._compiled_call_impl
+        self.original: OriginalCall = compiled if compiled is not None else module._call_impl
         self.is_compiled = compiled is not None
         """Whether `module.compile()` came first."""
-        self.placed: Placed | None = None
-        self.homes: frozenset[int] = frozenset()
+        self.dispatch: Dispatch | None = None
+        self.pp_ranks: frozenset[int] = frozenset()
         """Pipeline ranks on which parts of the module lie; empty if it holds nothing or there is no pipeline."""
-        self.checkpointing: Around | None = None
+        self.checkpointing: CallWrapper | None = None
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleCall:
@@ -55,11 +55,11 @@ class ModuleCall:
         return call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.checkpointing is None and self.placed is not None:  # nearly every call over a pipeline
-            return self.placed(self.own, args, kwargs)
+        if self.checkpointing is None and self.dispatch is not None:  # nearly every call over a pipeline
+            return self.dispatch(self.original, args, kwargs)
         return self.run(self.checkpointing, args, kwargs)
 
-    def run(self, around: Around | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module with `around` in place of its own checkpointing."""
-        own = self.own if around is None else around(self.own)
-        return own(*args, **kwargs) if self.placed is None else self.placed(own, args, kwargs)
+    def run(self, wrapper: CallWrapper | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module with `wrapper` in place of its own checkpointing."""
+        original = self.original if wrapper is None else wrapper(self.original)
+        return original(*args, **kwargs) if self.dispatch is None else self.dispatch(original, args, kwargs)

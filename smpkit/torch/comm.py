@@ -63,7 +63,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) ->
         DeadlineError: the receiver did not come in time.
         RemoteError: the receiver, or another rank, failed.
     """
-    _send_to([_peer(dest_rank, rank_type, "smp.send")], _Call(_SEND, CommGroup.WORLD), obj)
+    _send_to([_peer(dest_rank, rank_type, "smp.send")], _CallKind(_SEND, CommGroup.WORLD), obj)
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
@@ -72,7 +72,7 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     Tensors that were on a GPU arrive on this rank's GPU. The errors are those of `send`.
     """
     source = _peer(src_rank, rank_type, "smp.recv_from")
-    call = _Call(_SEND, CommGroup.WORLD)
+    call = _CallKind(_SEND, CommGroup.WORLD)
     with waiting(f"recv_from(rank {source})", [source]):
         return _receive_object(source, _receive_header(source, call))
 
@@ -82,7 +82,7 @@ def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
 
     Called by the sender only: every other member calls `recv_from(sender, rank_type)`. The errors are those of `send`.
     """
-    _send_to(_others(group), _Call(_SEND, group), obj, f"broadcast to {group.value}")
+    _send_to(_others(group), _CallKind(_SEND, group), obj, f"broadcast to {group.value}")
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
@@ -91,7 +91,7 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     The own object is returned as it is, not copied. The errors are those of `send`, and a UsageError on ranks that meet
     a member that is in another call.
     """
-    others, call = _others(group), _Call(_ALLGATHER, group)
+    others, call = _others(group), _CallKind(_ALLGATHER, group)
     with waiting(str(call), others):
         frames, works = _post(others, call, obj)
         sizes = _receive_headers(others, call)
@@ -103,7 +103,7 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Return when every member of this rank's `group` has come here. The errors are those of `allgather`."""
-    others, call = _others(group), _Call(_BARRIER, group)
+    others, call = _others(group), _CallKind(_BARRIER, group)
     with waiting(str(call), others):
         header = call.header(0)
         works = [_isend(header, rank) for rank in others]
@@ -158,7 +158,7 @@ _GROUPS: Final = tuple(CommGroup)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CallKind:
     """Which call a message belongs to."""
 
     code: int
@@ -170,7 +170,7 @@ class _Call:
     def header(self, size: int) -> torch.Tensor:
         return torch.tensor([self.code, _GROUPS.index(self.group), size], dtype=torch.int64, device="cpu")
 
-    def pairs_with(self, other: _Call) -> bool:
+    def pairs_with(self, other: _CallKind) -> bool:
         # `recv_from` takes what comes, whatever group it was broadcast to.
         return self.code == other.code and (self.code == _SEND or self.group is other.group)
 
@@ -190,7 +190,7 @@ def _finish(works: Sequence[dist.Work]) -> None:
         work.wait(state.timeout)
 
 
-def _post(ranks: Sequence[int], call: _Call, obj: Any) -> tuple[list[torch.Tensor], list[dist.Work]]:
+def _post(ranks: Sequence[int], call: _CallKind, obj: Any) -> tuple[list[torch.Tensor], list[dist.Work]]:
     """Start sending `obj`; return the memory that must live until the works are done, and the works."""
     if not ranks:
         return [], []
@@ -199,17 +199,17 @@ def _post(ranks: Sequence[int], call: _Call, obj: Any) -> tuple[list[torch.Tenso
     return frames, [_isend(frame, rank) for rank in ranks for frame in frames]
 
 
-def _send_to(ranks: Sequence[int], call: _Call, obj: Any, what: str | None = None) -> None:
+def _send_to(ranks: Sequence[int], call: _CallKind, obj: Any, what: str | None = None) -> None:
     with waiting(what or f"send to {name_ranks(list(ranks))}", ranks):
         frames, works = _post(ranks, call, obj)
         _finish(works)
     del frames
 
 
-def _receive_header(rank: int, call: _Call) -> int:
+def _receive_header(rank: int, call: _CallKind) -> int:
     """Return how many bytes of pickle follow; raise UsageError if the sender is in another call."""
     code, group, size = _receive(torch.empty(3, dtype=torch.int64, device="cpu"), rank).tolist()
-    theirs = _Call(code, _GROUPS[group])
+    theirs = _CallKind(code, _GROUPS[group])
     if not call.pairs_with(theirs):
         mine = f"recv_from(rank {rank})" if call.code == _SEND else str(call)
         raise UsageError(
@@ -219,7 +219,7 @@ def _receive_header(rank: int, call: _Call) -> int:
     return int(size)
 
 
-def _receive_headers(ranks: Sequence[int], call: _Call) -> dict[int, int]:
+def _receive_headers(ranks: Sequence[int], call: _CallKind) -> dict[int, int]:
     return {rank: _receive_header(rank, call) for rank in ranks}
 
 

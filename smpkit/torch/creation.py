@@ -9,21 +9,21 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["noting_created"]
+__all__ = ["on_module_created"]
 
 
 @contextlib.contextmanager
-def noting_created(note: Callable[[nn.Module], object]) -> Iterator[None]:
-    """Call `note` with every module that is created in this block; that of an inner block is called last."""
-    plain = nn.Module.__init__
+def on_module_created(callback: Callable[[nn.Module], object]) -> Iterator[None]:
+    """Call `callback` with every module that is created in this block; that of an inner block is called last."""
+    original_init = nn.Module.__init__
 
-    @functools.wraps(plain)
-    def noting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        note(self)
+    @functools.wraps(original_init)
+    def observed_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **kwargs)
+        callback(self)
 
-    nn.Module.__init__ = noting  # type: ignore[method-assign]
+    nn.Module.__init__ = observed_init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module.__init__ = plain  # type: ignore[method-assign]
+        nn.Module.__init__ = original_init  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from smpkit.torch.tensor_parallel.shards import shard_of
 
 if TYPE_CHECKING:
     from smpkit.torch.join import JoinContext
-    from smpkit.torch.step_run import StepRun
+    from smpkit.torch.step_run import StepProgress
 
 __all__ = ["DataParallel", "Reduction", "broadcast_held", "replicate"]
 
@@ -116,7 +116,7 @@ class DataParallel:
             reducer.disarm()
         self._begin_pass(training)
 
-    def before_backward(self, run: StepRun) -> None:
+    def before_backward(self, run: StepProgress) -> None:
         """Let the last backward of a step reduce while it runs."""
         if not self._reduces_now():
             return
@@ -131,7 +131,7 @@ class DataParallel:
         if self.overlapping and self._reduces_now():
             self._early.arm()
 
-    def end_step(self, run: StepRun) -> None:
+    def end_step(self, run: StepProgress) -> None:
         """Make gradients final, where the step had a backward and ends an accumulation."""
         if run.total_backwards:
             self._end_pass()

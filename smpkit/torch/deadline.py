@@ -1,7 +1,7 @@
 """No wait without an end and a name: who waited for whom, in what, and which rank failed first.
 
-Nothing here runs while all goes well. When a wait fails, this rank writes what it waited in to the *board* (keys in the
-store that the ranks met at), hangs up on everybody so that other blocked ranks wake, and reads what they wrote::
+Nothing here runs while all goes well. When a wait fails, this rank writes what it waited in to the *failure store*
+(keys in the rendezvous store), closes its connections so that other blocked ranks wake, and reads what they wrote::
 
     rank 0  barrier ──timeout──► writes "barrier", hangs up, reads ──► DeadlineError: ... for rank 2
     rank 1  barrier ──hung up──► writes "barrier", reads          ──► the same error
@@ -31,70 +31,71 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend  # torch.distributed's, which its types hide
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
-from smpkit.torch.board import Board, Note
+from smpkit.torch.board import FailureStore, RankStatus
 from smpkit.torch.rendezvous import name_ranks
 from smpkit.torch.tracebacks import shorten
 
 __all__ = [
     "abort",
+    "add_error_context",
     "attach",
-    "board",
-    "condemn",
+    "close_connections",
     "detach",
     "device_backends",
     "diagnose",
+    "error_of",
+    "explain_error",
+    "fail_all_ranks",
+    "fail_this_process",
     "failed",
-    "give_up",
-    "hang_up",
-    "note_place",
-    "reason_of",
+    "failure_store",
     "report_end",
     "report_failure",
-    "verdict_of",
     "waiting",
 ]
 
-_GRACE_SECONDS: Final = 2.0  # how long to wait for the notes of ranks that have just been hung up on
-_PARTING_SECONDS: Final = 0.5  # how long ranks that end together may lie apart
+_GRACE_SECONDS: Final = 2.0  # how long to wait for the statuses of ranks whose connections were just closed
+_END_GRACE_SECONDS: Final = 0.5  # how long ranks that end together may lie apart
 _ABORT_SECONDS: Final = 5.0  # for nccl to end its kernels; it takes milliseconds unless the driver hangs
 _TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
-_PLACES: Final = "_smpkit_places"  # attribute of an exception
-_HANG_UP_TAG: Final = 0x5AFE
+_CONTEXT_ATTRIBUTE: Final = "_smpkit_places"  # attribute of an exception
+_CLOSE_TAG: Final = 0x5AFE
 _ENDED: Final = "its script ended"
 
-_LOST: Final = re.compile(
+_CONNECTION_ERROR: Final = re.compile(
     r"connection|timed out|timeout|socket|broken pipe|gloo|nccl|recvvalue|pair closure|remote process", re.IGNORECASE
 )
-_BROKEN: Final = re.compile(f"{_LOST.pattern}|cuda", re.IGNORECASE)
+_COMMUNICATION_ERROR: Final = re.compile(f"{_CONNECTION_ERROR.pattern}|cuda", re.IGNORECASE)
 _TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
-_board: Board | None = None
+_failure_store: FailureStore | None = None
 _failed = False
-_verdict: SmpkitError | None = None
-"""Why the job fails, where a thread found it out before the one that waits; see `give_up`."""
-_judging = threading.RLock()  # who is woken by a thread that finds out why must not find out something else meanwhile
+_failure: SmpkitError | None = None
+"""Why the job fails, where a thread found it out before the one that waits; see `fail_this_process`."""
+# A wait that is woken by the thread that diagnoses the failure must not diagnose another one meanwhile.
+_diagnosis_lock = threading.RLock()
 _previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
 
 
-def attach(board: Board) -> None:
-    """Use `board` from now on, and write uncaught exceptions of this process to it."""
-    global _board, _failed, _verdict, _previous_hook  # noqa: PLW0603 - one board per process, like the default group
-    _board, _failed, _verdict = board, False, None
+def attach(failure_store: FailureStore) -> None:
+    """Use `failure_store` from now on, and write uncaught exceptions of this process to it."""
+    global _failure_store, _failed, _failure, _previous_hook  # noqa: PLW0603 - one per process, like the default group
+    _failure_store, _failed, _failure = failure_store, False, None
     if _previous_hook is None:
         _previous_hook = sys.excepthook
         sys.excepthook = _on_uncaught
 
 
-def board() -> Board | None:
-    """Return the board that is in use."""
-    return _board
+def failure_store() -> FailureStore | None:
+    """Return the failure store that is in use."""
+    return _failure_store
 
 
 def detach() -> None:
-    """Forget the board, for example because the process groups are gone."""
-    global _board, _verdict, _previous_hook  # noqa: PLW0603
-    _board = _verdict = None
+    """Forget the failure store, for example because the process groups are gone."""
+    global _failure_store, _failure, _previous_hook  # noqa: PLW0603
+    _failure_store = _failure = None
     if _previous_hook is not None and sys.excepthook is _on_uncaught:
         sys.excepthook = _previous_hook
         _previous_hook = None
@@ -111,8 +112,8 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
     sys.stderr.flush()
     if not issubclass(kind, KeyboardInterrupt):
         report_failure(error)
-    elif _board is not None:  # Ctrl-C reaches every rank by itself: nobody is left to end the kernels of the others
-        abort(_board.groups())
+    elif _failure_store is not None:  # Ctrl-C reaches every rank by itself: nobody is left to end others' kernels
+        abort(_failure_store.groups())
 
 
 def failed() -> bool:
@@ -120,7 +121,7 @@ def failed() -> bool:
     return _failed
 
 
-def note_place(error: Exception, **place: str) -> None:
+def add_error_context(error: Exception, **context: str) -> None:
     """Say where an error came up, `module="layers.1"`: called on its way out; of two places of a kind the inner counts.
 
     The traceback shows it (from Python 3.11 on), and so do the errors of the other ranks. Errors of communication say
@@ -128,80 +129,89 @@ def note_place(error: Exception, **place: str) -> None:
     """
     if isinstance(error, DeadlineError | RemoteError):
         return
-    places = {**place, **getattr(error, _PLACES, {})}
-    others = [note for note in getattr(error, "__notes__", ()) if note != _said(getattr(error, _PLACES, {}))]
-    setattr(error, _PLACES, places)
-    vars(error)["__notes__"] = [*others, _said(places)]  # Python 3.10 has no `add_note`
+    contexts = {**context, **getattr(error, _CONTEXT_ATTRIBUTE, {})}
+    others = [
+        note
+        for note in getattr(error, "__notes__", ())
+        if note != _context_text(getattr(error, _CONTEXT_ATTRIBUTE, {}))
+    ]
+    setattr(error, _CONTEXT_ATTRIBUTE, contexts)
+    vars(error)["__notes__"] = [*others, _context_text(contexts)]  # Python 3.10 has no `add_note`
 
 
-def _said(places: Mapping[str, str]) -> str:
-    return ", ".join(f"{kind} {name}" for kind, name in places.items())
+def _context_text(contexts: Mapping[str, str]) -> str:
+    return ", ".join(f"{kind} {name}" for kind, name in contexts.items())
 
 
 def report_failure(error: BaseException) -> None:
     """Tell the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
     global _failed  # noqa: PLW0603
-    board = _board
-    if board is None or board.size == 1:
+    failure_store = _failure_store
+    if failure_store is None or failure_store.size == 1:
         return
     _failed = True
     text = f"{type(error).__name__}: {error.message if isinstance(error, SmpkitError) else error}"[:_TEXT_LIMIT]
-    if places := getattr(error, _PLACES, None):
-        text = f"{text} ({_said(places)})"
+    if contexts := getattr(error, _CONTEXT_ATTRIBUTE, None):
+        text = f"{text} ({_context_text(contexts)})"
     try:
-        board.hurry()
-        board.fail(Note(board.rank, "timed out" if isinstance(error, DeadlineError) else "failed", text))
-        if board.serves_store:
-            hang_up(board.groups())
+        failure_store.shorten_timeout()
+        failure_store.record_failure(
+            RankStatus(failure_store.rank, "timed out" if isinstance(error, DeadlineError) else "failed", text)
+        )
+        if failure_store.serves_store:
+            close_connections(failure_store.groups())
     except (dist.DistError, RuntimeError):
         pass  # whoever served the store is gone
-    abort(board.groups())
-    if board.serves_store:
+    abort(failure_store.groups())
+    if failure_store.serves_store:
         with contextlib.suppress(dist.DistError, RuntimeError):
-            board.linger()
+            failure_store.serve_until_read()
 
 
 def report_end() -> None:
     """Tell the other ranks, should one still wait for this one, that the script has come to its end. Never raises."""
-    board = _board
-    if board is None or board.size == 1 or _failed:
+    failure_store = _failure_store
+    if failure_store is None or failure_store.size == 1 or _failed:
         return
     with contextlib.suppress(dist.DistError, RuntimeError):
-        board.hurry()
-        board.say(Note(board.rank, "ended", _ENDED))
-        if not board.serves_store:
-            board.acknowledge()
-        elif not board.linger(_PARTING_SECONDS):
-            hang_up(board.groups())  # whoever waits for this rank wakes now, while the store can still tell why
-            board.linger()
+        failure_store.shorten_timeout()
+        failure_store.publish(RankStatus(failure_store.rank, "ended", _ENDED))
+        if not failure_store.serves_store:
+            failure_store.ack()
+        elif not failure_store.serve_until_read(_END_GRACE_SECONDS):
+            # Whoever waits for this rank wakes now, while the store can still tell why.
+            close_connections(failure_store.groups())
+            failure_store.serve_until_read()
 
 
-def condemn(error: SmpkitError) -> None:
-    """Tell all ranks why the job fails, and wake every wait of this process and of those that it is connected to.
+def fail_all_ranks(error: SmpkitError) -> None:
+    """Fail the job on all ranks, and wake every wait of this process and of those that it is connected to.
 
     For a thread that knows better than the waiting one. Never raises.
     """
-    global _verdict  # noqa: PLW0603
-    if _board is not None:
-        _verdict = _verdict or error
+    global _failure  # noqa: PLW0603
+    if _failure_store is not None:
+        _failure = _failure or error
         with contextlib.suppress(dist.DistError, RuntimeError):
-            _board.fail(Note(_board.rank, "failed", f"{type(error).__name__}: {error.message}"[:_TEXT_LIMIT]))
-            hang_up(_board.groups())
-        abort(_board.groups())
+            _failure_store.record_failure(
+                RankStatus(_failure_store.rank, "failed", f"{type(error).__name__}: {error.message}"[:_TEXT_LIMIT])
+            )
+            close_connections(_failure_store.groups())
+        abort(_failure_store.groups())
 
 
-def give_up(verdict: SmpkitError) -> None:
-    """Wake every wait of this process, on the host and on the GPU, to raise `verdict`; of several, the first.
+def fail_this_process(failure: SmpkitError) -> None:
+    """Wake every wait of this process, on the host and on the GPU, to raise `failure`; of several, the first.
 
     For a thread that has heard that the job fails.
     """
-    global _failed, _verdict
-    board = _board
-    if board is None:
+    global _failed, _failure
+    failure_store = _failure_store
+    if failure_store is None:
         return
-    _failed, _verdict = True, _verdict or verdict
-    abort(board.groups())
-    hang_up(board.groups())
+    _failed, _failure = True, _failure or failure
+    abort(failure_store.groups())
+    close_connections(failure_store.groups())
 
 
 def device_backends(group: dist.ProcessGroup) -> list[Backend]:
@@ -234,7 +244,7 @@ def _abort(backend: Backend) -> None:
         backend.abort()
 
 
-def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
+def close_connections(groups: Iterable[dist.ProcessGroup]) -> None:
     """Close this rank's gloo connections, so that ranks that wait for it wake now and not at their deadline.
 
     gloo has no call for it (`abort` wakes nobody), but a receive that times out closes all connections of its group.
@@ -245,7 +255,7 @@ def hang_up(groups: Iterable[dist.ProcessGroup]) -> None:
             continue
         peer = (group.rank() + 1) % group.size()
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1, device="cpu")], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, device="cpu")], peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))
 
 
 @contextlib.contextmanager
@@ -262,42 +272,44 @@ def waiting(what: str, peers: dist.ProcessGroup | Sequence[int]) -> Iterator[Non
         DeadlineError: the wait passed its deadline.
         RemoteError: another rank failed or died.
     """
-    if _verdict is not None:  # an operation between GPUs that was aborted raises nothing, and its result is garbage
-        raise _verdict
+    if _failure is not None:  # an operation between GPUs that was aborted raises nothing, and its result is garbage
+        raise _failure
     started = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        failure = reason_of(error, what, peers, started)
+        failure = explain_error(error, what, peers, started)
         if failure is error:
             raise
         # The library's own words (an address, "closed by peer") say less than the verdict and double the traceback.
         raise failure from None
 
 
-def reason_of(error: RuntimeError, what: str, peers: dist.ProcessGroup | Sequence[int], started: float) -> Exception:
+def explain_error(
+    error: RuntimeError, what: str, peers: dist.ProcessGroup | Sequence[int], started: float
+) -> Exception:
     """Return what `waiting` would raise for `error`, which is `error` itself if it says nothing of communication.
 
     Args:
         started: when the wait began, of `time.monotonic()`.
     """
-    board, seconds = _board, time.monotonic() - started
-    if board is None or isinstance(error, SmpkitError):
+    failure_store, seconds = _failure_store, time.monotonic() - started
+    if failure_store is None or isinstance(error, SmpkitError):
         return error
     ranks = dist.get_process_group_ranks(peers) if isinstance(peers, dist.ProcessGroup) else peers
-    waited = _Wait(what, [rank for rank in ranks if rank != board.rank], seconds, str(error))
-    with _judging:
+    waited = _Wait(what, [rank for rank in ranks if rank != failure_store.rank], seconds, str(error))
+    with _diagnosis_lock:
         if (known := _known_reason(error)) is not None:
             return known
-        return _diagnose(board, waited) if _LOST.search(str(error)) else error
+        return _diagnose(failure_store, waited) if _CONNECTION_ERROR.search(str(error)) else error
 
 
 def _known_reason(error: RuntimeError) -> SmpkitError | None:
     """Return the verdict, if there is one and `error` is what a closed connection or an abort causes."""
-    if isinstance(error, SmpkitError) or not _BROKEN.search(str(error)):
+    if isinstance(error, SmpkitError) or not _COMMUNICATION_ERROR.search(str(error)):
         return None
-    with _judging:
-        return _verdict
+    with _diagnosis_lock:
+        return _failure
 
 
 def diagnose(what: str, peers: Sequence[int], error: str, seconds: float) -> SmpkitError | None:
@@ -309,13 +321,13 @@ def diagnose(what: str, peers: Sequence[int], error: str, seconds: float) -> Smp
         error: the words of the library.
         seconds: for how long it was waited for, as far as one knows.
     """
-    global _verdict  # noqa: PLW0603
-    board = _board
-    if board is None:
+    global _failure  # noqa: PLW0603
+    failure_store = _failure_store
+    if failure_store is None:
         return None
-    with _judging:
-        _verdict = _verdict or _diagnose(board, _Wait(what, list(peers), seconds, error))
-        return _verdict
+    with _diagnosis_lock:
+        _failure = _failure or _diagnose(failure_store, _Wait(what, list(peers), seconds, error))
+        return _failure
 
 
 @dataclass(frozen=True)
@@ -328,71 +340,77 @@ class _Wait:
     error: str
 
 
-def _diagnose(board: Board, wait: _Wait) -> SmpkitError:
+def _diagnose(failure_store: FailureStore, wait: _Wait) -> SmpkitError:
     """Find out why a wait failed, telling the others and hearing them; takes at most some seconds."""
     global _failed  # noqa: PLW0603
     _failed = True
-    late = wait.seconds >= 0.95 * board.timeout.total_seconds() or bool(_TIMED_OUT.search(wait.error))
+    late = wait.seconds >= 0.95 * failure_store.timeout.total_seconds() or bool(_TIMED_OUT.search(wait.error))
     try:
-        board.hurry()
-        board.say(Note(board.rank, "timed out" if late else "waited", wait.what, wait.peers))
-        hang_up(board.groups())
-        abort(board.groups())
-        notes = _hear(board, wait.peers)
-        own = _own_verdict(board, wait, notes, late)
+        failure_store.shorten_timeout()
+        failure_store.publish(RankStatus(failure_store.rank, "timed out" if late else "waited", wait.what, wait.peers))
+        close_connections(failure_store.groups())
+        abort(failure_store.groups())
+        statuses = _collect_statuses(failure_store, wait.peers)
+        own = _own_diagnosis(failure_store, wait, statuses, late)
         kind: Literal["timed out", "failed"] = "timed out" if isinstance(own, DeadlineError) else "failed"
-        first = board.failure() or board.fail(Note(board.rank, kind, own.message))
-        board.acknowledge()
+        first = failure_store.failure() or failure_store.record_failure(
+            RankStatus(failure_store.rank, kind, own.message)
+        )
+        failure_store.ack()
     except (dist.DistError, RuntimeError) as gone:
-        abort(board.groups())
-        return _without_store(board, wait, gone)
-    return own if first.rank == board.rank else verdict_of(first)
+        abort(failure_store.groups())
+        return _without_store(failure_store, wait, gone)
+    return own if first.rank == failure_store.rank else error_of(first)
 
 
-def _hear(board: Board, peers: Sequence[int]) -> dict[int, Note]:
-    """Return the notes of the peers, and of whom they wait for, waiting a little for those that are about to write."""
+def _collect_statuses(failure_store: FailureStore, peers: Sequence[int]) -> dict[int, RankStatus]:
+    """Return the statuses of the peers, and of whom they wait for, after a short wait for those about to write."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while True:
-        notes, missing = _followed(board, peers)
-        if not missing or board.failure() is not None or time.monotonic() > deadline:
-            return notes
+        statuses, missing = _follow_waits(failure_store, peers)
+        if not missing or failure_store.failure() is not None or time.monotonic() > deadline:
+            return statuses
         time.sleep(0.05)
 
 
-def _followed(board: Board, peers: Sequence[int]) -> tuple[dict[int, Note], set[int]]:
-    """Follow who waits for whom, from the peers on; return the notes, and the ranks at the end that have none."""
-    notes: dict[int, Note] = {}
-    asked, wanted = {board.rank}, set(peers)
+def _follow_waits(failure_store: FailureStore, peers: Sequence[int]) -> tuple[dict[int, RankStatus], set[int]]:
+    """Follow who waits for whom, from the peers on; return the statuses, and the ranks at the end that have none."""
+    statuses: dict[int, RankStatus] = {}
+    asked, wanted = {failure_store.rank}, set(peers)
     while new := wanted - asked:
-        found = board.notes(sorted(new))
+        found = failure_store.statuses(sorted(new))
         asked |= new
-        notes |= found
-        wanted = {peer for note in found.values() for peer in note.peers}
-    return notes, asked - notes.keys() - {board.rank}
+        statuses |= found
+        wanted = {peer for status in found.values() for peer in status.peers}
+    return statuses, asked - statuses.keys() - {failure_store.rank}
 
 
-def _own_verdict(board: Board, wait: _Wait, notes: dict[int, Note], late: bool) -> SmpkitError:
+def _own_diagnosis(
+    failure_store: FailureStore, wait: _Wait, statuses: dict[int, RankStatus], late: bool
+) -> SmpkitError:
     """Say what happened from this rank's own view: silent ranks are the ones that were waited for."""
-    silent = [rank for rank in wait.peers if rank not in notes]
+    silent = [rank for rank in wait.peers if rank not in statuses]
     if not silent:  # the peers wait as well, in the end for a rank that waits for nobody
-        awaited = {rank for note in notes.values() for rank in note.peers}
-        silent = sorted(awaited - notes.keys() - {board.rank})
-    ended = [rank for rank, note in sorted(notes.items()) if note.kind == "ended"]
-    others = [note for _, note in sorted(notes.items()) if note.kind != "ended" and note.text != wait.what]
-    elsewhere = [f"rank {note.rank} waited in {note.text} for {name_ranks([*note.peers])}" for note in others]
+        awaited = {rank for status in statuses.values() for rank in status.peers}
+        silent = sorted(awaited - statuses.keys() - {failure_store.rank})
+    ended = [rank for rank, status in sorted(statuses.items()) if status.kind == "ended"]
+    others = [status for _, status in sorted(statuses.items()) if status.kind != "ended" and status.text != wait.what]
+    elsewhere = [f"rank {status.rank} waited in {status.text} for {name_ranks([*status.peers])}" for status in others]
     aside = f"; meanwhile {', '.join(elsewhere)}" if elsewhere else ""
     if ended:
         return RemoteError(
-            f"rank {board.rank} lost {name_ranks(ended)} in {wait.what}: {_ENDED}{aside}", hint=_hint_of_loss(_ENDED)
+            f"rank {failure_store.rank} lost {name_ranks(ended)} in {wait.what}: {_ENDED}{aside}",
+            hint=_hint_of_loss(_ENDED),
         )
-    if late or any(note.kind == "timed out" for note in notes.values()):
-        missing = silent or [rank for rank, note in notes.items() if note.text != wait.what] or wait.peers
+    if late or any(status.kind == "timed out" for status in statuses.values()):
+        missing = silent or [rank for rank, status in statuses.items() if status.text != wait.what] or wait.peers
         return DeadlineError(
-            f"rank {board.rank} waited {_seconds(wait.seconds)} in {wait.what} for {name_ranks(missing)}{aside}",
+            f"rank {failure_store.rank} waited {_seconds(wait.seconds)} in {wait.what} for"
+            f" {name_ranks(missing)}{aside}",
             hint="if they are only slow, raise `timeout_seconds` in the configuration",
         )
     return RemoteError(
-        f"rank {board.rank} lost {name_ranks(silent or wait.peers)} in {wait.what}{aside}",
+        f"rank {failure_store.rank} lost {name_ranks(silent or wait.peers)} in {wait.what}{aside}",
         hint=_hint_of_loss(""),
     )
 
@@ -404,7 +422,7 @@ def _hint_of_loss(text: str) -> str:
     return "it ended without saying why; see its own output (a signal, or too little memory?)"
 
 
-def verdict_of(first: Note) -> SmpkitError:
+def error_of(first: RankStatus) -> SmpkitError:
     """Repeat what the first rank to fail has said."""
     if first.kind == "timed out":
         return DeadlineError(
@@ -415,13 +433,13 @@ def verdict_of(first: Note) -> SmpkitError:
     return RemoteError(f"rank {first.rank} failed: {first.text}", hint=f"see the traceback of rank {first.rank}")
 
 
-def _without_store(board: Board, wait: _Wait, gone: Exception) -> SmpkitError:
+def _without_store(failure_store: FailureStore, wait: _Wait, gone: Exception) -> SmpkitError:
     """Say what is known when the store cannot be asked either, most often because rank 0 served it and is gone."""
     why = (str(gone).splitlines() or [type(gone).__name__])[0]
     return RemoteError(
-        f"rank {board.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)}; the store in "
-        f"{board.server} could tell why, but {why}",
-        hint=f"see the output of {board.server}",
+        f"rank {failure_store.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)};"
+        f" the store in {failure_store.server} could tell why, but {why}",
+        hint=f"see the output of {failure_store.server}",
     )
 
 

@@ -19,12 +19,12 @@ from smpkit.torch.rendezvous import name_ranks
 __all__ = [
     "CUDA_ON_CPU",
     "SHARED_GPU_NCCL",
-    "Sight",
+    "GpuInfo",
     "backend_of",
     "device_file",
-    "look",
     "nccl_version",
     "notices_of",
+    "probe_gpu",
     "problems_of",
     "wants_gpu",
     "why_expected",
@@ -44,13 +44,13 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Sight:
+class GpuInfo:
     """What one rank knows about GPUs; every rank tells it to all others, as JSON.
 
     Args:
         gpu: identity of the GPU that it uses; None if torch sees none.
         expected: why it should have one, as far as the rank itself knows.
-        meant: what says that it uses the CPU on purpose.
+        cpu_reason: what says that it uses the CPU on purpose.
         unused: a GPU's device file beside a build of torch that knows no GPUs.
         facts: about the driver and torch, for errors.
         hint: what to do where a GPU is missing.
@@ -59,27 +59,27 @@ class Sight:
 
     gpu: str | None = None
     expected: str | None = None
-    meant: str | None = None
+    cpu_reason: str | None = None
     unused: str | None = None
     facts: str = ""
     hint: str = ""
     shared_nccl: Sequence[int] | None = None
 
 
-def look(launch: Launch, environ: Mapping[str, str] = os.environ) -> Sight:
+def probe_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInfo:
     """Return what this rank knows. Makes no CUDA context."""
     shared = nccl_version() if environ.get(SHARED_GPU_NCCL) == "1" else None
     if torch.cuda.is_available():
         # Ranks that see one GPU each all call theirs 0.
         properties = torch.cuda.get_device_properties(launch.local_rank % torch.cuda.device_count())
-        return Sight(str(properties.uuid), shared_nccl=shared)
-    meant = _why_cpu(environ)
-    path = None if meant else device_file()
-    return Sight(
-        expected=None if meant else why_expected(environ),
-        meant=meant,
+        return GpuInfo(str(properties.uuid), shared_nccl=shared)
+    cpu_reason = _why_cpu(environ)
+    path = None if cpu_reason else device_file()
+    return GpuInfo(
+        expected=None if cpu_reason else why_expected(environ),
+        cpu_reason=cpu_reason,
         unused=None if _is_for_gpus() else path,
-        facts="" if meant else _facts(environ),
+        facts="" if cpu_reason else _facts(environ),
         hint=_hint(),
         shared_nccl=shared,
     )
@@ -106,16 +106,18 @@ def device_file() -> str | None:
     return next(iter(sorted(glob.glob(DEVICE_FILES))), None)  # noqa: PTH207 - a path with a pattern in its name
 
 
-def problems_of(sights: Sequence[Sight]) -> list[Problem]:
+def problems_of(gpu_infos: Sequence[GpuInfo]) -> list[Problem]:
     """Return what is wrong with the GPUs of a job, given what each rank knows: who should have one and sees none."""
-    having = [rank for rank, sight in enumerate(sights) if sight.gpu is not None]
+    having = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.gpu is not None]
     blind: dict[tuple[str, str], list[int]] = {}
-    for rank, sight in enumerate(sights):
-        if sight.gpu is not None or sight.meant is not None:
+    for rank, gpu_info in enumerate(gpu_infos):
+        if gpu_info.gpu is not None or gpu_info.cpu_reason is not None:
             continue
-        reason = sight.expected or (f"rank {having[0]} has one" if having else None)
+        reason = gpu_info.expected or (f"rank {having[0]} has one" if having else None)
         if reason is not None:
-            blind.setdefault((f"no GPU but should have one ({reason}): {sight.facts}", sight.hint), []).append(rank)
+            blind.setdefault((f"no GPU but should have one ({reason}): {gpu_info.facts}", gpu_info.hint), []).append(
+                rank
+            )
     return [Problem((), f"{_see(ranks)} {text}", hint) for (text, hint), ranks in blind.items()]
 
 
@@ -123,17 +125,17 @@ def _see(ranks: list[int]) -> str:
     return f"{name_ranks(ranks)} see{'s' * (len(ranks) == 1)}"
 
 
-def notices_of(sights: Sequence[Sight]) -> list[str]:
+def notices_of(gpu_infos: Sequence[GpuInfo]) -> list[str]:
     """Return what is allowed but may be a mistake: GPUs that this build of torch does not know."""
-    ranks = [rank for rank, sight in enumerate(sights) if sight.unused is not None]
+    ranks = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.unused is not None]
     if not ranks:
         return []
-    told = f"{sights[ranks[0]].unused} exists, but torch {torch.__version__} is a build without CUDA"
+    told = f"{gpu_infos[ranks[0]].unused} exists, but torch {torch.__version__} is a build without CUDA"
     effect = f"{name_ranks(ranks)} train{'s' * (len(ranks) == 1)} on the CPU"
     return [f"{told}: {effect}; if that is meant, say so with {_VISIBLE}='' or {CUDA_ON_CPU}=1"]
 
 
-def backend_of(sights: Sequence[Sight], asked: str) -> tuple[str, list[str]]:
+def backend_of(gpu_infos: Sequence[GpuInfo], asked: str) -> tuple[str, list[str]]:
     """Return torch's name of the backend, and warnings where it is not what one would expect.
 
     That is nccl for CUDA tensors beside gloo for CPU ones if every rank has a GPU of its own, else gloo for both.
@@ -145,34 +147,34 @@ def backend_of(sights: Sequence[Sight], asked: str) -> tuple[str, list[str]]:
         ConfigError: not all ranks want to share a GPU over nccl.
         UnsupportedError: they do, and nccl is too old for it.
     """
-    without = [rank for rank, sight in enumerate(sights) if sight.gpu is None]
-    if asked == "gloo" or len(without) == len(sights):
+    without = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.gpu is None]
+    if asked == "gloo" or len(without) == len(gpu_infos):
         return "gloo", []
     if without:
-        why = sights[without[0]].meant
+        why = gpu_infos[without[0]].cpu_reason
         use = f"{name_ranks(without)} use{'s' * (len(without) == 1)} the CPU"
         return "gloo", [f"{use} ({why}) while others have a GPU: gloo connects all, and is slower"]
-    num_gpus = len({sight.gpu for sight in sights})
-    if num_gpus == len(sights):
+    num_gpus = len({gpu_info.gpu for gpu_info in gpu_infos})
+    if num_gpus == len(gpu_infos):
         return "cpu:gloo,cuda:nccl", []
-    ranks = f"{len(sights)} ranks share {num_gpus} GPU{'s' * (num_gpus > 1)}"
-    if all(sight.shared_nccl is None for sight in sights):
+    ranks = f"{len(gpu_infos)} ranks share {num_gpus} GPU{'s' * (num_gpus > 1)}"
+    if all(gpu_info.shared_nccl is None for gpu_info in gpu_infos):
         return "gloo", [f"{ranks}, which nccl cannot do: gloo is used, and is slower"]
-    _check_shared_nccl(sights)
+    _check_shared_nccl(gpu_infos)
     needs = "NCCL_MULTI_RANK_GPU_ENABLE=1 (set unless you have set it), and is faster with CUDA's multi-process service"
     return "cpu:gloo,cuda:nccl", [f"{ranks} over nccl because of {SHARED_GPU_NCCL}=1, which needs {needs}"]
 
 
-def _check_shared_nccl(sights: Sequence[Sight]) -> None:
-    silent = [rank for rank, sight in enumerate(sights) if sight.shared_nccl is None]
+def _check_shared_nccl(gpu_infos: Sequence[GpuInfo]) -> None:
+    silent = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.shared_nccl is None]
     if silent:
         raise ConfigError(
             [Problem((SHARED_GPU_NCCL,), f"is 1 on some ranks but not on {name_ranks(silent)}")], subject="environment"
         )
-    for rank, sight in enumerate(sights):
-        assert sight.shared_nccl is not None
-        if tuple(sight.shared_nccl[:2]) < _NCCL_THAT_SHARES:
-            found = ".".join(map(str, sight.shared_nccl)) or "none"
+    for rank, gpu_info in enumerate(gpu_infos):
+        assert gpu_info.shared_nccl is not None
+        if tuple(gpu_info.shared_nccl[:2]) < _NCCL_THAT_SHARES:
+            found = ".".join(map(str, gpu_info.shared_nccl)) or "none"
             raise UnsupportedError(
                 f"{SHARED_GPU_NCCL}=1 needs NCCL 2.30 or newer, but rank {rank} has {found}",
                 hint=f"unset {SHARED_GPU_NCCL}, or load a newer NCCL with LD_PRELOAD=.../libnccl.so.2",

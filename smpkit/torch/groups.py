@@ -15,7 +15,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch.distributed's, which its types hide
-from torch.distributed.distributed_c10d import _world as _torchs
+from torch.distributed.distributed_c10d import _world as _torch_world
 
 from smpkit.errors import DeadlineError
 from smpkit.plan.mesh import CommGroup, Mesh
@@ -27,7 +27,7 @@ __all__ = ["Groups", "loopback"]
 _GLOO: Final = "cpu:gloo"
 # MP before PP and so on: any order serves, as long as every rank follows the same one.
 _ORDER: Final = (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP)
-_LANE_CTAS: Final = 8
+_CHANNEL_CTAS: Final = 8
 """Of a GPU's (132 on an H100), that nccl may take for a message; the variable NCCL_MAX_CTAS says otherwise."""
 
 
@@ -51,11 +51,11 @@ class Groups:
         self._backend: str | None = None
         """Of the groups made from now on; None: that of the default group."""
         self._objects: dist.ProcessGroup | None = None
-        self._lanes: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._alone: list[dist.ProcessGroup] = []
-        """Groups of this rank alone, see `_align`."""
+        self._channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._padding_groups: list[dist.ProcessGroup] = []
+        """Groups of this rank alone, see `_align_group_counts`."""
 
-    def of_mesh(self, mesh: Mesh, rank: int) -> dict[CommGroup, dist.ProcessGroup]:
+    def for_mesh(self, mesh: Mesh, rank: int) -> dict[CommGroup, dist.ProcessGroup]:
         """Return the group of each kind that `rank` (this one) belongs to, making those that are missing."""
         world = dist.group.WORLD
         assert world is not None
@@ -67,11 +67,11 @@ class Groups:
             self._backend = f"{_GLOO},{backends}"
         # A default group that a script bound to its GPU splits communicators, in which every rank takes part. Otherwise
         # only the members do, so a job of a thousand ranks makes five groups per rank and not thousands.
-        together = world.bound_device_id is not None
+        all_ranks = world.bound_device_id is not None
         for kind in _ORDER:
             mine = mesh.group(kind, rank)
-            for ranks in mesh.groups(kind) if together else (mine,):
-                self._make(ranks, kind.value, mine=ranks == mine, together=together)
+            for ranks in mesh.groups(kind) if all_ranks else (mine,):
+                self._make(ranks, kind.value, mine=ranks == mine, all_ranks=all_ranks)
             groups[kind] = self._by_ranks[mine]
         return groups
 
@@ -84,27 +84,31 @@ class Groups:
                 self._objects = world
             else:
                 with self._network():
-                    self._objects = _made(dist.new_group(backend="gloo", timeout=self._timeout, group_desc="objects"))
+                    self._objects = _checked(
+                        dist.new_group(backend="gloo", timeout=self._timeout, group_desc="objects")
+                    )
         return self._objects
 
-    def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def for_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the group of some ranks, all of which call this, in the same order among other such calls."""
-        self._make(ranks, "shared parameters", mine=True, together=False)
+        self._make(ranks, "shared parameters", mine=True, all_ranks=False)
         return self._by_ranks[ranks]
 
-    def lanes(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+    def channels(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         """Return a group of some ranks beside all others, for messages of a pipeline; all of the ranks call this."""
-        if ranks not in self._lanes:
-            with _unbound():
-                self._lanes[ranks] = _made(self._new(ranks, "lanes", backend, options=self._lane_options(backend)))
-        return self._lanes[ranks]
+        if ranks not in self._channels:
+            with _without_bound_device():
+                self._channels[ranks] = _checked(
+                    self._new(ranks, "lanes", backend, options=self._channel_options(backend))
+                )
+        return self._channels[ranks]
 
-    def _lane_options(self, backend: str) -> object:
+    def _channel_options(self, backend: str) -> object:
         """Return options by which messages start before what is computed, and leave most of the GPU to it."""
         if backend != "nccl":
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas = _LANE_CTAS
+        options.config.max_ctas = _CHANNEL_CTAS
         options._timeout = self._timeout  # or torch warns that it is another one
         return options
 
@@ -113,7 +117,7 @@ class Groups:
 
         At its first operation a communicator allocates memory, which waits for the whole GPU, and holds up the hosts of
         its ranks until all have come. In the middle of a step that would be while messages of a pipeline are on their
-        way, and in an order that hangs on which rank gets where first.
+        way, and in an order that depends on which rank gets where first.
 
         Raises:
             DeadlineError: another rank did not come, or its GPU did not answer.
@@ -131,9 +135,9 @@ class Groups:
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=hosts)
             work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
             assert work is not None, "this rank is in the group"
-            self._hold(work, name, group)
+            self._wait_for_gpu(work, name, group)
 
-    def _hold(self, work: dist.Work, name: str, group: dist.ProcessGroup) -> None:
+    def _wait_for_gpu(self, work: dist.Work, name: str, group: dist.ProcessGroup) -> None:
         """Wait for an operation on GPUs, which nccl's own `wait` leaves to them."""
         seconds = self._timeout.total_seconds()
         ends = time.monotonic() + seconds
@@ -157,16 +161,16 @@ class Groups:
     def all(self) -> list[dist.ProcessGroup]:
         """Return every group, without repetition."""
         objects = [] if self._objects is None or self._objects in self._by_ranks.values() else [self._objects]
-        groups = [*self._by_ranks.values(), *self._lanes.values(), *self._alone, *objects]
+        groups = [*self._by_ranks.values(), *self._channels.values(), *self._padding_groups, *objects]
         world = dist.group.WORLD
         return groups if world is None or world in groups else [world, *groups]
 
-    def _make(self, ranks: tuple[int, ...], description: str, *, mine: bool, together: bool) -> None:
+    def _make(self, ranks: tuple[int, ...], description: str, *, mine: bool, all_ranks: bool) -> None:
         if ranks in self._by_ranks or ranks in self._others:
             return
-        group = self._new(ranks, description, together=together)
+        group = self._new(ranks, description, all_ranks=all_ranks)
         if mine:
-            self._by_ranks[ranks] = _made(group)
+            self._by_ranks[ranks] = _checked(group)
         else:
             self._others.add(ranks)
 
@@ -176,7 +180,7 @@ class Groups:
         description: str,
         backend: str | None = None,
         *,
-        together: bool = False,
+        all_ranks: bool = False,
         options: object = None,
     ) -> object:
         """Make a group.
@@ -185,18 +189,18 @@ class Groups:
             DeadlineError: another of the ranks did not come.
         """
         with self._network():
-            if not together:
-                self._align(ranks, description)
+            if not all_ranks:
+                self._align_group_counts(ranks, description)
             return dist.new_group(
                 list(ranks),
                 timeout=self._timeout,
                 backend=backend or self._backend,
                 pg_options=options,
-                use_local_synchronization=not together,
+                use_local_synchronization=not all_ranks,
                 group_desc=description,
             )
 
-    def _align(self, ranks: tuple[int, ...], description: str) -> None:
+    def _align_group_counts(self, ranks: tuple[int, ...], description: str) -> None:
         """Have as many groups on all of the ranks: torch makes the name of the next one of that, among other things.
 
         Without this they would not meet in it where a script has made a group of some of them, or where some share
@@ -204,24 +208,24 @@ class Groups:
         """
         what = f"the group of {name_ranks(list(ranks))} ({description})"
         key = hashlib.sha1(what.encode() + str(ranks).encode(), usedforsecurity=False).hexdigest()
-        count = len(_torchs.pg_names)
+        count = len(_torch_world.pg_names)
         hint = "its ranks make it at the same time: do all of them run the same script, with the same model?"
         key = f"groups/{key}"
         counts = gather(self._store, key, self._rank, ranks, str(count), self._timeout, what=what, hint=hint)
         for _ in range(max(map(int, counts)) - count):
-            self._alone.append(_made(dist.new_group([self._rank], use_local_synchronization=True)))
+            self._padding_groups.append(_checked(dist.new_group([self._rank], use_local_synchronization=True)))
 
     def _network(self) -> contextlib.AbstractContextManager[None]:
         return loopback() if self._single_host else contextlib.nullcontext()
 
 
-def _made(group: object) -> dist.ProcessGroup:
+def _checked(group: object) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of every group it makes"
     return group
 
 
 @contextlib.contextmanager
-def _unbound() -> Iterator[None]:
+def _without_bound_device() -> Iterator[None]:
     """Hide that a script has bound the default group to its GPU while a group is made.
 
     Otherwise torch would split the new one's communicator off that one's, in which all ranks of the job had to take

@@ -23,10 +23,10 @@ from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfi
 from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch import deadline, gpus, numa, recorder, watcher
-from smpkit.torch.board import Board
+from smpkit.torch.board import FailureStore
 from smpkit.torch.context import Launch, launch_from
 from smpkit.torch.groups import Groups, loopback
-from smpkit.torch.rendezvous import gather, meet
+from smpkit.torch.rendezvous import connect_store, gather
 from smpkit.torch.state import ModuleManager, Runtime, state
 
 __all__ = ["init", "shutdown"]
@@ -35,14 +35,14 @@ _log = logging.getLogger("smpkit")
 
 
 class _World:
-    """The default group of this process and what hangs on it; lives from the first `init` to `shutdown`."""
+    """The default group of this process and what depends on it; lives from the first `init` to `shutdown`."""
 
     def __init__(self, launch: Launch, store: Store, groups: Groups, *, owned: bool) -> None:
         self.launch = launch
         self.store = store
         self.groups = groups
         self.owned = owned
-        self.agreements = 0
+        self.num_exchanges = 0
 
 
 _world: _World | None = None
@@ -86,13 +86,13 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return a process group of some ranks, this one among them; all of them call this."""
     assert _world is not None, "smp.init() has been called"
-    return _world.groups.of_ranks(ranks)
+    return _world.groups.for_ranks(ranks)
 
 
-def lane_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def channel_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the group in which messages of a pipeline travel, between GPUs if its ranks have any."""
     assert _world is not None, "smp.init() has been called"
-    return _world.groups.lanes(ranks, "nccl" if state.device.type == "cuda" else "gloo")
+    return _world.groups.channels(ranks, "nccl" if state.device.type == "cuda" else "gloo")
 
 
 def shutdown() -> None:
@@ -106,9 +106,9 @@ def shutdown() -> None:
         state.model.data_parallel.release()
     state.runtime = state.model = state.optimizer = state.step = None
     state.module_manager = ModuleManager()
-    for forget in state.forgetters:
-        forget()
-    watcher.end()
+    for reset in state.reset_hooks:
+        reset()
+    watcher.stop()
     deadline.detach()
     if world is not None and world.owned and dist.is_initialized():
         dist.destroy_process_group()
@@ -136,24 +136,24 @@ def _announce(cfg: ModelParallelConfig, notices: Sequence[Problem], mesh: Mesh) 
     """Warn and log, on rank 0 only: the other ranks have nothing else to say."""
     if state.rank != 0:
         return
-    for text in [*map(str, notices), *_effects(cfg, mesh)]:
+    for text in [*map(str, notices), *_setting_notices(cfg, mesh)]:
         warnings.warn(text, UserWarning, stacklevel=3)
     _log.info("Configuration parameters:")
     for key, value in cfg.effective().items():
         _log.info("  %s: %s", key, value)
 
 
-def _effects(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
+def _setting_notices(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
     """Say what this world makes of settings that are legal by themselves."""
-    effects = []
+    texts = []
     if not cfg.ddp and mesh.dp_size > 1:
-        effects.append(
+        texts.append(
             f"ddp is False with {mesh.dp_size} data-parallel ranks: the replicas train independently; "
             "set `ddp: true` to average their gradients"
         )
     if cfg.ddp_dist_backend == "nccl" and not torch.cuda.is_available():
-        effects.append("ddp_dist_backend is nccl, but there is no GPU: gloo is used")
-    return effects
+        texts.append("ddp_dist_backend is nccl, but there is no GPU: gloo is used")
+    return texts
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def _at_exit() -> None:
     if deadline.failed():
         if _world is not None:
             deadline.abort(_world.groups.all())
-        watcher.end()
+        watcher.stop()
         return
     if _world is not None:
         deadline.report_end()
@@ -213,27 +213,27 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
     global _world  # noqa: PLW0603
     timeout = timedelta(seconds=cfg.timeout_seconds)
     known = _world is not None
-    world = _world or _meet_world(cfg, launch, timeout)
+    world = _world or _connect_world(cfg, launch, timeout)
     _world = world
-    board = _board_of(world, timeout)
+    failure_store = _make_failure_store(world, timeout)
     try:
-        with _parting(board):
-            facts = _agree(world, cfg, timeout)
-            sights = [gpus.Sight(**fact["gpu"]) for fact in facts]
-            backend, notices = gpus.backend_of(sights, str(cfg.ddp_dist_backend)) if world.owned else ("", [])
+        with _serving_errors(failure_store):
+            facts = _exchange_facts(world, cfg, timeout)
+            gpu_infos = [gpus.GpuInfo(**fact["gpu"]) for fact in facts]
+            backend, notices = gpus.backend_of(gpu_infos, str(cfg.ddp_dist_backend)) if world.owned else ("", [])
         if launch.rank == 0 and not known:
-            for text in [*gpus.notices_of(sights), *notices]:
+            for text in [*gpus.notices_of(gpu_infos), *notices]:
                 warnings.warn(text, UserWarning, stacklevel=3)
-        _set_device(launch, sights)
+        _set_device(launch, gpu_infos)
         if not dist.is_initialized():
             _make_default_group(backend, world, timeout)
         elif known:
             world.groups.set_timeout(timeout)
-        deadline.attach(board)
-        groups = world.groups.of_mesh(mesh, launch.rank)
+        deadline.attach(failure_store)
+        groups = world.groups.for_mesh(mesh, launch.rank)
         state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
         if not known:
-            watcher.watch(board, _processes_beside(facts, launch.rank))
+            watcher.watch(failure_store, _processes_on_this_host(facts, launch.rank))
         if "cuda:nccl" in str(dist.get_backend_config(groups[CommGroup.WORLD])):
             world.groups.warm_up(groups, state.device)
         recorder.start()
@@ -244,10 +244,10 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
     _register_at_exit()
 
 
-def _meet_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta) -> _World:
+def _connect_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta) -> _World:
     global _generation  # noqa: PLW0603
     owned = not dist.is_initialized()
-    store = meet(launch, cfg.ddp_port, timeout) if owned else _store_of_default_group()
+    store = connect_store(launch, cfg.ddp_port, timeout) if owned else _store_of_default_group()
     _generation += 1
     store = PrefixStore(f"smpkit/{_generation}", store)
     groups = Groups(store, launch.rank, timeout, single_host=launch.single_host)
@@ -260,20 +260,20 @@ def _store_of_default_group() -> Store:
     return world.get_group_store()
 
 
-def _agree(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[dict[str, Any]]:
+def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[dict[str, Any]]:
     """Wait for all ranks, check that they mean the same configuration, and return what each said about itself.
 
     Raises:
         ConfigError: they do not, or a rank sees no GPU that should have one; on all ranks alike.
     """
-    world.agreements += 1
-    sight = dataclasses.asdict(gpus.look(world.launch))
-    process = [watcher.place_of_process(), os.getpid()]
-    said = json.dumps({"cfg": cfg.values(), "gpu": sight, "process": process})
-    launch, key = world.launch, f"facts/{world.agreements}"
+    world.num_exchanges += 1
+    gpu_info = dataclasses.asdict(gpus.probe_gpu(world.launch))
+    process = [watcher.process_namespace(), os.getpid()]
+    own_facts = json.dumps({"cfg": cfg.values(), "gpu": gpu_info, "process": process})
+    launch, key = world.launch, f"facts/{world.num_exchanges}"
     everyone = range(launch.world_size)
-    facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, said, timeout)]
-    ours = json.loads(said)["cfg"]
+    facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, own_facts, timeout)]
+    ours = json.loads(own_facts)["cfg"]
     for rank, fact in enumerate(facts):
         differing = [key for key in ours if fact["cfg"].get(key) != ours[key]]
         if differing:
@@ -286,38 +286,38 @@ def _agree(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[
                     for key in differing
                 ]
             )
-    if problems := gpus.problems_of([gpus.Sight(**fact["gpu"]) for fact in facts]):
+    if problems := gpus.problems_of([gpus.GpuInfo(**fact["gpu"]) for fact in facts]):
         raise ConfigError(problems, subject="GPUs of the job")
     return facts
 
 
 @contextlib.contextmanager
-def _parting(board: Board) -> Iterator[None]:
+def _serving_errors(failure_store: FailureStore) -> Iterator[None]:
     """Let all ranks read why none of them can start, if so, before the one that serves the store ends."""
     try:
         yield
     except (ConfigError, UnsupportedError):
         with contextlib.suppress(dist.DistError, RuntimeError):
-            if board.serves_store:
-                board.linger()
+            if failure_store.serves_store:
+                failure_store.serve_until_read()
             else:
-                board.acknowledge()
+                failure_store.ack()
         raise
 
 
-def _processes_beside(facts: Sequence[Mapping[str, Any]], rank: int) -> dict[int, int]:
+def _processes_on_this_host(facts: Sequence[Mapping[str, Any]], rank: int) -> dict[int, int]:
     """Return the processes of the other ranks that this one can see."""
     here = facts[rank]["process"][0]
     places = [(other, *fact["process"]) for other, fact in enumerate(facts)]
     return {other: pid for other, place, pid in places if place == here and place is not None and other != rank}
 
 
-def _set_device(launch: Launch, sights: Sequence[gpus.Sight]) -> None:
+def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:
     # Scripts that forget torch.cuda.set_device(smp.local_rank()) would otherwise put every rank on GPU 0.
     if torch.cuda.is_available():
         device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        if sum(sight.gpu == sights[launch.rank].gpu for sight in sights) == 1:
+        if sum(gpu_info.gpu == gpu_infos[launch.rank].gpu for gpu_info in gpu_infos) == 1:
             numa.bind(device)
 
 
@@ -352,10 +352,10 @@ def _prepare_nccl(launch: Launch) -> None:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
-def _board_of(world: _World, timeout: timedelta) -> Board:
+def _make_failure_store(world: _World, timeout: timedelta) -> FailureStore:
     launch = world.launch
     serves = launch.rank == 0 and not launch.agent_store
     server = "the launcher" if launch.agent_store else "rank 0"
-    return Board(
+    return FailureStore(
         world.store, launch.rank, launch.world_size, timeout, world.groups.all, server=server, serves_store=serves
     )

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UsageError
 from smpkit.torch.attributes import refuse_assignment
-from smpkit.torch.backward_start import scaled_start
+from smpkit.torch.backward_start import scaled_root_gradient
 from smpkit.torch.checkpointing.foreign import adopt
 from smpkit.torch.checkpointing.whole import check_places
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
@@ -23,7 +23,7 @@ from smpkit.torch.join import JoinContext
 from smpkit.torch.model_arguments import check_arguments
 from smpkit.torch.model_state import PARTIAL_KEY, ModelState
 from smpkit.torch.offload.runtime import Offloading
-from smpkit.torch.original_forward import name_original_forwards
+from smpkit.torch.original_forward import expose_original_forwards
 from smpkit.torch.partitioning.delayed import initialize
 from smpkit.torch.partitioning.measure import Measured
 from smpkit.torch.partitioning.trace import units_of
@@ -45,8 +45,8 @@ from smpkit.torch.unread import read_now
 
 if TYPE_CHECKING:
     from smpkit.torch.optimizer import DistributedOptimizer
-    from smpkit.torch.splitting import Call
-    from smpkit.torch.step_run import StepRun
+    from smpkit.torch.splitting import MicrobatchCall
+    from smpkit.torch.step_run import StepProgress
 
 __all__ = ["PARTIAL_KEY", "DistributedModel", "ModelHook"]
 
@@ -102,7 +102,7 @@ class DistributedModel(ModelState):
         module = distribute(module)
         if state.optimizer is not None:
             adopt_successors(state.optimizer.optimizer)
-        name_original_forwards(module)
+        expose_original_forwards(module)
         sharded = state.cfg.sharded_data_parallel_degree > 1  # then it is placed a block at a time, as its own masters
         self._half = half_dtype(state.cfg)
         if self._half is not None:
@@ -253,10 +253,10 @@ class DistributedModel(ModelState):
         self._same_call.check(f"the step `{name}`", self._mode, (args, kwargs))
         if self.pipeline is None:
             return args, kwargs
-        same: tuple[tuple[Any, ...], dict[str, Any]] = self.pipeline.same_inputs((args, kwargs))
+        same: tuple[tuple[Any, ...], dict[str, Any]] = self.pipeline.broadcast_inputs((args, kwargs))
         return same
 
-    def begin_step(self, function: Callable[..., Any], first: Call) -> None:
+    def begin_step(self, function: Callable[..., Any], first: MicrobatchCall) -> None:
         """Get ready for the microbatches of a step (called by `@smp.step`); at the first, partition the model."""
         if self.pipeline is not None and not self.partitioned:
             self.pipeline.prepare(function, first)
@@ -325,7 +325,7 @@ class DistributedModel(ModelState):
         if self.data_parallel is not None:
             self.data_parallel.before_last_backward()
 
-    def end_step(self, run: StepRun) -> None:
+    def end_step(self, run: StepProgress) -> None:
         """Make gradients final when the microbatches are done (called by `@smp.step`)."""
         if self.data_parallel is not None:
             with recorded_work("reduce gradients"):
@@ -392,7 +392,7 @@ class DistributedModel(ModelState):
         holders = {} if self.pipeline is None else self.pipeline.holders
         self.data_parallel = replicate(self.module, holders, self._reduction)
 
-    def _microbatch_scale(self, run: StepRun) -> float:
+    def _microbatch_scale(self, run: StepProgress) -> float:
         # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.
         hooked = self.data_parallel is not None and self.data_parallel.has_comm_hook
         return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not hooked else 1.0
@@ -446,7 +446,7 @@ def _scaled(
 ) -> list[torch.Tensor | None]:
     """Return the gradients that backward starts from, times `scale`."""
     given: list[torch.Tensor | None] = [None] * len(roots) if grads is None else list(grads)
-    return [scaled_start(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
+    return [scaled_root_gradient(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
 
 
 def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableHandle:

@@ -11,7 +11,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.attributes import assignment_refusal
 from smpkit.torch.gathering import merge_everywhere, merge_on_first
-from smpkit.torch.partitioning.apply import home_of, user_of
+from smpkit.torch.partitioning.apply import pp_rank_of, user_of
 from smpkit.torch.partitioning.delayed import fill, is_delayed
 from smpkit.torch.sharded_tensors import as_local, as_shards, as_whole
 from smpkit.torch.state import state
@@ -82,7 +82,7 @@ class ModelState(nn.Module):
         return (
             (name, module)
             for name, module in self.module.named_modules()
-            if home_of(name, placement) in (None, state.pp_rank)
+            if pp_rank_of(name, placement) in (None, state.pp_rank)
         )
 
     def state_dict(  # type: ignore[override]

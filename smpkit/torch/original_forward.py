@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["name_original_forwards"]
+__all__ = ["expose_original_forwards"]
 
 
-def name_original_forwards(module: nn.Module) -> None:
+def expose_original_forwards(module: nn.Module) -> None:
     """Make the `forward` of every class that a class of the model's derives from reachable as `_orig_forward`.
 
     SMP v1 replaced `forward` on classes, so `super().forward()` recursed without end there, and its guide told scripts

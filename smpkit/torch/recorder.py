@@ -48,7 +48,7 @@ __all__ = [
     "EVENTS_DIR",
     "EVENTS_STEPS",
     "Recorder",
-    "current",
+    "current_recorder",
     "recorded_backward",
     "recorded_microbatch",
     "recorded_step",
@@ -65,10 +65,10 @@ EVENTS_STEPS: Final = "SMPKIT_EVENTS_STEPS"
 """How many steps are recorded."""
 
 _DEFAULT_STEPS: Final = 1000
-Moment: TypeAlias = int | torch.Event
+Timestamp: TypeAlias = int | torch.Event
 """A time of the host's clock in nanoseconds, or an event of the device's."""
-Note: TypeAlias = "Callable[[Recorder, int, int], object]"
-"""Notes that something took from one time to another."""
+SpanCallback: TypeAlias = "Callable[[Recorder, int, int], object]"
+"""Called with the begin and the end of a span."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -115,7 +115,7 @@ class Recorder:
         self._actions: list[tuple[str, int, int, int, int]] = []
         self._messages: list[tuple[str, int, int, int, int, int]] = []
         self._backwards: list[tuple[int, int]] = []
-        self._timed: list[tuple[Note, Moment, Moment]] = []
+        self._timed: list[tuple[SpanCallback, Timestamp, Timestamp]] = []
         """Spans whose times are read at the end of the step, in the order in which they ended."""
         self._schedules: dict[str, str] = {}
         """Key by text of the schedules that are written."""
@@ -156,11 +156,11 @@ class Recorder:
             self.on_action(Kind.BACKWARD, 0, index, forward_end_ns, backwards[-1][1])
 
     @contextmanager
-    def timing(self, note: Note) -> Iterator[None]:
-        """Give `note` the times of what runs meanwhile, when the step is over; an exception leaves it out."""
+    def timing(self, callback: SpanCallback) -> Iterator[None]:
+        """Give `callback` the times of what runs meanwhile, when the step is over; an exception leaves it out."""
         start = _now()
         yield
-        self._timed.append((note, start, _now()))
+        self._timed.append((callback, start, _now()))
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Recorder:
 
     def begin_step(self, name: str) -> None:
         """Start a step; its events are kept until `end_step`."""
-        self._forget()
+        self._clear()
         self._step += 1
         self._name = name
         if not self.active:
@@ -191,7 +191,7 @@ class Recorder:
         self._events.append(Counter("memory, bytes", _memory_bytes(), end_ns))
         self._events.append(StepSpan(step, self._name, key, self._began_ns, end_ns))
         self._write(self._events)
-        self._forget()
+        self._clear()
 
     def abandon_step(self, error: BaseException) -> None:
         """Write down what was recorded of a step that an exception ended.
@@ -200,14 +200,14 @@ class Recorder:
         """
         if not self.active:
             return
-        for note, start, end in self._timed:
+        for callback, start, end in self._timed:
             if isinstance(start, int) and isinstance(end, int):
-                note(self, start, end)
+                callback(self, start, end)
         self._events += [ActionSpan(self._step, *action) for action in self._actions]
         self._events += [self._message(*message) for message in self._messages]
         self._events.append(Mark(f"{type(error).__name__} in step {self._step}", time.perf_counter_ns()))
         self._write(self._events)
-        self._forget()
+        self._clear()
 
     def close(self) -> None:
         """End the file."""
@@ -221,14 +221,14 @@ class Recorder:
         devices.wait_for_stream(state.device)
         end_ns = time.perf_counter_ns()  # the one moment of which both clocks are known
 
-        def on_host(moment: Moment) -> int:
-            if isinstance(moment, int):
-                return moment
+        def on_host(timestamp: Timestamp) -> int:
+            if isinstance(timestamp, int):
+                return timestamp
             assert last is not None, "this device has no events"
-            return end_ns - round(moment.elapsed_time(last) * 1e6)
+            return end_ns - round(timestamp.elapsed_time(last) * 1e6)
 
-        for note, start, end in self._timed:
-            note(self, on_host(start), on_host(end))
+        for callback, start, end in self._timed:
+            callback(self, on_host(start), on_host(end))
         return end_ns
 
     def _write(self, events: Sequence[Event]) -> None:
@@ -243,7 +243,7 @@ class Recorder:
     def _message(self, direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> MessageSpan:
         return MessageSpan(self._step, direction, self._peers[peer], tag, num_bytes, start_ns, end_ns)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._events, self._actions, self._messages, self._backwards, self._timed = [], [], [], [], []
 
     def _finish(self) -> None:
@@ -262,7 +262,7 @@ class Recorder:
 
     def _schedule_key(self) -> str:
         """Return the key of the schedule that the step followed, writing it where it is new; empty without one."""
-        schedule = self._planned()
+        schedule = self._followed_schedule()
         if schedule is None:
             return ""
         text = to_json(schedule)
@@ -271,7 +271,7 @@ class Recorder:
             self._events.append(PlannedSchedule(self._schedules[text], text))
         return self._schedules[text]
 
-    def _planned(self) -> Schedule | None:
+    def _followed_schedule(self) -> Schedule | None:
         if self._executor is not None:
             return self._executor.last_schedule
         # Without a pipeline microbatches run one after the other, each with its backward if the step has one.
@@ -284,7 +284,7 @@ class Recorder:
 _recorder: Recorder | None = None
 
 
-def current() -> Recorder | None:
+def current_recorder() -> Recorder | None:
     """Return the recorder of this process, if what it does is recorded."""
     return _recorder if _recorder is not None and _recorder.active else None
 
@@ -303,8 +303,8 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     if folder := variables.get(EVENTS_DIR):
         steps = _steps(variables.get(EVENTS_STEPS, str(_DEFAULT_STEPS)))
         _recorder = Recorder(EventWriter(Path(folder), _header()), steps)
-        if stop not in state.forgetters:
-            state.forgetters.append(stop)
+        if stop not in state.reset_hooks:
+            state.reset_hooks.append(stop)
 
 
 def stop() -> None:
@@ -318,7 +318,7 @@ def stop() -> None:
 @contextmanager
 def recorded_step(name: str) -> Iterator[None]:
     """Record one call of a step function, if this process records."""
-    recorder = current()
+    recorder = current_recorder()
     if recorder is None:
         yield
         return
@@ -331,14 +331,14 @@ def recorded_step(name: str) -> Iterator[None]:
     recorder.end_step()
 
 
-def _now() -> Moment:
+def _now() -> Timestamp:
     event = devices.record_event(state.device, keeps_time=True)
     return time.perf_counter_ns() if event is None else event
 
 
-def _timed(note: Note) -> AbstractContextManager[None]:
-    recorder = current()
-    return nullcontext() if recorder is None else recorder.timing(note)
+def _timed(callback: SpanCallback) -> AbstractContextManager[None]:
+    recorder = current_recorder()
+    return nullcontext() if recorder is None else recorder.timing(callback)
 
 
 def recorded_microbatch(index: int) -> AbstractContextManager[None]:

@@ -27,13 +27,13 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distr
 from smpkit.errors import DeadlineError, LaunchError, UsageError
 from smpkit.torch.context import DEFAULT_PORT, Launch
 
-__all__ = ["gather", "meet"]
+__all__ = ["connect_store", "gather"]
 
 _POLL_SECONDS: Final = 0.05
 _CONNECT_SECONDS: Final = 10  # to a port of this very host
 
 
-def meet(launch: Launch, port: int | None, timeout: timedelta) -> Store:
+def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store:
     """Return the store that all ranks of `launch` share.
 
     Args:
@@ -49,7 +49,7 @@ def meet(launch: Launch, port: int | None, timeout: timedelta) -> Store:
     if launch.world_size == 1:
         return HashStore()
     if launch.master_address is None:
-        return _meet_on_this_host(launch, port, timeout)
+        return _connect_on_this_host(launch, port, timeout)
     served = launch.agent_store and port is None
     chosen = port or launch.master_port or DEFAULT_PORT
     return _tcp_store(launch, launch.master_address, chosen, serve=launch.rank == 0 and not served, timeout=timeout)
@@ -131,7 +131,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class _Invitation:
+class _StoreAddress:
     """What rank 0 tells the other ranks of its host: where it listens, and how to know that it is this job's rank 0."""
 
     port: int
@@ -139,45 +139,45 @@ class _Invitation:
     token: str
 
 
-def _meet_on_this_host(launch: Launch, port: int | None, timeout: timedelta) -> Store:
+def _connect_on_this_host(launch: Launch, port: int | None, timeout: timedelta) -> Store:
     if not launch.single_host:
         raise UsageError(
             f"the {launch.world_size} ranks of {launch.launcher} run on several hosts, and MASTER_ADDR is not set",
             hint="pass the host of rank 0, for example `mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=29500 ...`",
         )
-    path = _invitation_path(launch)
+    path = _address_path(launch)
     if launch.rank == 0:
-        return _invite(launch, port, path, timeout)
-    return _follow_invitation(launch, path, timeout)
+        return _serve_on_this_host(launch, port, path, timeout)
+    return _find_on_this_host(launch, path, timeout)
 
 
-def _invitation_path(launch: Launch) -> Path:
+def _address_path(launch: Launch) -> Path:
     # Launchers that do not name their job at least start all ranks of a host from one process.
     job = launch.job_id or f"parent {os.getppid()}"
     key = hashlib.sha256(f"{launch.launcher}\0{job}\0{launch.world_size}".encode()).hexdigest()[:24]
     return Path(tempfile.gettempdir()) / f"smpkit-{os.getuid()}-{key}.json"
 
 
-def _invite(launch: Launch, port: int | None, path: Path, timeout: timedelta) -> Store:
+def _serve_on_this_host(launch: Launch, port: int | None, path: Path, timeout: timedelta) -> Store:
     store = _tcp_store(launch, "127.0.0.1", port or 0, serve=True, timeout=timeout)
-    invitation = _Invitation(store.port, os.getpid(), secrets.token_hex(16))
-    store.set("smpkit/token", invitation.token)
-    with _published(path, invitation):
+    store_address = _StoreAddress(store.port, os.getpid(), secrets.token_hex(16))
+    store.set("smpkit/token", store_address.token)
+    with _published(path, store_address):
         gather(store, "smpkit/met", launch.rank, range(launch.world_size), "", timeout)
     return store
 
 
 @contextlib.contextmanager
-def _published(path: Path, invitation: _Invitation) -> Iterator[None]:
-    """Keep the invitation at `path` as long as the block runs.
+def _published(path: Path, store_address: _StoreAddress) -> Iterator[None]:
+    """Keep the address at `path` as long as the block runs.
 
     The file is written under a fresh name (never following a link that somebody put there) and renamed, so a reader
-    sees a whole invitation or none.
+    sees a whole address or none.
     """
     fresh = path.with_suffix(f".{secrets.token_hex(8)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        json.dump(vars(invitation), file)
+        json.dump(vars(store_address), file)
     fresh.replace(path)
     try:
         yield
@@ -185,11 +185,11 @@ def _published(path: Path, invitation: _Invitation) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _follow_invitation(launch: Launch, path: Path, timeout: timedelta) -> Store:
+def _find_on_this_host(launch: Launch, path: Path, timeout: timedelta) -> Store:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        invitation = _read_invitation(path)
-        store = None if invitation is None else _accept(launch, invitation)
+        store_address = _read_address(path)
+        store = None if store_address is None else _connect(launch, store_address)
         if store is not None:
             gather(store, "smpkit/met", launch.rank, range(launch.world_size), "", timeout)
             return store
@@ -200,8 +200,8 @@ def _follow_invitation(launch: Launch, path: Path, timeout: timedelta) -> Store:
     )
 
 
-def _read_invitation(path: Path) -> _Invitation | None:
-    """Return the invitation at `path` if there is one, of this user, whose author is alive."""
+def _read_address(path: Path) -> _StoreAddress | None:
+    """Return the address at `path` if there is one, of this user, whose author is alive."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -211,20 +211,20 @@ def _read_invitation(path: Path) -> _Invitation | None:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             return None  # in a shared temporary folder somebody else could have put it there
         try:
-            invitation = _Invitation(**json.load(file))
-            os.kill(invitation.pid, 0)
+            store_address = _StoreAddress(**json.load(file))
+            os.kill(store_address.pid, 0)
         except (ValueError, TypeError, OSError):
             return None  # left behind by a job that died
-    return invitation
+    return store_address
 
 
-def _accept(launch: Launch, invitation: _Invitation) -> Store | None:
-    """Connect, and check that the process there is the one that wrote the invitation."""
+def _connect(launch: Launch, store_address: _StoreAddress) -> Store | None:
+    """Connect, and check that the process there is the one that wrote the address."""
     connect = timedelta(seconds=_CONNECT_SECONDS)
     try:
         # Asked first, because the store's client would try again for seconds when nobody listens.
-        socket.create_connection(("127.0.0.1", invitation.port), _CONNECT_SECONDS).close()
-        store = TCPStore("127.0.0.1", invitation.port, launch.world_size, False, connect, wait_for_workers=False)
-        return store if store.get("smpkit/token").decode() == invitation.token else None
+        socket.create_connection(("127.0.0.1", store_address.port), _CONNECT_SECONDS).close()
+        store = TCPStore("127.0.0.1", store_address.port, launch.world_size, False, connect, wait_for_workers=False)
+        return store if store.get("smpkit/token").decode() == store_address.token else None
     except (dist.DistError, OSError):
         return None

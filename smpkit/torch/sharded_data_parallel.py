@@ -38,7 +38,7 @@ from smpkit.torch.tensor_parallel.shards import mark, shard_of
 
 if TYPE_CHECKING:
     from smpkit.torch.reducer import CommHook
-    from smpkit.torch.step_run import StepRun
+    from smpkit.torch.step_run import StepProgress
 
 __all__ = ["ShardedDataParallel", "shard_model"]
 
@@ -107,7 +107,7 @@ class ShardedDataParallel(DataParallel):
         self._agree_on_failure()
         super().begin_step(training)
 
-    def before_backward(self, run: StepRun) -> None:
+    def before_backward(self, run: StepProgress) -> None:
         last = run.microbatch == run.num_microbatches - 1
         self._root.set_requires_all_reduce(last and self._reduces_now())
 

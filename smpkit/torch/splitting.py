@@ -20,21 +20,21 @@ from smpkit.errors import UsageError
 from smpkit.torch import devices
 from smpkit.torch.containers import children, rebuild
 
-__all__ = ["Call", "Calls", "Splitter"]
+__all__ = ["MicrobatchCall", "MicrobatchCalls", "Splitter"]
 
 
-class Call(NamedTuple):
+class MicrobatchCall(NamedTuple):
     """The arguments of one microbatch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-_Pieces = Callable[[int], Any]
+_GetPiece = Callable[[int], Any]
 """Returns a microbatch's piece of an argument."""
 
 
-class Calls(Sequence[Call]):
+class MicrobatchCalls(Sequence[MicrobatchCall]):
     """The arguments of all microbatches; the first can begin before those of the others are cut.
 
     Args:
@@ -42,35 +42,35 @@ class Calls(Sequence[Call]):
         positional, named: cut each argument.
     """
 
-    def __init__(self, count: int, positional: Sequence[_Pieces], named: Mapping[str, _Pieces]) -> None:
+    def __init__(self, count: int, positional: Sequence[_GetPiece], named: Mapping[str, _GetPiece]) -> None:
         self._count = count
         self._positional = positional
         self._named = named
-        self._made: list[Call] = []
+        self._made: list[MicrobatchCall] = []
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
         if not self._made:
-            self._cut(1)
+            self._split(1)
         if index != 0:
-            self.cut_all()
+            self.split_all()
         return self._made[index]
 
-    def cut_all(self) -> None:
+    def split_all(self) -> None:
         """Cut what has not been cut yet."""
         if len(self._made) < self._count:
-            self._cut(self._count)
+            self._split(self._count)
 
-    def _cut(self, count: int) -> None:
+    def _split(self, count: int) -> None:
         for index in range(len(self._made), count):
             args = tuple([pieces(index) for pieces in self._positional])
-            self._made.append(Call(args, {name: pieces(index) for name, pieces in self._named.items()}))
+            self._made.append(MicrobatchCall(args, {name: pieces(index) for name, pieces in self._named.items()}))
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _SplitSpec:
     """How one argument is cut: into `count` parts along `axis`; `name` is for messages."""
 
     name: str
@@ -126,7 +126,9 @@ class Splitter:
         """Made once for each form of call: `inspect` takes its time."""
         return {}
 
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device) -> Calls:
+    def split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, device: torch.device
+    ) -> MicrobatchCalls:
         """Return the arguments of each of `count` microbatches, with cut tensors on `device`.
 
         Raises:
@@ -137,13 +139,13 @@ class Splitter:
         if layout is None:
             layout = self._layouts[form] = _layout_of(self._signature, *form)
 
-        def cut(sources: Mapping[str, int | str]) -> dict[str, _Pieces]:
+        def cut(sources: Mapping[str, int | str]) -> dict[str, _GetPiece]:
             values = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in sources.items()}
             return {name: self._split_argument(name, value, count, device) for name, value in values.items()}
 
-        return Calls(count, list(cut(layout.positional).values()), cut(layout.keywords))
+        return MicrobatchCalls(count, list(cut(layout.positional).values()), cut(layout.keywords))
 
-    def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> _Pieces:
+    def _split_argument(self, name: str, value: Any, count: int, device: torch.device) -> _GetPiece:
         plain = name.split("[", maxsplit=1)[0]
         if isinstance(value, DataLoader):
             raise UsageError(
@@ -152,7 +154,7 @@ class Splitter:
             )
         if plain in self.non_split_inputs:
             return lambda _: value
-        return _cut(value, _Cut(name, count, self.input_split_axes.get(plain, 0), device))
+        return _split(value, _SplitSpec(name, count, self.input_split_axes.get(plain, 0), device))
 
 
 def _layout_of(signature: inspect.Signature, num_positional: int, keywords: tuple[str, ...]) -> _Layout:
@@ -179,19 +181,19 @@ def _positional_names(bound: inspect.BoundArguments) -> list[str]:
     return names
 
 
-def _cut(value: Any, cut: _Cut) -> _Pieces:
+def _split(value: Any, cut: _SplitSpec) -> _GetPiece:
     if isinstance(value, torch.Tensor):
-        return _cut_tensor(value, cut)
+        return _split_tensor(value, cut)
     if callable(getattr(value, "smp_slice", None)):
         return [value.smp_slice(cut.count, index, cut.axis) for index in range(cut.count)].__getitem__
     parts = children(value)
     if parts is None:
         return lambda _: value
-    pieces = {key: _cut(part, cut) for key, part in parts.items()}
+    pieces = {key: _split(part, cut) for key, part in parts.items()}
     return lambda index: rebuild(value, {key: piece(index) for key, piece in pieces.items()})
 
 
-def _cut_tensor(value: torch.Tensor, cut: _Cut) -> _Pieces:
+def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPiece:
     whole = devices.to_device(value, cut.device)
     if value.dim() == 0:
         return lambda _: whole  # a scalar has no batch axis, so it can only be meant for every microbatch

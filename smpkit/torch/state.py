@@ -16,7 +16,7 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.torch.context import Launch
-from smpkit.torch.step_run import StepRun
+from smpkit.torch.step_run import StepProgress
 
 __all__ = ["ModuleManager", "Runtime", "State", "WrappedModel", "WrappedOptimizer", "state"]
 
@@ -72,7 +72,7 @@ class WrappedModel(Protocol):
     def begin_microbatch(self, index: int) -> None: ...
     def before_last_backward(self) -> None: ...
     def training_step(self) -> AbstractContextManager[None]: ...
-    def end_step(self, run: StepRun) -> None: ...
+    def end_step(self, run: StepProgress) -> None: ...
     def abandon_step(self, error: BaseException) -> None: ...
 
 
@@ -101,13 +101,13 @@ class State:
         """The last model that was wrapped."""
         self.optimizer: WrappedOptimizer | None = None
         """The last optimizer that was wrapped."""
-        self.step: StepRun | None = None
+        self.step: StepProgress | None = None
         """The `@smp.step` call that runs now."""
         self.tracing = False
         """Whether the step runs on tensors without data, to measure the model."""
         self.module_manager = ModuleManager()
         """What Hugging Face's `save_pretrained` asks for the translation of state dicts; set with the model."""
-        self.forgetters: list[Callable[[], object]] = []
+        self.reset_hooks: list[Callable[[], object]] = []
         """Called by `smp.shutdown()`: what other modules keep for the life of the process groups."""
 
     @property

@@ -12,10 +12,10 @@ import torch
 from smpkit.errors import UsageError
 from smpkit.torch.containers import children, map_leaves
 from smpkit.torch.recorder import recorded_microbatch, recorded_step
-from smpkit.torch.splitting import Call, Splitter
+from smpkit.torch.splitting import MicrobatchCall, Splitter
 from smpkit.torch.state import state
 from smpkit.torch.step_output import StepOutput, collate
-from smpkit.torch.step_run import StepRun
+from smpkit.torch.step_run import StepProgress
 
 __all__ = ["StepFunction", "StepOutput", "step"]
 
@@ -67,7 +67,7 @@ class StepFunction:
         if model is not None:
             args, kwargs = model.step_inputs(getattr(self, "__name__", "step"), args, kwargs)
         calls = self._splitter.split(args, kwargs, count, state.device)
-        run = StepRun(count, expected_backwards=self._backwards_per_microbatch)
+        run = StepProgress(count, expected_backwards=self._backwards_per_microbatch)
         state.step = run
         try:
             if model is not None:
@@ -76,7 +76,7 @@ class StepFunction:
                 outputs = model.pipeline.run(self, lambda i: self._body(calls[i]), calls, model.before_last_backward)
             else:
                 with contextlib.nullcontext() if model is None else model.training_step():
-                    outputs = self._run_here(run, calls)
+                    outputs = self._run_without_pipeline(run, calls)
         except BaseException as error:
             if model is not None:
                 model.abandon_step(error)
@@ -88,12 +88,12 @@ class StepFunction:
             model.end_step(run)
         return collate(outputs)
 
-    def _body(self, call: Call) -> Any:
+    def _body(self, call: MicrobatchCall) -> Any:
         output = self._function(*call.args, **call.kwargs)
-        _look_at(output)
+        _materialise(output)
         return output
 
-    def _run_here(self, run: StepRun, calls: Sequence[Call]) -> list[Any]:
+    def _run_without_pipeline(self, run: StepProgress, calls: Sequence[MicrobatchCall]) -> list[Any]:
         """Run the microbatches one after the other, all of the model on this rank."""
         outputs = []
         for index, call in enumerate(calls):
@@ -101,19 +101,19 @@ class StepFunction:
             if state.model is not None:
                 state.model.begin_microbatch(index)
             with recorded_microbatch(index):
-                outputs.append(self._finished(self._body(call)))
+                outputs.append(self._without_graph(self._body(call)))
             run.end_microbatch()
         return outputs
 
-    def _finished(self, output: Any) -> Any:
+    def _without_graph(self, output: Any) -> Any:
         """Let go of the graph of a microbatch that is done, or its activations would stay until the step ends."""
         return map_leaves(_detached, output) if self._detach_outputs else output
 
 
-def _look_at(output: Any) -> None:
-    """Have what is made when it is looked at (logits of all classes) made now: after the microbatch it is too late."""
+def _materialise(output: Any) -> None:
+    """Materialise lazily gathered logits before the microbatch ends: the gather is a collective."""
     for part in (children(output) or {}).values():
-        _look_at(part)
+        _materialise(part)
 
 
 def _detached(value: Any) -> Any:

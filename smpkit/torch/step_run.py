@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["StepRun"]
+__all__ = ["StepProgress"]
 
 
 @dataclass
-class StepRun:
+class StepProgress:
     """One call of a step function, while it runs.
 
     `backwards` counts the calls of `model.backward` in the current microbatch. `expected_backwards` is how many a

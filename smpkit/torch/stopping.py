@@ -40,10 +40,10 @@ def on_stop(callback: Callback) -> Callback:
     Raises:
         UsageError: not called in the main thread, or `smp.stop_requested` is used as well.
     """
-    if _stopper.cooperative:
-        raise _either_or()
-    _stopper.install("smp.on_stop")
-    _stopper.callbacks.append(callback)
+    if _sigterm_handler.cooperative:
+        raise _exclusive_use_error()
+    _sigterm_handler.install("smp.on_stop")
+    _sigterm_handler.callbacks.append(callback)
     return callback
 
 
@@ -58,24 +58,24 @@ def stop_requested() -> bool:
         DeadlineError: not all ranks asked.
     """
     group = state.object_group
-    if _stopper.callbacks:
-        raise _either_or()
-    _stopper.install("smp.stop_requested")
-    _stopper.cooperative = True
-    answer = torch.tensor([int(_stopper.requested)], device="cpu")
+    if _sigterm_handler.callbacks:
+        raise _exclusive_use_error()
+    _sigterm_handler.install("smp.stop_requested")
+    _sigterm_handler.cooperative = True
+    answer = torch.tensor([int(_sigterm_handler.requested)], device="cpu")
     with waiting("stop_requested", group):
         dist.all_reduce(answer, dist.ReduceOp.MAX, group=group)
     return bool(answer.item())
 
 
-def _either_or() -> UsageError:
+def _exclusive_use_error() -> UsageError:
     return UsageError(
         "smp.on_stop and smp.stop_requested exclude each other",
         hint="a loop that asks smp.stop_requested() can itself do what the callback would",
     )
 
 
-class _Stopper:
+class _SigtermHandler:
     """The handler of SIGTERM and what it knows."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Stopper:
             raise UsageError(f"{call} must be called in the main thread", hint="only that thread may handle signals")
         self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Give SIGTERM back and forget the callbacks (on `smp.shutdown()`)."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
@@ -127,5 +127,5 @@ class _Stopper:
                 stack.callback(callback)
 
 
-_stopper = _Stopper()
-state.forgetters.append(_stopper.forget)
+_sigterm_handler = _SigtermHandler()
+state.reset_hooks.append(_sigterm_handler.reset)

@@ -12,12 +12,12 @@ import torch
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
 
-__all__ = ["of_the_script", "shorten"]
+__all__ = ["script_frames", "shorten"]
 
 _OURS: Final = (f"{Path(__file__).parents[1]}{os.sep}",)
 _INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 """Where no line is the script's; a `with` of ours leads through contextlib."""
-_CALLERS: Final = frozenset({"__torch_function__", "run", "run_at"})
+_CALLERS: Final = frozenset({"__torch_function__", "run", "run_on_owner"})
 """Our functions that call an operation which the script has written, one without lines of its own (`x @ y`)."""
 
 
@@ -39,11 +39,11 @@ def shorten(error: BaseException) -> None:
 def _shortened(error: BaseException) -> TracebackType | None:
     frames = _frames(error.__traceback__)
     if not frames or isinstance(error, DeadlineError | RemoteError):
-        return of_the_script(error.__traceback__)
+        return script_frames(error.__traceback__)
     ours = [number for number, frame in enumerate(frames) if _is_in(frame, _OURS)]
     if ours and ours[-1] == len(frames) - 1:
         foreseen = isinstance(error, SmpkitError) or frames[-1].tb_frame.f_code.co_name in _CALLERS
-        return of_the_script(error.__traceback__) if foreseen else error.__traceback__
+        return script_frames(error.__traceback__) if foreseen else error.__traceback__
     theirs = [number for number, frame in enumerate(frames) if not _is_in(frame, _INSIDE)]
     if not theirs:
         return error.__traceback__
@@ -51,7 +51,7 @@ def _shortened(error: BaseException) -> TracebackType | None:
     return _chained([frame for number, frame in enumerate(frames) if number > after or number in theirs])
 
 
-def of_the_script(traceback: TracebackType | None) -> TracebackType | None:
+def script_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames inside smpkit and torch; as it is if it has no others.
 
     A rank that has lost another one shows where its script was. How smpkit came to wait there is a hundred lines that

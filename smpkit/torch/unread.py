@@ -30,4 +30,4 @@ def forget_unread() -> None:
     _unread.clear()
 
 
-state.forgetters.append(forget_unread)
+state.reset_hooks.append(forget_unread)

@@ -17,10 +17,10 @@ import smpkit.torch.pipeline.executor as executor_module
 from smpkit.plan.schedule.actions import Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
-from smpkit.torch.pipeline.ending import Ending
+from smpkit.torch.pipeline.ending import OutputBroadcast
 from smpkit.torch.pipeline.executor import Executor, Policy
 from smpkit.torch.pipeline.messages import Tag
-from smpkit.torch.pipeline.replan import Meter, _better, _costs, _is_kept
+from smpkit.torch.pipeline.replan import Meter, _better_schedule, _costs, _is_kept
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.state import state
 from tests.ranks import RankFailed, run_ranks
@@ -137,13 +137,13 @@ def posted_before_waiting(microbatches: int, ahead_bytes: int | None) -> int:
     for _ in range(3):
         train_step(model, inputs)
     transport, found = executor().stage.transport, []
-    receive = transport._receive_move
+    receive = transport._receive_transfer
 
     def noting(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         found.append(len(transport._posted))
         return receive(*args, **kwargs)
 
-    transport._receive_move = noting  # type: ignore[method-assign]
+    transport._receive_transfer = noting  # type: ignore[method-assign]
     train_step(model, inputs)
     assert not transport._posted
     smp.shutdown()
@@ -261,7 +261,7 @@ def test_what_is_measured_as_slower_is_not_kept(seconds: tuple[float, float], ke
 )
 def test_another_schedule_must_be_worth_it(costs: Costs, deeper: bool) -> None:
     schedule = interleaved(SegmentGraph.chain(4, num_bytes=8), 16, 8)
-    text = _better(schedule, Policy("interleaved", 8).schedule, costs)
+    text = _better_schedule(schedule, Policy("interleaved", 8).schedule, costs)
     assert bool(text) is deeper
     assert not deeper or sum(from_json(text).peak_live_microbatches) > sum(schedule.peak_live_microbatches)
 
@@ -270,7 +270,7 @@ def test_another_schedule_must_be_worth_it(costs: Costs, deeper: bool) -> None:
 def test_messages_count_as_late_even_where_a_ping_is_fast(degree: int, live: tuple[int, ...]) -> None:
     schedule = interleaved(SegmentGraph.chain(degree, num_bytes=8), 8, degree + 2)
     costs = _costs((1,) * degree, [[0.02, 0.04, 0.0, 1e-5, 0.0]] * degree)
-    text = _better(schedule, Policy("interleaved", degree + 2).schedule, costs)
+    text = _better_schedule(schedule, Policy("interleaved", degree + 2).schedule, costs)
     assert from_json(text).peak_live_microbatches == live
 
 
@@ -332,9 +332,9 @@ def posted_ahead() -> list[str]:
     transport, events = executor().stage.transport, list[str]()
     post = transport.post
 
-    def noted(microbatch: int, move: Any, *, backward: bool) -> None:
+    def noted(microbatch: int, transfer: Any, *, backward: bool) -> None:
         events.append(f"post {'B' if backward else 'F'}{microbatch}")
-        post(microbatch, move, backward=backward)
+        post(microbatch, transfer, backward=backward)
 
     transport.post = noted  # type: ignore[method-assign]
     executor().recorder = lambda kind, segment, microbatch, start_ns, end_ns: events.append(f"{kind}{microbatch}")
@@ -389,18 +389,18 @@ def shared_inputs(shapes: Sequence[Sequence[int]], head_bytes: int) -> tuple[boo
     """Return whether this rank saw the inputs of rank 0 in each step, and the blocks in which rank 0 sent them."""
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 3, "ddp": True})
     from smpkit.torch.partitioning.measure import Measured
-    from smpkit.torch.pipeline.inputs import Inputs
+    from smpkit.torch.pipeline.inputs import InputBroadcast
     from smpkit.torch.pipeline.pipeline import Pipeline
 
     transport = Pipeline(nn.Linear(1, 1), Measured(), lambda root, ranks: None)._transport
-    inputs, equal, blocks = Inputs(transport, smp.pp_rank(), 3, torch.device("cpu")), True, []
+    inputs, equal, blocks = InputBroadcast(transport, smp.pp_rank(), 3, torch.device("cpu")), True, []
     for step in range(5):
         expected = [torch.randn(shape, generator=torch.Generator().manual_seed(step)) for shape in shapes]
         mine = expected if smp.pp_rank() == 0 else [torch.zeros_like(tensor) for tensor in expected]
         inputs.head_bytes = head_bytes
         with torch.inference_mode(step == 0):
-            found = inputs.of_first(mine)
-        blocks.append(0 if inputs._travelling is None else inputs._travelling.block.data_ptr())
+            found = inputs.broadcast(mine)
+        blocks.append(0 if inputs._in_flight is None else inputs._in_flight.block.data_ptr())
         if step != 2:  # in which nobody waits for what was sent
             transport.flush()
             inputs.end_step()
@@ -462,13 +462,13 @@ def order_of_the_end() -> list[str]:
     for _ in range(3):
         train_step(model, inputs)
     seen: list[str] = []
-    begin = Ending.__init__
+    begin = OutputBroadcast.__init__
 
-    def noted(self: Ending, *arguments: Any) -> None:
+    def noted(self: OutputBroadcast, *arguments: Any) -> None:
         seen.append("ending")
         begin(self, *arguments)
 
-    Ending.__init__ = noted  # type: ignore[assignment, method-assign]
+    OutputBroadcast.__init__ = noted  # type: ignore[assignment, method-assign]
     executor().recorder = lambda kind, segment, microbatch, *times: seen.append(f"{kind}{microbatch}")
     train_step(model, inputs)
     smp.shutdown()

@@ -15,7 +15,7 @@ import smpkit.torch as smp
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit.torch import cuda_on_cpu, gpus
 from smpkit.torch.context import Launch
-from smpkit.torch.gpus import Sight, backend_of, notices_of, problems_of
+from smpkit.torch.gpus import GpuInfo, backend_of, notices_of, problems_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tells of machines whose GPU torch does not see")
@@ -49,20 +49,20 @@ def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
 
 
-def message_of(*sights: Sight) -> str:
-    return str(ConfigError(problems_of(sights), subject="GPUs of the job"))
+def message_of(*gpu_infos: GpuInfo) -> str:
+    return str(ConfigError(problems_of(gpu_infos), subject="GPUs of the job"))
 
 
 def test_a_machine_without_a_gpu_is_no_problem() -> None:
-    sight = gpus.look(Launch(), {})
-    assert (sight.gpu, sight.expected, sight.meant, sight.unused) == (None, None, None, None)
-    assert problems_of([sight, sight]) == []
-    assert notices_of([sight, sight]) == []
+    gpu_info = gpus.probe_gpu(Launch(), {})
+    assert (gpu_info.gpu, gpu_info.expected, gpu_info.cpu_reason, gpu_info.unused) == (None, None, None, None)
+    assert problems_of([gpu_info, gpu_info]) == []
+    assert notices_of([gpu_info, gpu_info]) == []
 
 
 def test_a_gpu_that_the_launcher_counted_must_be_seen(tmp_path: Path) -> None:
     (tmp_path / "version").write_text(NVRM)
-    text = message_of(Sight(gpu="GPU-a"), gpus.look(Launch(), {"SM_NUM_GPUS": "8", "CUDA_VISIBLE_DEVICES": "9"}))
+    text = message_of(GpuInfo(gpu="GPU-a"), gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": "8", "CUDA_VISIBLE_DEVICES": "9"}))
     assert "rank 1 sees no GPU but should have one (SM_NUM_GPUS is 8)" in text
     assert f"torch {torch.__version__} is built " in text
     assert "the driver is 535.104.05" in text
@@ -73,12 +73,12 @@ def test_a_gpu_that_the_launcher_counted_must_be_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", ["0", "", "many"])
 def test_no_gpu_that_the_launcher_counted_is_none_to_miss(count: str) -> None:
-    assert gpus.look(Launch(), {"SM_NUM_GPUS": count}).expected is None
+    assert gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": count}).expected is None
 
 
 def test_a_gpu_that_another_rank_has_is_one_to_miss() -> None:
-    blind = gpus.look(Launch(), {})
-    text = message_of(blind, Sight(gpu="GPU-a"), blind)
+    blind = gpus.probe_gpu(Launch(), {})
+    text = message_of(blind, GpuInfo(gpu="GPU-a"), blind)
     assert "ranks 0 and 2 see no GPU but should have one (rank 1 has one)" in text
     assert "the version of the driver is unknown" in text
 
@@ -86,7 +86,7 @@ def test_a_gpu_that_another_rank_has_is_one_to_miss() -> None:
 @pytest.mark.usefixtures("cuda_build")
 def test_a_build_for_cuda_beside_a_gpu_must_see_it(device: Path, tmp_path: Path) -> None:
     (tmp_path / "version").write_text(OPEN_NVRM)
-    text = message_of(gpus.look(Launch(), {}))
+    text = message_of(gpus.probe_gpu(Launch(), {}))
     assert f"rank 0 sees no GPU but should have one ({device} exists)" in text
     assert f"torch {torch.__version__} is built for CUDA 13.0, the driver is 580.65.06" in text
     assert "torch says `" in text
@@ -95,9 +95,9 @@ def test_a_build_for_cuda_beside_a_gpu_must_see_it(device: Path, tmp_path: Path)
 
 @pytest.mark.usefixtures("cpu_build")
 def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(device: Path) -> None:
-    sight = gpus.look(Launch(), {})
-    assert problems_of([sight, sight]) == []
-    (text,) = notices_of([sight, sight, Sight()])
+    gpu_info = gpus.probe_gpu(Launch(), {})
+    assert problems_of([gpu_info, gpu_info]) == []
+    (text,) = notices_of([gpu_info, gpu_info, GpuInfo()])
     assert f"{device} exists" in text
     assert "ranks 0 and 1 train on the CPU" in text
 
@@ -117,44 +117,44 @@ def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(device: Path) -> None:
 @pytest.mark.usefixtures("device")
 def test_who_means_the_cpu_gets_it(said: dict[str, str], build: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(build)
-    sight = gpus.look(Launch(), {"SM_NUM_GPUS": "8", **said})
-    assert problems_of([sight, Sight(gpu="GPU-a")]) == []
-    assert notices_of([sight]) == []
+    gpu_info = gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": "8", **said})
+    assert problems_of([gpu_info, GpuInfo(gpu="GPU-a")]) == []
+    assert notices_of([gpu_info]) == []
 
 
 # --- the backend ------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_with_a_gpu_of_their_own_use_nccl() -> None:
-    assert backend_of([Sight("a"), Sight("b")], "auto") == ("cpu:gloo,cuda:nccl", [])
-    assert backend_of([Sight("a"), Sight("b")], "gloo") == ("gloo", [])
-    assert backend_of([Sight(), Sight()], "nccl") == ("gloo", [])
+    assert backend_of([GpuInfo("a"), GpuInfo("b")], "auto") == ("cpu:gloo,cuda:nccl", [])
+    assert backend_of([GpuInfo("a"), GpuInfo("b")], "gloo") == ("gloo", [])
+    assert backend_of([GpuInfo(), GpuInfo()], "nccl") == ("gloo", [])
 
 
 def test_ranks_that_share_a_gpu_use_gloo_and_are_told() -> None:
-    backend, (text,) = backend_of([Sight("a"), Sight("a")], "auto")
+    backend, (text,) = backend_of([GpuInfo("a"), GpuInfo("a")], "auto")
     assert backend == "gloo"
     assert "2 ranks share 1 GPU, which nccl cannot do" in text
 
 
 def test_ranks_on_the_cpu_beside_ranks_on_gpus_are_told() -> None:
-    backend, (text,) = backend_of([Sight("a"), Sight(meant="CUDA_VISIBLE_DEVICES=''")], "auto")
+    backend, (text,) = backend_of([GpuInfo("a"), GpuInfo(cpu_reason="CUDA_VISIBLE_DEVICES=''")], "auto")
     assert backend == "gloo"
     assert "rank 1 uses the CPU (CUDA_VISIBLE_DEVICES='') while others have a GPU" in text
 
 
 def test_a_shared_gpu_carries_nccl_if_asked_to() -> None:
-    shared = Sight("a", shared_nccl=[2, 30, 1])
+    shared = GpuInfo("a", shared_nccl=[2, 30, 1])
     backend, (text,) = backend_of([shared, shared], "auto")
     assert backend == "cpu:gloo,cuda:nccl"
     assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in text
     assert backend_of([shared, shared], "gloo") == ("gloo", [])
-    own = Sight("b", shared_nccl=[2, 28, 9])
+    own = GpuInfo("b", shared_nccl=[2, 28, 9])
     assert backend_of([shared, own], "auto") == ("cpu:gloo,cuda:nccl", [])  # nothing is shared
 
 
 def test_an_nccl_that_cannot_share_a_gpu_is_refused() -> None:
-    new, old, missing = (Sight("a", shared_nccl=version) for version in ([2, 30, 1], [2, 28, 9], []))
+    new, old, missing = (GpuInfo("a", shared_nccl=version) for version in ([2, 30, 1], [2, 28, 9], []))
     with pytest.raises(UnsupportedError, match=r"needs NCCL 2\.30 or newer, but rank 1 has 2\.28\.9"):
         backend_of([new, old], "auto")
     with pytest.raises(UnsupportedError, match="but rank 0 has none"):
@@ -163,13 +163,13 @@ def test_an_nccl_that_cannot_share_a_gpu_is_refused() -> None:
 
 def test_all_ranks_must_want_to_share_a_gpu() -> None:
     with pytest.raises(ConfigError, match="SMPKIT_SHARED_GPU_NCCL: is 1 on some ranks but not on rank 1"):
-        backend_of([Sight("a", shared_nccl=[2, 30, 1]), Sight("a")], "auto")
+        backend_of([GpuInfo("a", shared_nccl=[2, 30, 1]), GpuInfo("a")], "auto")
 
 
 def test_the_wish_to_share_a_gpu_is_told_with_the_version_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "nccl_version", lambda: (2, 30, 4))
-    assert gpus.look(Launch(), {"SMPKIT_SHARED_GPU_NCCL": "1"}).shared_nccl == (2, 30, 4)
-    assert gpus.look(Launch(), {}).shared_nccl is None
+    assert gpus.probe_gpu(Launch(), {"SMPKIT_SHARED_GPU_NCCL": "1"}).shared_nccl == (2, 30, 4)
+    assert gpus.probe_gpu(Launch(), {}).shared_nccl is None
 
 
 # --- scripts that say `cuda` ------------------------------------------------------------------------------------------
@@ -226,14 +226,14 @@ def counted_on_rank_1(rank: int, device_files: str) -> None:
         os.environ["SM_NUM_GPUS"] = "8"
 
 
-def one_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> Sight:
-    return Sight("GPU-a")
+def one_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInfo:
+    return GpuInfo("GPU-a")
 
 
 def seen_on_rank_0(rank: int, device_files: str) -> None:
     gpus.DEVICE_FILES = device_files
     if rank == 0:
-        gpus.look = one_gpu
+        gpus.probe_gpu = one_gpu
 
 
 def unused(rank: int, device_files: str) -> None:

@@ -16,7 +16,7 @@ import smpkit.torch as smp
 from smpkit.errors import DeadlineError, RemoteError, UsageError
 from smpkit.torch import initialize
 from smpkit.torch.groups import Groups
-from smpkit.torch.initialize import lane_group
+from smpkit.torch.initialize import channel_group
 from smpkit.torch.pipeline.lanes import refuse_launch_order
 from smpkit.torch.state import state
 from tests.ranks import run_ranks
@@ -78,7 +78,7 @@ def test_a_gpu_that_does_not_answer_is_named() -> None:
         mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 5]),
         pytest.raises(DeadlineError, match=r"rank 0 waited 0 s in the connection of X for rank 5"),
     ):
-        groups._hold(cast("Any", work), "the connection of X", cast("Any", None))
+        groups._wait_for_gpu(cast("Any", work), "the connection of X", cast("Any", None))
 
 
 def bound() -> tuple[list[Any], str, float]:
@@ -98,7 +98,7 @@ def bound() -> tuple[list[Any], str, float]:
             return new_group(*args, **kwargs)
 
         with mock.patch.object(dist, "new_group", note):
-            group = lane_group((0, 1))
+            group = channel_group((0, 1))
         if dist.get_rank() == 0:
             group.send([torch.ones(1)], 1, 0).wait()
         else:
@@ -125,8 +125,8 @@ def test_an_order_of_launches_over_all_communicators_is_refused(monkeypatch: pyt
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without nccl")
 def test_lanes_start_before_what_is_computed_and_take_little_of_the_gpu() -> None:
     groups = Groups(cast("Any", None), 0, timedelta(seconds=7), single_host=True)
-    options = cast("Any", groups._lane_options("nccl"))
+    options = cast("Any", groups._channel_options("nccl"))
     assert options.is_high_priority_stream
     assert options.config.max_ctas == 8
     assert options._timeout == timedelta(seconds=7)
-    assert groups._lane_options("gloo") is None
+    assert groups._channel_options("gloo") is None

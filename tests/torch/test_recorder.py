@@ -215,7 +215,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
 ) -> None:
     monkeypatch.setenv(recorder.EVENTS_DIR, str(tmp_path))
     smp.init({"microbatches": 1})
-    recording = recorder.current()
+    recording = recorder.current_recorder()
     assert recording is not None
     recording._writer._file.close()
     recording._writer._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the recorder closes it
@@ -226,7 +226,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(
     assert [record.message for record in caplog.records] == [
         "recording ended: events cannot be written: No space left on device"
     ]
-    assert recorder.current() is None
+    assert recorder.current_recorder() is None
     smp.shutdown()
 
 
@@ -265,7 +265,7 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(recorder.EVENTS_DIR, raising=False)
     smp.init({"microbatches": 1})
-    assert recorder.current() is None
+    assert recorder.current_recorder() is None
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ import pytest
 from smpkit.errors import DeadlineError, LaunchError, UsageError
 from smpkit.torch import rendezvous
 from smpkit.torch.context import Launch
-from smpkit.torch.rendezvous import meet, name_ranks
+from smpkit.torch.rendezvous import connect_store, name_ranks
 from tests.deadlines import facts
 from tests.ranks import run_ranks
 
@@ -61,29 +61,29 @@ def test_a_bare_mpirun_needs_no_master_address(tmp_path: Path) -> None:
 
 def test_several_hosts_without_a_master_address_are_told_what_to_pass() -> None:
     with pytest.raises(UsageError, match=r"several hosts, and MASTER_ADDR is not set\nhint: .*mpirun -x MASTER_ADDR"):
-        meet(Launch(1, 4, 1, 2, "Open MPI", "job"), None, timedelta(seconds=1))
+        connect_store(Launch(1, 4, 1, 2, "Open MPI", "job"), None, timedelta(seconds=1))
 
 
 def test_a_rank_that_finds_no_rank_0_gives_up_at_the_deadline(temporary: Path) -> None:
     with pytest.raises(DeadlineError, match=r"rank 1 waited 0.3 s for rank 0 to say where it listens"):
-        meet(Launch(1, 2, 1, 2, "Open MPI", "job"), None, timedelta(seconds=0.3))
+        connect_store(Launch(1, 2, 1, 2, "Open MPI", "job"), None, timedelta(seconds=0.3))
 
 
 def test_rank_0_names_the_ranks_that_did_not_come_and_removes_its_file(temporary: Path) -> None:
     with pytest.raises(DeadlineError, match=r"rank 0 waited 0.3 s in smp.init\(\) for ranks 1 and 2"):
-        meet(Launch(0, 3, 0, 3, "Open MPI", "job"), None, timedelta(seconds=0.3))
+        connect_store(Launch(0, 3, 0, 3, "Open MPI", "job"), None, timedelta(seconds=0.3))
     assert list(temporary.iterdir()) == []
 
 
 def test_an_invitation_left_by_a_dead_job_is_not_followed(temporary: Path) -> None:
     launch = Launch(1, 2, 1, 2, "Open MPI", "job")
-    path = rendezvous._invitation_path(launch)
+    path = rendezvous._address_path(launch)
     path.write_text(json.dumps({"port": 1, "pid": 2**22 + 1, "token": "x"}))
-    assert rendezvous._read_invitation(path) is None
+    assert rendezvous._read_address(path) is None
     path.write_text(json.dumps({"port": 1, "pid": os.getpid(), "token": "x"}))
-    invitation = rendezvous._read_invitation(path)
-    assert invitation is not None
-    assert rendezvous._accept(launch, rendezvous._Invitation(_free_port(), os.getpid(), "x")) is None
+    store_address = rendezvous._read_address(path)
+    assert store_address is not None
+    assert rendezvous._connect(launch, rendezvous._StoreAddress(_free_port(), os.getpid(), "x")) is None
 
 
 def test_an_invitation_through_a_link_or_garbage_is_not_followed(temporary: Path) -> None:
@@ -91,14 +91,14 @@ def test_an_invitation_through_a_link_or_garbage_is_not_followed(temporary: Path
     real.write_text(json.dumps({"port": 1, "pid": os.getpid(), "token": "x"}))
     link = temporary / "link"
     link.symlink_to(real)
-    assert rendezvous._read_invitation(link) is None
+    assert rendezvous._read_address(link) is None
     real.write_text("not json")
-    assert rendezvous._read_invitation(real) is None
+    assert rendezvous._read_address(real) is None
 
 
 def test_the_invitation_is_for_this_user_only(temporary: Path) -> None:
     path = temporary / "invitation.json"
-    with rendezvous._published(path, rendezvous._Invitation(1, 2, "x")):
+    with rendezvous._published(path, rendezvous._StoreAddress(1, 2, "x")):
         assert path.stat().st_mode & 0o777 == 0o600
     assert not path.exists()
 
@@ -119,7 +119,7 @@ def test_a_taken_port_is_said_with_the_variable_to_change() -> None:
         taken.listen()
         launch = Launch(0, 2, 0, 2, "torchrun", "", "127.0.0.1", taken.getsockname()[1])
         with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 127.0.0.1:\d+"):
-            meet(launch, None, timedelta(seconds=2))
+            connect_store(launch, None, timedelta(seconds=2))
 
 
 def missing_rank() -> str:

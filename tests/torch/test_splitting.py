@@ -108,7 +108,7 @@ def test_the_first_microbatch_does_not_wait_until_the_others_are_cut(monkeypatch
     assert (len(calls), seen) == (3, [0])
     assert calls[2].args[0].tolist() == [4, 5]
     assert [call.args[0].tolist() for call in calls] == [[0, 1], [2, 3], [4, 5]]
-    calls.cut_all()
+    calls.split_all()
     assert seen == [0, 2, 4]
 
 

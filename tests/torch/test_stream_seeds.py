@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from smpkit.torch.stream_seeds import Seeds, mixed
+from smpkit.torch.stream_seeds import Seeds, mix
 
-OWN = mixed(0, 1) & ((1 << 43) - 2)
+OWN = mix(0, 1) & ((1 << 43) - 2)
 
 
 def row(seeds: Seeds, first: int, length: int) -> list[int]:
@@ -16,7 +16,7 @@ def row(seeds: Seeds, first: int, length: int) -> list[int]:
 
 def test_ranks_have_the_same_numbers_and_closed_streams_of_their_own() -> None:
     first, second = Seeds(), Seeds(OWN)
-    number = mixed(3, 4)
+    number = mix(3, 4)
     assert first.open(number) == second.open(number)
     assert first.closed(number) != second.closed(number)
     assert first.closed(number) & 0xFFFFFFFF != second.closed(number) & 0xFFFFFFFF  # all that a CPU's generator takes
@@ -27,10 +27,10 @@ def test_ranks_have_the_same_numbers_and_closed_streams_of_their_own() -> None:
 
 def test_seeds_are_told_from_those_of_a_script_and_keep_saying_whether_their_stream_is_closed() -> None:
     for seeds in (Seeds(), Seeds(OWN)):
-        for number in (0, 1, (1 << 64) - 1, mixed(5, 6)):
+        for number in (0, 1, (1 << 64) - 1, mix(5, 6)):
             for seed, lowest in ((seeds.open(number), 0), (seeds.closed(number), 1)):
                 assert 0 <= seed < 1 << 63
                 assert seed & 1 == lowest == seeds.after(seed) & 1
-                assert Seeds.has_number(seed)
-                assert Seeds.has_number(seeds.after(seed))
-    assert not any(Seeds.has_number(seed) for seed in (0, 1, 42, 1234, 2**32 - 1, 2**63 - 1, 2**64 - 1))
+                assert Seeds.is_stream_seed(seed)
+                assert Seeds.is_stream_seed(seeds.after(seed))
+    assert not any(Seeds.is_stream_seed(seed) for seed in (0, 1, 42, 1234, 2**32 - 1, 2**63 - 1, 2**64 - 1))

@@ -72,7 +72,7 @@ def test_what_torch_did_after_the_last_line_of_the_script_is_shown() -> None:
     names = run_ranks(shown, 2, "torch")[0]
     assert names[:3] == ["shown", "train_step", "forward"]
     assert names[-1] == "forward"
-    assert "run_at" not in names
+    assert "run_on_owner" not in names
 
 
 def raised(function: Any, *args: Any) -> BaseException:

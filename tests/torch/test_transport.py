@@ -12,7 +12,7 @@ import smpkit.torch as smp
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.packing import pack, packed_bytes, unpack, unpack_copies
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.record import P2PTransfer
 from smpkit.torch.pipeline.specs import TensorSpec, spec_of
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.state import state
@@ -36,9 +36,9 @@ def open_transport() -> Transport:
     return Transport(state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device)
 
 
-def move_of(number: int, source: int = 0) -> Move:
+def move_of(number: int, source: int = 0) -> P2PTransfer:
     spec = TensorSpec((2, 3), (3, 1), torch.float32, requires_grad=True)
-    return Move(number, source, 1 - source, 0, 0, spec)
+    return P2PTransfer(number, source, 1 - source, 0, 0, spec)
 
 
 def test_packed_tensors_come_out_as_they_went_in() -> None:
@@ -121,13 +121,13 @@ def gradients_that_are_none() -> list[Any]:
     transport = open_transport()
     found: list[Any] = []
     for index, value in enumerate([VALUE, VALUE.t().contiguous().t()]):
-        move = Move(index, 0, 1, 0, 0, spec_of(value))
+        transfer = P2PTransfer(index, 0, 1, 0, 0, spec_of(value))
         for microbatch, gradient in enumerate([None, value * 2, value * math.nan]):
             if smp.pp_rank() == 0:
-                got = transport.receive_gradient(microbatch, move)
+                got = transport.receive_gradient(microbatch, transfer)
                 found.append(None if got is None else (got[0, 1].item(), got.stride()))
             else:
-                transport.send_gradient(gradient, microbatch, move)
+                transport.send_gradient(gradient, microbatch, transfer)
     transport.flush()
     found.append(transport.num_bytes)
     smp.shutdown()
@@ -146,17 +146,17 @@ def use_before_it_arrives() -> list[Any]:
     transport = open_transport()
     found: list[Any] = []
     for index, value in enumerate([VALUE, VALUE.t().contiguous().t()]):
-        go, move = move_of(0, source=1), Move(1, 0, 1, 0, 0, spec_of(value))
+        go, transfer = move_of(0, source=1), P2PTransfer(1, 0, 1, 0, 0, spec_of(value))
 
-        def use(coming: torch.Tensor, index: int = index, go: Move = go) -> torch.Tensor:
+        def use(coming: torch.Tensor, index: int = index, go: P2PTransfer = go) -> torch.Tensor:
             transport.send(VALUE, index, go)
             return coming.requires_grad_()
 
         if smp.pp_rank() == 0:
             transport.receive(index, go)
-            transport.send(value, index, move)
+            transport.send(value, index, transfer)
         else:
-            leaf = transport.receive(index, move, use)
+            leaf = transport.receive(index, transfer, use)
             found.append((leaf.tolist(), leaf.stride(), leaf.requires_grad, leaf._is_view()))
     transport.flush()
     smp.shutdown()
@@ -172,10 +172,10 @@ def lets_go() -> list[int]:
     """Send values of three microbatches; return how many messages are held after each gradient came back."""
     transport = open_transport()
     # The list of both ranks: F0 F1 F2 B0 B1 B2.
-    transport.places = {(r, b, 0, m): 3 * b + m for r in (0, 1) for b in (False, True) for m in range(10)}
+    transport.action_indices = {(r, b, 0, m): 3 * b + m for r in (0, 1) for b in (False, True) for m in range(10)}
     held = []
     if smp.pp_rank() == 0:
-        transport.send(VALUE, 9, Move(7, 0, 1, 0, 0, move_of(7).spec))
+        transport.send(VALUE, 9, P2PTransfer(7, 0, 1, 0, 0, move_of(7).spec))
         for microbatch in range(3):
             transport.send(VALUE, microbatch, move_of(0))
         held.append(len(transport._sending[1]))
@@ -230,12 +230,12 @@ def gives_up_sooner() -> list[list[float]]:
     found = []
     if smp.pp_rank() == 0:
         smp.barrier()
-        transport.send(torch.ones(1 << 20), 0, Move(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))))
+        transport.send(torch.ones(1 << 20), 0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))))
         transport.abandon(1)
         transport.send(VALUE, 0, move_of(0))
         transport.flush()
     else:
-        transport.post(0, Move(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))), backward=False)
+        transport.post(0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))), backward=False)
         transport.abandon(1)
         smp.barrier()
         found = transport.receive(0, move_of(0)).tolist()

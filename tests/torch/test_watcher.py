@@ -19,7 +19,7 @@ from smpkit.errors import UsageError
 from smpkit.torch import deadline, initialize, watcher
 from smpkit.torch.context import Launch
 from smpkit.torch.deadline import waiting
-from smpkit.torch.watcher import _lives
+from smpkit.torch.watcher import _is_alive
 from tests.deadlines import SECONDS, facts
 from tests.ranks import run_ranks
 from tests.torch.test_deadline import start, stories
@@ -49,7 +49,7 @@ def begin(look_seconds: float = 0.1) -> Spinning:
     """Start a job whose ranks are connected by nccl."""
     backend = Spinning()
     deadline.device_backends = lambda group: [backend]  # type: ignore[list-item]
-    watcher._LOOK_SECONDS = look_seconds  # type: ignore[misc]
+    watcher._POLL_SECONDS = look_seconds  # type: ignore[misc]
     smp.init({"ddp": True, "timeout_seconds": 600})
     return backend
 
@@ -93,7 +93,7 @@ def test_a_rank_that_waits_for_its_gpu_hears_which_rank_failed_and_why(how: str)
 def one_condemns() -> str:
     backend = begin()
     if smp.rank() == 0:
-        deadline.condemn(UsageError("ranks took different ways"))
+        deadline.fail_all_ranks(UsageError("ranks took different ways"))
         assert backend.ended.is_set()
         return message_of(smp.barrier)
     backend.item()
@@ -168,9 +168,9 @@ def one_leaves() -> tuple[bool, bool]:
         smp.shutdown()
         return True, True
     end = time.monotonic() + SECONDS
-    while _lives(pid) and time.monotonic() < end:
+    while _is_alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
-    gone = not _lives(pid)
+    gone = not _is_alive(pid)
     time.sleep(1)  # ten looks
     return gone, deadline.failed() or backend.ended.is_set()
 
@@ -296,7 +296,7 @@ SERVER_DIES = """
     import smpkit.torch as smp
     from smpkit.torch import watcher
     from tests.torch.test_watcher import begin
-    watcher.place_of_process = lambda: None  # as if each rank were on a machine of its own
+    watcher.process_namespace = lambda: None  # as if each rank were on a machine of its own
     backend = begin()
     smp.barrier()
     if smp.rank() == 0:
@@ -314,10 +314,10 @@ def test_a_server_that_dies_on_another_machine_is_named(tmp_path: Path) -> None:
 
 
 def test_processes_are_known_by_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert _lives(os.getpid())
+    assert _is_alive(os.getpid())
     monkeypatch.setattr(watcher, "_PROCESSES", tmp_path)
     for pid, status in ((1, "S"), (2, "Z")):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a (strange) name) {status} 0 1")
-    assert [_lives(pid) for pid in (1, 2, 3)] == [True, False, False]
-    assert watcher.place_of_process() is None
+    assert [_is_alive(pid) for pid in (1, 2, 3)] == [True, False, False]
+    assert watcher.process_namespace() is None

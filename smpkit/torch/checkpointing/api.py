@@ -41,9 +41,9 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
             hint="checkpoint the modules in it",
         )
     call = ModuleCall.of(module)
-    if len(call.homes) > 1 and isinstance(module, nn.Sequential) and is_plain(module):
+    if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and is_plain(module):
         return call.run(Chain(module, preserve_rng_state, None), args, kwargs)
-    stays = must_stay(module, call.homes)
+    stays = must_stay(module, call.pp_ranks)
     return call.run(None if stays else Whole(module, preserve_rng_state), args, kwargs)
 
 
@@ -122,7 +122,7 @@ def set_activation_checkpointing(
 
 def _mark(module: nn.Module, preserve_rng_state: bool) -> None:
     call = ModuleCall.on(module)
-    call.checkpointing = None if must_stay(module, call.homes) else Whole(module, preserve_rng_state)
+    call.checkpointing = None if must_stay(module, call.pp_ranks) else Whole(module, preserve_rng_state)
 
 
 def _check_module(function: str, module: object) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from smpkit.torch.calls import ModuleCall, OwnCall
+from smpkit.torch.calls import ModuleCall, OriginalCall
 from smpkit.torch.checkpointing.names import name_of
 from smpkit.torch.checkpointing.region import run_checkpointed
 from smpkit.torch.checkpointing.whole import Whole, must_stay
-from smpkit.torch.pipeline.located import between_units
+from smpkit.torch.pipeline.located import microbatch_between_units
 from smpkit.torch.pipeline.units import run_together
 
 __all__ = ["Chain", "cut_groups", "is_plain"]
@@ -30,20 +30,20 @@ class Chain:
         self._preserve_rng_state = preserve_rng_state
         self._size = size
 
-    def __call__(self, own: OwnCall) -> OwnCall:
-        return functools.partial(self._run, own)
+    def __call__(self, original: OriginalCall) -> OriginalCall:
+        return functools.partial(self._run, original)
 
-    def _run(self, own: OwnCall, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         """Run the Sequential's own call, with its hooks, around our way through its layers."""
         attributes = vars(self._module)
         attributes["forward"] = self._forward
         try:
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             attributes.pop("forward", None)  # a parked microbatch may have been faster
 
     def _forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's own name, which callers may use
-        spans = between_units() is not None and len(ModuleCall.of(self._module).homes) > 1
+        spans = microbatch_between_units() is not None and len(ModuleCall.of(self._module).pp_ranks) > 1
         layers = list(self._module)
         for group in cut_groups([_place(layer) if spans else frozenset() for layer in layers], self._size):
             members = [layers[index] for index in group]
@@ -57,10 +57,10 @@ class Chain:
 
     def _alone(self, layer: nn.Module, value: Any) -> Any:
         call = ModuleCall.of(layer)
-        stays = must_stay(layer, call.homes)
+        stays = must_stay(layer, call.pp_ranks)
         return call.run(None if stays else Whole(layer, self._preserve_rng_state), (value,), {})
 
-    def _together(self, layers: Sequence[nn.Module]) -> OwnCall:
+    def _together(self, layers: Sequence[nn.Module]) -> OriginalCall:
         def one_after_the_other(value: Any) -> Any:
             for layer in layers:
                 value = layer(value)
@@ -88,21 +88,21 @@ def cut_groups(places: Sequence[frozenset[int] | None], size: int | None) -> Ite
         size: how many a group has at most.
     """
     group: list[int] = []
-    homes: frozenset[int] = frozenset()
+    pp_ranks: frozenset[int] = frozenset()
     for index, place in enumerate(places):
-        fits = place is not None and len(homes | place) < 2 and len(group) != size
+        fits = place is not None and len(pp_ranks | place) < 2 and len(group) != size
         if group and not fits:
             yield group
-            group, homes = [], frozenset()
+            group, pp_ranks = [], frozenset()
         if place is None:
             yield [index]
         else:
             group.append(index)
-            homes |= place
+            pp_ranks |= place
     if group:
         yield group
 
 
 def _place(layer: nn.Module) -> frozenset[int] | None:
     call = ModuleCall.of(layer)
-    return None if call.placed is None or len(call.homes) > 1 else call.homes
+    return None if call.dispatch is None or len(call.pp_ranks) > 1 else call.pp_ranks

@@ -21,11 +21,11 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
-from smpkit.torch.calls import OwnCall
+from smpkit.torch.calls import OriginalCall
 from smpkit.torch.checkpointing.names import name_of
 from smpkit.torch.checkpointing.region import Region
 from smpkit.torch.offload import active
-from smpkit.torch.pipeline.located import between_units
+from smpkit.torch.pipeline.located import microbatch_between_units
 from smpkit.torch.pipeline.random import will_be_recomputed
 
 __all__ = ["adopt"]
@@ -49,7 +49,7 @@ class _Reentrant:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if between_units() is None:
+        if microbatch_between_units() is None:
             with _boundary_of(function):
                 return _reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
         # The same gradients by the other way, which keeps to the ranks' own graphs.
@@ -59,28 +59,28 @@ class _Reentrant:
 def _non_reentrant(
     around: _Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Generator:
-    microbatch = between_units()
+    microbatch = microbatch_between_units()
     if microbatch is None:
         with _boundary_of(function):
             yield from around(function, args, kwargs)
         return
     # See [Note: around several ranks].
-    outer, microbatch.around_units = microbatch.around_units, functools.partial(_recomputed, around)
+    outer, microbatch.unit_wrapper = microbatch.unit_wrapper, functools.partial(_recomputed, around)
     try:
         yield
     finally:
-        microbatch.around_units = outer
+        microbatch.unit_wrapper = outer
 
 
 _again: Final = contextlib.contextmanager(_non_reentrant)
 
 
-def _recomputed(around: _Around, own: OwnCall) -> OwnCall:
+def _recomputed(around: _Around, original: OriginalCall) -> OriginalCall:
     """Return a call that is recomputed in backward, with the settings of a torch.utils.checkpoint around it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _again(around, own, args, kwargs):
-            return own(*args, **kwargs)
+        with _again(around, original, args, kwargs):
+            return original(*args, **kwargs)
 
     return run
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from smpkit.torch.checkpointing.surroundings import Surroundings
 from smpkit.torch.containers import map_leaves
 from smpkit.torch.offload.active import boundary
-from smpkit.torch.pipeline.random import operations_again, will_be_recomputed
+from smpkit.torch.pipeline.random import replayed_operation_streams, will_be_recomputed
 from smpkit.torch.pipeline.specs import map_tensors
 from smpkit.torch.state import state
 
@@ -82,7 +82,7 @@ class Region:
         self._args, self._kwargs = map_tensors(self._slot, (args, kwargs))
         self._surroundings = Surroundings(modules, self._slot, generators=preserve_rng_state)
         self._slots.clear()  # ids mean nothing once the tensors are gone
-        self._operations = operations_again()
+        self._operations = replayed_operation_streams()
         self._is_done = False
 
     def _slot(self, tensor: Tensor) -> Any:

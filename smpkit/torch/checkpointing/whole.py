@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.calls import ModuleCall, OwnCall
+from smpkit.torch.calls import ModuleCall, OriginalCall
 from smpkit.torch.checkpointing.names import name_of
 from smpkit.torch.checkpointing.region import run_checkpointed
-from smpkit.torch.pipeline.units import home_of, homes_of
+from smpkit.torch.pipeline.units import pp_rank_of, pp_ranks_of
 from smpkit.torch.state import state
 
 __all__ = ["Whole", "check_places", "must_stay"]
@@ -31,23 +31,23 @@ class Whole:
         self._module = module
         self._preserve_rng_state = preserve_rng_state
 
-    def __call__(self, own: OwnCall) -> OwnCall:
-        return functools.partial(self._run, own)
+    def __call__(self, original: OriginalCall) -> OriginalCall:
+        return functools.partial(self._run, original)
 
-    def _run(self, own: OwnCall, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return own(*args, **kwargs)
-        if home_of((args, kwargs)) is not None:
+            return original(*args, **kwargs)
+        if pp_rank_of((args, kwargs)) is not None:
             _tell(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         if any(map(_is_filled, [*args, *kwargs.values()])):
             _tell(self._module, "is handed a cache that is filled, and filling it once more would change it")
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         # Layers of Hugging Face append to an empty cache, in training to nobody's use; recomputing, they would again.
         args = tuple([None if _is_cache(each) else each for each in args])
         kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
         name, preserve = name_of(self._module), self._preserve_rng_state
-        return run_checkpointed(own, [self._module], name, args, kwargs, preserve_rng_state=preserve)
+        return run_checkpointed(original, [self._module], name, args, kwargs, preserve_rng_state=preserve)
 
 
 def check_places(root: nn.Module, placement: Mapping[str, int]) -> None:
@@ -58,19 +58,19 @@ def check_places(root: nn.Module, placement: Mapping[str, int]) -> None:
     """
     for name, module in root.named_modules():
         call = ModuleCall.of(module)
-        if isinstance(call.checkpointing, Whole) and must_stay(module, homes_of(name, placement)):
+        if isinstance(call.checkpointing, Whole) and must_stay(module, pp_ranks_of(name, placement)):
             call.checkpointing = None
 
 
-def must_stay(module: nn.Module, homes: Collection[int]) -> bool:
-    """Return whether a module on pipeline ranks `homes` cannot be checkpointed, after saying so once.
+def must_stay(module: nn.Module, pp_ranks: Collection[int]) -> bool:
+    """Return whether a module on pipeline ranks `pp_ranks` cannot be checkpointed, after saying so once.
 
     Raises:
         UsageError: it cannot, and the user placed it so.
     """
-    if len(homes) < 2:
+    if len(pp_ranks) < 2:
         return False
-    ranks = " and ".join(map(str, sorted(homes)))
+    ranks = " and ".join(map(str, sorted(pp_ranks)))
     if not state.cfg.auto_partition:
         raise UsageError(
             f"`{name_of(module)}` is to be checkpointed, but parts of it were placed on pipeline ranks {ranks}",

@@ -105,18 +105,18 @@ def offload_report() -> OffloadReport:
 
 def _record(step: StepReport) -> None:
     """Write a step's figures among the events, where they are recorded."""
-    if (current := recorder.current()) is not None:
+    if (current_recorder := recorder.current_recorder()) is not None:
         at_ns = time.perf_counter_ns()
-        current.on_counter("offload out, bytes", step.bytes_out, at_ns)
-        current.on_counter("offload back, bytes", step.bytes_back, at_ns)
-        current.on_counter("offload peak on device, bytes", step.peak_device_bytes, at_ns)
-        current.on_counter("offload peak on host, bytes", step.peak_host_bytes, at_ns)
-        current.on_counter("offload kept for want of host memory, bytes", step.kept_bytes, at_ns)
+        current_recorder.on_counter("offload out, bytes", step.bytes_out, at_ns)
+        current_recorder.on_counter("offload back, bytes", step.bytes_back, at_ns)
+        current_recorder.on_counter("offload peak on device, bytes", step.peak_device_bytes, at_ns)
+        current_recorder.on_counter("offload peak on host, bytes", step.peak_host_bytes, at_ns)
+        current_recorder.on_counter("offload kept for want of host memory, bytes", step.kept_bytes, at_ns)
 
 
 def _record_stall(group: Group, start_ns: int, end_ns: int) -> None:
-    if (current := recorder.current()) is not None:
-        current.on_work(f"wait for the activation of {group}", start_ns, end_ns)
+    if (current_recorder := recorder.current_recorder()) is not None:
+        current_recorder.on_work(f"wait for the activation of {group}", start_ns, end_ns)
 
 
 def _forget() -> None:
@@ -125,5 +125,5 @@ def _forget() -> None:
 
 
 def _forget_at_shutdown() -> None:
-    if _forget not in state.forgetters:
-        state.forgetters.append(_forget)
+    if _forget not in state.reset_hooks:
+        state.reset_hooks.append(_forget)

@@ -10,7 +10,7 @@ from torch import nn
 from smpkit.torch.partitioning.delayed import initialize
 from smpkit.torch.tensor_parallel.shards import marked_like
 
-__all__ = ["holders_of", "home_of", "keep_own_parts", "names_of", "user_of"]
+__all__ = ["holders_of", "keep_own_parts", "names_of", "pp_rank_of", "user_of"]
 
 
 def holders_of(root: nn.Module, placement: Mapping[str, int], size: int) -> dict[int, frozenset[int]]:
@@ -51,7 +51,7 @@ def keep_own_parts(
                 parameter.shape
             )
     for module, names in names_of(root).items():
-        is_here = any(home_of(name, placement) in (None, rank) for name in names)
+        is_here = any(pp_rank_of(name, placement) in (None, rank) for name in names)
         target = device if is_here else torch.device("meta")
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != target:
@@ -66,7 +66,7 @@ def names_of(root: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def home_of(name: str, placement: Mapping[str, int]) -> int | None:
+def pp_rank_of(name: str, placement: Mapping[str, int]) -> int | None:
     """Return the rank that holds a module; None if it lies above those that are placed."""
     while True:
         if name in placement:
@@ -81,7 +81,7 @@ def user_of(name: str, placement: Mapping[str, int]) -> int | None:
 
     Besides what is placed, a module above whose placed parts all lie on one rank runs there alone.
     """
-    home = home_of(name, placement)
+    home = pp_rank_of(name, placement)
     if home is not None:
         return home
     below = f"{name}." if name else ""

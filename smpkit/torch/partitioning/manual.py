@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.creation import noting_created
+from smpkit.torch.creation import on_module_created
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.arguments import check_module
 
@@ -47,7 +47,7 @@ def partition(index: int) -> Iterator[None]:
         UsageError: `index` is no pipeline rank, or no virtual stage.
     """
     _check(index)
-    with noting_created(lambda module: _chosen.__setitem__(module, index)):
+    with on_module_created(lambda module: _chosen.__setitem__(module, index)):
         yield
 
 

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: every rank runs the user's step; values have a home."""
+"""Pipeline parallelism: every rank runs the user's step; values have an owner."""

@@ -1,6 +1,6 @@
 """What a microbatch leaves for backward on this rank, segment by segment, and the backward itself.
 
-A value made in one segment and used in a later one is cut off its graph there: a detached leaf whose gradient becomes a
+A value made in one segment and used in a later one is detached there: its gradient, that of a leaf, becomes a
 root of the segment that made it. So no graph is walked twice and no autograd node ever waits for another rank.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.halves import WeightHalf, backward_inputs
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.halves import WeightBackward, backward_inputs
+from smpkit.torch.pipeline.record import P2PTransfer
 from smpkit.torch.pipeline.transport import Transport
 
 __all__ = ["BackwardWork"]
@@ -26,15 +26,15 @@ _PYTHON: Final[Any] = torch._C._FunctionBase
 
 
 @dataclass(slots=True)
-class _Left:
-    """What the forward of one segment leaves."""
+class _SegmentState:
+    """What the forward of one segment leaves for its backward."""
 
     losses: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
-    departures: list[tuple[GradientEdge | None, Move]] = field(default_factory=list)
-    arrivals: list[tuple[torch.Tensor, Move]] = field(default_factory=list)
+    sends: list[tuple[GradientEdge | None, P2PTransfer]] = field(default_factory=list)
+    receives: list[tuple[torch.Tensor, P2PTransfer]] = field(default_factory=list)
     cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    changeable: list[tuple[torch.Tensor, Move]] = field(default_factory=list)
-    """What arrivals were handed on as, where they may be changed in place."""
+    mutable: list[tuple[torch.Tensor, P2PTransfer]] = field(default_factory=list)
+    """Aliases of received values that the segment may change in place."""
 
 
 class BackwardWork:
@@ -52,17 +52,17 @@ class BackwardWork:
         """The units that each segment has run, for errors."""
         self._transport = transport
         self._index = index
-        self._left: defaultdict[int, _Left] = defaultdict(_Left)
+        self._segments: defaultdict[int, _SegmentState] = defaultdict(_SegmentState)
         self._cut_leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._weight_halves: dict[int, WeightHalf] = {}
+        self._weight_backwards: dict[int, WeightBackward] = {}
 
     @property
-    def has_halves(self) -> bool:
+    def has_weight_backwards(self) -> bool:
         """Whether gradients of weights are left to make."""
-        return bool(self._weight_halves)
+        return bool(self._weight_backwards)
 
-    def place_of(self, segment: int) -> dict[str, str]:
-        """Return where in the model a backward of a segment is, as an error names it."""
+    def error_context(self, segment: int) -> dict[str, str]:
+        """Return which modules a segment has run, for the notes of an error."""
         units = self.units.get(segment)
         if not units:
             return {}
@@ -70,40 +70,42 @@ class BackwardWork:
 
     # --- what forward leaves -------------------------------------------------------------------------------------
 
-    def starts(self, root: torch.Tensor, gradient: torch.Tensor | None, segment: int) -> None:
-        """Note that the backward of a segment starts at `root`."""
-        self._left[segment].losses.append((root, gradient))
+    def add_root(self, root: torch.Tensor, gradient: torch.Tensor | None, segment: int) -> None:
+        """Add a root of the backward of a segment."""
+        self._segments[segment].losses.append((root, gradient))
 
-    def departs(self, value: torch.Tensor, move: Move, segment: int) -> None:
-        """Note that a value which a segment made left, so that its gradient will come back."""
-        # Not the value itself: when it has arrived, and backward did not keep it, its memory is free.
+    def add_send(self, value: torch.Tensor, transfer: P2PTransfer, segment: int) -> None:
+        """Add a value that a segment has sent: its gradient will be received."""
+        # Keep the GradientEdge, not the tensor, so that the activation can be freed after the send.
         edge = _edge_of(value) if value.requires_grad else None
-        self._left[segment].departures.append((edge, move))
+        self._segments[segment].sends.append((edge, transfer))
 
-    def arrives(self, value: torch.Tensor, move: Move, segment: int, *, may_change: bool) -> torch.Tensor:
-        """Note that a value came in, whose gradient must go back; return it as the segment may use it.
+    def add_receive(
+        self, value: torch.Tensor, transfer: P2PTransfer, segment: int, *, is_mutable: bool
+    ) -> torch.Tensor:
+        """Add a received value, whose gradient must be sent back; return it as the segment may use it.
 
         Args:
-            may_change: it may be changed in place, which neither a leaf nor a view of one allows.
+            is_mutable: it may be changed in place, which neither a leaf nor a view of one allows.
         """
         leaf = value.requires_grad_()
-        self._left[segment].arrivals.append((leaf, move))
-        if not may_change:
+        self._segments[segment].receives.append((leaf, transfer))
+        if not is_mutable:
             return leaf
-        # This is no view to autograd; nobody else has these data, so nobody need be told of changes.
+        # To autograd this is no view. Nobody else has these data, so the version counter need not be shared.
         result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
-        # Where dimensions of one element have other steps in it, a layer that returns it would return another spec.
-        result = result if result.stride() == leaf.stride() else _usable(leaf)
-        self._left[segment].changeable.append((result, move))
+        # Dimensions of size 1 may have arbitrary strides: `_unsafe_view` would change the output spec.
+        result = result if result.stride() == leaf.stride() else _mutable_alias(leaf)
+        self._segments[segment].mutable.append((result, transfer))
         return result
 
-    def changeable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
-        """Return a value that is in use already so that it may be changed in place after all."""
-        return _usable(value) if self.has_arrived(value, segment) else value
+    def make_mutable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
+        """Return a value that is already in use as one that may be changed in place."""
+        return _mutable_alias(value) if self.is_received(value, segment) else value
 
-    def has_arrived(self, value: torch.Tensor, segment: int) -> bool:
-        """Return whether a value is a leaf that came in."""
-        return any(leaf is value for leaf, _ in self._left[segment].arrivals)
+    def is_received(self, value: torch.Tensor, segment: int) -> bool:
+        """Return whether a value is a leaf that was received."""
+        return any(leaf is value for leaf, _ in self._segments[segment].receives)
 
     def cut(self, source: torch.Tensor, made_in: int, segment: int) -> torch.Tensor:
         """Return what an earlier segment made as a leaf of this one, the same each time."""
@@ -111,8 +113,8 @@ class BackwardWork:
         if key not in self._cut_leaves:
             leaf = source.detach().requires_grad_()
             self._cut_leaves[key] = (source, leaf)  # holds the source, so that its id is not given away
-            self._left[made_in].cuts.append((source, leaf))
-        return _usable(self._cut_leaves[key][1])
+            self._segments[made_in].cuts.append((source, leaf))
+        return _mutable_alias(self._cut_leaves[key][1])
 
     # --- backward ------------------------------------------------------------------------------------------------
 
@@ -123,60 +125,60 @@ class BackwardWork:
             split: leave the gradients of weights to `run_weights`, where that is possible.
         """
         self.done.add(segment)
-        left = self._left.pop(segment, None)
-        if left is None:
+        state = self._segments.pop(segment, None)
+        if state is None:
             return
-        _refuse_detached([*left.arrivals, *left.changeable])
+        _refuse_detached([*state.receives, *state.mutable])
         transport, index = self._transport, self._index
         roots: list[Any] = []
         gradients: list[torch.Tensor | None] = []
-        fit = True
-        for root, start in left.losses:
+        matches = True
+        for root, start in state.losses:
             roots.append(root)
             gradients.append(start)
-            fit = fit and _fits(start, root)
-        for edge, move in left.departures:
-            gradient = transport.receive_gradient(index, move)
+            matches = matches and _matches_root(start, root)
+        for edge, transfer in state.sends:
+            gradient = transport.receive_gradient(index, transfer)
             if edge is not None and gradient is not None:
                 roots.append(edge)
                 gradients.append(gradient)
-        for source, leaf in left.cuts:
+        for source, leaf in state.cuts:
             if leaf.grad is not None:
                 roots.append(source)
                 gradients.append(leaf.grad)
-                fit = fit and _fits(leaf.grad, source)
-        arrivals = left.arrivals
+                matches = matches and _matches_root(leaf.grad, source)
+        receives = state.receives
         if roots and split:
-            inputs = [*(leaf for leaf, _ in arrivals), *self._cut_leaves_of(segment)]
-            half = backward_inputs(roots, gradients, inputs)
-            if half is not None:
-                self._weight_halves[segment] = half
-        elif roots and fit:
+            inputs = [*(leaf for leaf, _ in receives), *self._cut_leaves_of(segment)]
+            weight_backward = backward_inputs(roots, gradients, inputs)
+            if weight_backward is not None:
+                self._weight_backwards[segment] = weight_backward
+        elif roots and matches:
             # What torch.autograd.backward comes to: its checks of every root take longer than a small graph.
             _engine_run_backward(
                 tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         elif roots:
             torch.autograd.backward(roots, gradients)
-        for leaf, move in arrivals:
+        for leaf, transfer in receives:
             gradient = leaf.grad
-            if gradient is not None and gradient.untyped_storage().nbytes() > move.spec.num_bytes:
+            if gradient is not None and gradient.untyped_storage().nbytes() > transfer.spec.num_bytes:
                 # A part of the gradient of a `cat`, say, whose other parts may be gradients of weights: adding to those
                 # would look like a change of this one on its way.
                 gradient = gradient.clone()
-            transport.send_gradient(gradient, index, move)
+            transport.send_gradient(gradient, index, transfer)
 
     def run_weights(self, segment: int) -> None:
         """Run what a split backward through a segment has left; nothing if that was all of it."""
-        half = self._weight_halves.pop(segment, None)
-        if half is not None:
-            half.run()
+        weight_backward = self._weight_backwards.pop(segment, None)
+        if weight_backward is not None:
+            weight_backward.run()
 
     def release(self) -> None:
         """Let go of everything that is kept for backward."""
-        self._left.clear()
+        self._segments.clear()
         self._cut_leaves.clear()
-        self._weight_halves.clear()
+        self._weight_backwards.clear()
         self.units.clear()
 
     def _cut_leaves_of(self, segment: int) -> list[torch.Tensor]:
@@ -184,13 +186,13 @@ class BackwardWork:
         return [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
 
 
-def _refuse_detached(arrived: list[tuple[torch.Tensor, Move]]) -> None:
+def _refuse_detached(received: list[tuple[torch.Tensor, P2PTransfer]]) -> None:
     """Raise if what came in was cut off here: a leaf loses its gradient, and where it came from nobody knows."""
-    for value, move in arrived:
+    for value, transfer in received:
         if not value.requires_grad:
             raise UsageError(
-                f"{move.spec}, which pipeline rank {move.source} made for `{move.unit}`, was detached in place or"
-                f" frozen there: rank {move.source} does not know that it gets no gradient",
+                f"{transfer.spec}, which pipeline rank {transfer.source} made for `{transfer.consumer}`, was detached"
+                f" in place or frozen there: rank {transfer.source} does not know that it gets no gradient",
                 hint="write `x = x.detach()` instead of `x.detach_()` or `x.requires_grad_(False)`",
             )
 
@@ -206,14 +208,14 @@ def _edge_of(value: torch.Tensor) -> GradientEdge:
     return GradientEdge(node, value.output_nr)
 
 
-def _fits(gradient: torch.Tensor | None, root: torch.Tensor) -> bool:
+def _matches_root(gradient: torch.Tensor | None, root: torch.Tensor) -> bool:
     """Return whether a backward may start there without the checks, and the hook for subclasses, of torch's own."""
     if gradient is None or type(root) is not torch.Tensor:
         return False
     return gradient.dtype is root.dtype and gradient.shape == root.shape
 
 
-class _Handed(torch.autograd.Function):
+class _MutableAlias(torch.autograd.Function):
     """Gives the data of a leaf to a graph in which they may be changed in place, as modules change their inputs.
 
     Neither a leaf nor a view of one may be; what a Function says it has changed in place is neither, and no copy. The
@@ -231,8 +233,9 @@ class _Handed(torch.autograd.Function):
         return gradient, None
 
 
-def _usable(leaf: torch.Tensor) -> torch.Tensor:
-    # Nothing has changed yet: what others keep of these data (a graph, a message on its way) must not be told so.
+def _mutable_alias(leaf: torch.Tensor) -> torch.Tensor:
+    # mark_dirty bumps the version counter although nothing has changed: graphs and pending sends that hold these data
+    # would report an in-place change.
     with torch.autograd._unsafe_preserve_version_counter(leaf):  # type: ignore[attr-defined]
-        result: torch.Tensor = _Handed.apply(leaf, leaf.detach())  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _MutableAlias.apply(leaf, leaf.detach())  # type: ignore[no-untyped-call]
     return result

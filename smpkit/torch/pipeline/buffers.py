@@ -15,13 +15,13 @@ import torch
 
 from smpkit.torch.pipeline.specs import TensorSpec
 
-__all__ = ["Buffers"]
+__all__ = ["HostBuffers"]
 
 _SMALLEST_BYTES: Final = 256 * 1024
 """Below that, memory comes from what the process has at hand anyway."""
 
 
-class Buffers:
+class HostBuffers:
     """The memory of one rank's received messages."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Buffers:
         """Return a tensor of this shape and dtype, with whatever is in it."""
         num_bytes = spec.num_bytes
         if num_bytes < _SMALLEST_BYTES:
-            return torch.empty_strided(spec.shape, spec.travelling_stride, dtype=spec.dtype, device="cpu")
+            return torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
         self._used.add(num_bytes)
         free = self._free.setdefault(num_bytes, [])
         block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()

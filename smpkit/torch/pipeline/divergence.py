@@ -22,29 +22,29 @@ import torch.distributed as dist
 
 from smpkit.errors import UsageError
 from smpkit.torch import deadline
-from smpkit.torch.board import Board
-from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.board import FailureStore
+from smpkit.torch.pipeline.stage import StageContext
 from smpkit.torch.state import state
 
-__all__ = ["Ways", "disagreement", "watch", "ways_of"]
+__all__ = ["CallTraces", "call_traces_of", "trace_mismatch", "watch_for_divergence"]
 
-_PATIENCE_SECONDS: Final = 2.0
+_COMPARE_AFTER_SECONDS: Final = 2.0
 _NOTHING: Final = "nothing more"
 
-Ways = Mapping[int, Sequence[str]]
+CallTraces = Mapping[int, Sequence[str]]
 """The calls that each microbatch has made so far, in order."""
 
 
-def disagreement(ways: Mapping[int, Ways], *, ended: bool = False) -> UsageError | None:
+def trace_mismatch(traces: Mapping[int, CallTraces], *, ended: bool = False) -> UsageError | None:
     """Return the error that names the first call in which ranks differ; None if, so far, they agree.
 
     Args:
-        ways: by pp_rank.
+        traces: by pp_rank.
         ended: no rank will make further calls, so that one must not have made more than another.
     """
-    for first, second in combinations(sorted(ways), 2):
-        for microbatch in sorted(ways[first].keys() & ways[second].keys()):
-            both = ways[first][microbatch], ways[second][microbatch]
+    for first, second in combinations(sorted(traces), 2):
+        for microbatch in sorted(traces[first].keys() & traces[second].keys()):
+            both = traces[first][microbatch], traces[second][microbatch]
             calls = zip_longest(*both, fillvalue=_NOTHING) if ended else zip(*both, strict=False)
             for number, (theirs, ours) in enumerate(calls, 1):
                 if theirs != ours:
@@ -57,61 +57,65 @@ def disagreement(ways: Mapping[int, Ways], *, ended: bool = False) -> UsageError
     return None
 
 
-def ways_of(stage: Stage) -> Ways:
+def call_traces_of(stage: StageContext) -> CallTraces:
     """Return the calls of this rank's microbatches in the step that runs."""
-    return {microbatch.index: microbatch.path for microbatch in stage.microbatches}
+    return {microbatch.index: microbatch.call_trace for microbatch in stage.microbatches}
 
 
-def watch(stage: Stage, ranks: Sequence[int]) -> None:
-    """Look after the waits of `stage` from a thread of its own, until it is gone or `smp.shutdown()` is called.
+def watch_for_divergence(stage: StageContext, ranks: Sequence[int]) -> None:
+    """Watch the waits of `stage` from a thread, until it is deleted or `smp.shutdown()` is called.
 
     Args:
         ranks: the global ranks of the pipeline.
     """
     over = threading.Event()
-    state.forgetters.append(over.set)
+    state.reset_hooks.append(over.set)
     arguments = weakref.ref(stage), list(ranks), over
     threading.Thread(target=_watch, args=arguments, name="smpkit-watch", daemon=True).start()
 
 
-def _watch(reference: weakref.ref[Stage], ranks: list[int], over: threading.Event) -> None:
-    while _look(reference(), ranks) and not over.wait(_patience() / 2):
+def _watch(reference: weakref.ref[StageContext], ranks: list[int], over: threading.Event) -> None:
+    while _check_wait(reference(), ranks) and not over.wait(_compare_after_seconds() / 2):
         pass
 
 
-def _patience() -> float:
-    """Return the seconds of a wait after which this rank tells its way: early enough for others to read it in time."""
-    board = deadline.board()
-    return _PATIENCE_SECONDS if board is None else min(_PATIENCE_SECONDS, board.timeout.total_seconds() / 4)
+def _compare_after_seconds() -> float:
+    """Return after how many seconds of waiting this rank publishes its call traces: soon enough for others to read."""
+    failure_store = deadline.failure_store()
+    return (
+        _COMPARE_AFTER_SECONDS
+        if failure_store is None
+        else min(_COMPARE_AFTER_SECONDS, failure_store.timeout.total_seconds() / 4)
+    )
 
 
-def _look(stage: Stage | None, ranks: list[int]) -> bool:
-    """Look after the present wait; return whether to go on."""
+def _check_wait(stage: StageContext | None, ranks: list[int]) -> bool:
+    """Check the present wait; return whether to go on."""
     if stage is None:
         return False
-    since, board = stage.transport.waiting_since, deadline.board()
-    if since is None or board is None or time.monotonic() - since < _patience():
+    since, failure_store = stage.transport.waiting_since, deadline.failure_store()
+    if since is None or failure_store is None or time.monotonic() - since < _compare_after_seconds():
         return True
     try:
-        error = _compare(stage, ranks, board)
+        error = _compare(stage, ranks, failure_store)
     except (dist.DistError, RuntimeError):  # the store is gone, or going: whoever waits will notice
         return True
     if error is None or stage.transport.waiting_since != since:
         return True
-    stage.transport.verdict = error
-    deadline.condemn(error)
+    stage.transport.failure = error
+    deadline.fail_all_ranks(error)
     return False
 
 
-def _compare(stage: Stage, ranks: list[int], board: Board) -> UsageError | None:
-    """Tell the waiting ranks which way this one went, and compare with what they have told."""
-    text = json.dumps([stage.num_steps, list(ways_of(stage).items())])
-    board.write(f"way/{board.rank}", base64.b85encode(zlib.compress(text.encode())).decode())
-    ways = {}
+def _compare(stage: StageContext, ranks: list[int], failure_store: FailureStore) -> UsageError | None:
+    """Publish this rank's call traces, and compare them with those that other waiting ranks have published."""
+    text = json.dumps([stage.num_steps, list(call_traces_of(stage).items())])
+    failure_store.write(f"way/{failure_store.rank}", base64.b85encode(zlib.compress(text.encode())).decode())
+    traces = {}
     for pp_rank, rank in enumerate(ranks):
-        told = board.read(f"way/{rank}")
-        if told is not None:
-            num_steps, items = json.loads(zlib.decompress(base64.b85decode(told)))
+        encoded = failure_store.read(f"way/{rank}")
+        if encoded is not None:
+            num_steps, items = json.loads(zlib.decompress(base64.b85decode(encoded)))
             if num_steps == stage.num_steps:
-                ways[pp_rank] = dict(items)
-    return disagreement(ways)
+                traces[pp_rank] = dict(items)
+    return trace_mismatch(traces)

@@ -1,4 +1,4 @@
-"""What a call does besides returning a result: changes its arguments in place, returns what lies in their memory.
+"""Mutation and aliasing: what a call does besides returning a result, in place or in the memory of its arguments.
 
 Only the rank that runs a call sees that; it tells the others with the first result of each kind of call. So all ranks
 keep the same account of which values are older than others, and a unit may do with its input what it does in one
@@ -16,15 +16,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.located import Located, locate
+from smpkit.torch.pipeline.located import StageTensor, make_stage_tensor
 from smpkit.torch.pipeline.messages import version_of
-from smpkit.torch.pipeline.sharing import change, join, plain_in_memory_of, share_plain
-from smpkit.torch.pipeline.specs import PLAIN, TensorSpec, spec_of, storage_of, tensors_in
+from smpkit.torch.pipeline.sharing import apply_mutation, mark_aliased, mark_replicated_aliased, replicated_aliases_of
+from smpkit.torch.pipeline.specs import NON_TENSOR_TYPES, TensorSpec, spec_of, storage_of, tensors_in
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
-__all__ = ["Arguments", "Effects", "apply", "changed_anew", "changes_in_place", "noting_writes"]
+__all__ = [
+    "MutationInfo",
+    "TrackedArguments",
+    "apply_mutations",
+    "changes_in_place",
+    "tracking_writes",
+    "unrecorded_mutation_error",
+]
 
 _VERSION: Final[Callable[[torch.Tensor], int]] = operator.attrgetter("_version")
 _NONE: Final[frozenset[int]] = frozenset()
@@ -57,22 +64,22 @@ def changes_in_place(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Effects:
+class MutationInfo:
     """What a call does besides returning a result; tensors count in order, the arguments' first, then the result's."""
 
-    changed: tuple[tuple[int, TensorSpec], ...]
+    mutated: tuple[tuple[int, TensorSpec], ...]
     """Arguments that it changes in place, with what they are afterwards."""
-    shared: tuple[tuple[int, ...], ...]
+    aliased: tuple[tuple[int, ...], ...]
     """Groups of tensors with a result among them that lie in the same memory."""
 
     is_view: bool = field(init=False, repr=False, compare=False)
     """Whether all it does is to return the memory of its first argument, as `x.view(-1)` does."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "is_view", not self.changed and self.shared == ((0, 1),))
+        object.__setattr__(self, "is_view", not self.mutated and self.aliased == ((0, 1),))
 
 
-class Arguments:
+class TrackedArguments:
     """The tensors that a call is given on the rank that runs it, and how often each had been changed before."""
 
     __slots__ = ("_versions", "tensors", "written")
@@ -83,45 +90,47 @@ class Arguments:
         """Storages that are known to be changed."""
         self._versions = _versions(tensors)
 
-    def effects(self, made: Sequence[torch.Tensor]) -> Effects | None:
+    def mutation_info(self, outputs: Sequence[torch.Tensor]) -> MutationInfo | None:
         """Return what a call that has just run did to its arguments; None if nothing."""
         versions = zip(self.tensors, self._versions, _versions(self.tensors), strict=True)
-        changed = [
+        mutated = [
             (number, spec_of(tensor))
             for number, (tensor, before, after) in enumerate(versions)
             if before != after or (self.written and storage_of(tensor) in self.written)
         ]
-        shared = self._shared(made)
-        return Effects(tuple(changed), shared) if changed or shared else None
+        aliased = self._find_aliases(outputs)
+        return MutationInfo(tuple(mutated), aliased) if mutated or aliased else None
 
-    def untold(self, known: Effects | None, name: str, made: Sequence[torch.Tensor]) -> Collection[int]:
-        """Return the ids of results that share memory, which the other ranks do not know.
+    def unrecorded_aliases(
+        self, known: MutationInfo | None, name: str, outputs: Sequence[torch.Tensor]
+    ) -> Collection[int]:
+        """Return the ids of results that share memory without the other ranks knowing.
 
         Raises:
             UsageError: an argument was changed that had not been the first time.
         """
         # Most calls do nothing, and are asked each time: this must be quick.
         if _versions(self.tensors) == self._versions and (
-            self._is_anew(made) or not (self.written or self._shared(made))
+            self._is_unaliased(outputs) or not (self.written or self._find_aliases(outputs))
             if known is None
-            else known.is_view and len(self.tensors) == len(made) == 1
+            else known.is_view and len(self.tensors) == len(outputs) == 1
         ):
             return _NONE
-        found = self.effects(made)
+        found = self.mutation_info(outputs)
         if found is None:
             return _NONE
-        allowed = () if known is None else known.changed
-        for number, spec in found.changed:
+        allowed = () if known is None else known.mutated
+        for number, spec in found.mutated:
             if (number, spec) not in allowed:
-                raise changed_anew(name, number, spec)
-        groups = [] if known is None else [set(group) for group in known.shared]
+                raise unrecorded_mutation_error(name, number, spec)
+        groups = [] if known is None else [set(group) for group in known.aliased]
         first = len(self.tensors)
-        strange = [group for group in found.shared if not any(told.issuperset(group) for told in groups)]
-        return {id(made[number - first]) for group in strange for number in group if number >= first}
+        unrecorded = [group for group in found.aliased if not any(recorded.issuperset(group) for recorded in groups)]
+        return {id(outputs[number - first]) for group in unrecorded for number in group if number >= first}
 
-    def _is_anew(self, made: Sequence[torch.Tensor]) -> bool:
+    def _is_unaliased(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Return whether no result is the memory of an argument, as far as views go, which torch keeps account of."""
-        for result in made:
+        for result in outputs:
             if result._is_view():
                 return False
             for tensor in self.tensors:
@@ -129,15 +138,15 @@ class Arguments:
                     return False
         return True
 
-    def _shared(self, made: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    def _find_aliases(self, outputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
         groups: dict[int, list[int]] = {}
-        for number, tensor in enumerate((*self.tensors, *made)):
+        for number, tensor in enumerate((*self.tensors, *outputs)):
             groups.setdefault(storage_of(tensor), []).append(number)
         first = len(self.tensors)
         return tuple([tuple(group) for group in groups.values() if len(group) > 1 and group[-1] >= first])
 
 
-def changed_anew(name: str, number: int, spec: TensorSpec) -> UsageError:
+def unrecorded_mutation_error(name: str, number: int, spec: TensorSpec) -> UsageError:
     """Return the error for a change in place by a call that did not do so the first time."""
     return UsageError(
         f"`{name}` changed in place what it was given as tensor {number}, {spec}, which it did not do the first time"
@@ -153,12 +162,12 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
-def noting_writes(function: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
+def tracking_writes(function: Callable[..., Any], arguments: TrackedArguments) -> Callable[..., Any]:
     """Return a function that also notes which storages it writes to, for tensors that do not count their changes."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         written = set(arguments.written)
-        with _Writes(written):
+        with _WriteTracker(written):
             result = function(*args, **kwargs)
         arguments.written = written
         return result
@@ -166,7 +175,7 @@ def noting_writes(function: Callable[..., Any], arguments: Arguments) -> Callabl
     return called
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WriteTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, storages: set[int]) -> None:
@@ -188,91 +197,98 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # --- all ranks learn of it ------------------------------------------------------------------------------------------
 
 
-def apply(
-    effects: Effects,
+def apply_mutations(
+    mutation_info: MutationInfo,
     microbatch: Microbatch,
-    home: int,
+    owner: int,
     name: str,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    brought: tuple[tuple[Any, ...], dict[str, Any]],
+    caller_args: tuple[tuple[Any, ...], dict[str, Any]],
+    owner_args: tuple[tuple[Any, ...], dict[str, Any]],
     result: Any,
     tensors: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Let all values know what a call on rank `home` has done to its arguments; all ranks call this alike.
+    """Apply to all values what a call on rank `owner` has done to its arguments; all ranks call this alike.
 
     Args:
         name: the module or operation.
-        given: the arguments, as the caller has them.
-        brought: the same as rank `home` has them.
-        result: what the call returned, located.
+        caller_args: the arguments, as the caller has them.
+        owner_args: the same as rank `owner` has them.
+        result: what the call returned, as stage tensors.
         tensors: the arguments' data, on that rank.
     """
-    stage, segment = microbatch.stage, microbatch.segment_of(home)
-    microbatch.changes = microbatch.changes or bool(effects.changed)
-    if effects.is_view and _is_view_of_first(given, brought, result):  # most views: no need to look for tensors
-        _join_here(brought[0][0], result, tensors, 0, segment)
-        if brought[0][0] is not given[0][0]:
-            join(given[0][0], result, memory=False)
+    stage, segment = microbatch.stage, microbatch.segment_of(owner)
+    microbatch.has_mutations = microbatch.has_mutations or bool(mutation_info.mutated)
+    if mutation_info.is_view and _is_view_of_first(
+        caller_args, owner_args, result
+    ):  # most views: no need to look for tensors
+        _mark_aliased_on_owner(owner_args[0][0], result, tensors, 0, segment)
+        if owner_args[0][0] is not caller_args[0][0]:
+            mark_aliased(caller_args[0][0], result, same_storage=False)
         return
-    here = _tensors(brought)
-    made: list[Any] = [result] if type(result) is Located else tensors_in(result)
-    passed = _tensors(given)
+    owner_tensors = _tensors(owner_args)
+    outputs: list[Any] = [result] if type(result) is StageTensor else tensors_in(result)
+    caller_tensors = _tensors(caller_args)
     values: list[Any] = [
-        tensor if type(tensor) is Located else microbatch.weights.as_held_on(home, tensor) for tensor in passed
+        tensor if type(tensor) is StageTensor else microbatch.weights.as_stored_on(owner, tensor)
+        for tensor in caller_tensors
     ]
-    for group in effects.shared:
-        first, *others = [made[number - len(here)] for number in group if number >= len(here)]
+    for group in mutation_info.aliased:
+        first, *others = [outputs[number - len(owner_tensors)] for number in group if number >= len(owner_tensors)]
         for number in group[: -1 - len(others)]:
-            if not isinstance(here[number], Located):
-                share_plain(values[number], first)
+            if not isinstance(owner_tensors[number], StageTensor):
+                mark_replicated_aliased(values[number], first)
                 continue
-            _join_here(here[number], first, tensors, number, segment)
-            if here[number] is not values[number]:
-                join(values[number], first, memory=False)
+            _mark_aliased_on_owner(owner_tensors[number], first, tensors, number, segment)
+            if owner_tensors[number] is not values[number]:
+                mark_aliased(values[number], first, same_storage=False)
         for other in others:
-            join(first, other, memory=True)
-    for number, spec in effects.changed:
+            mark_aliased(first, other, same_storage=True)
+    for number, spec in mutation_info.mutated:
         value, data = values[number], None if tensors is None else tensors[number]
-        if value is not passed[number]:
+        if value is not caller_tensors[number]:
             raise UsageError(
-                f"`{name}` changed in place a parameter of shape {list(value.shape)} that pipeline rank {home}, which"
+                f"`{name}` changed in place a parameter of shape {list(value.shape)} that pipeline rank {owner}, which"
                 " runs it, does not hold: only a copy has changed",
                 hint="let the module that changes a parameter own it, or put both on one rank with smp.set_partition",
             )
-        if isinstance(value, Located):
-            change(value, here[number], data, spec, segment, stage, values)
-            for plain in plain_in_memory_of(value):
-                _spread(plain, microbatch, home, spec, name)
-        elif id(value) not in stage.weights_elsewhere:
-            _spread(value, microbatch, home, spec, name)
+        if isinstance(value, StageTensor):
+            apply_mutation(value, owner_tensors[number], data, spec, segment, stage, values)
+            for replicated in replicated_aliases_of(value):
+                _replicate_mutation(replicated, microbatch, owner, spec, name)
+        elif id(value) not in stage.parameter_owners:
+            _replicate_mutation(value, microbatch, owner, spec, name)
 
 
 def _is_view_of_first(
-    given: tuple[tuple[Any, ...], dict[str, Any]], brought: tuple[tuple[Any, ...], dict[str, Any]], result: Any
+    caller_args: tuple[tuple[Any, ...], dict[str, Any]], owner_args: tuple[tuple[Any, ...], dict[str, Any]], result: Any
 ) -> bool:
     """Return whether a view is one of the first positional argument."""
-    if type(result) is not Located or not brought[0]:
+    if type(result) is not StageTensor or not owner_args[0]:
         return False
-    return type(brought[0][0]) is Located and type(given[0][0]) is Located
+    return type(owner_args[0][0]) is StageTensor and type(caller_args[0][0]) is StageTensor
 
 
-def _join_here(here: Located, made: Located, tensors: Sequence[torch.Tensor] | None, number: int, segment: int) -> None:
+def _mark_aliased_on_owner(
+    on_owner: StageTensor, output: StageTensor, tensors: Sequence[torch.Tensor] | None, number: int, segment: int
+) -> None:
     """Note that a result is the memory of an argument, tensor `number` of the call, on the rank that ran it."""
-    join(here, made, memory=True)
+    mark_aliased(on_owner, output, same_storage=True)
     if tensors is not None:  # perhaps cut off its graph: from now on it must be one with what shares it
-        here.value, here.segment = tensors[number], segment
+        on_owner.value, on_owner.segment = tensors[number], segment
 
 
 def _tensors(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-    """Return the tensors among arguments; most often there is a located value, and numbers."""
+    """Return the tensors among arguments; most often there is a stage tensor, and numbers."""
     args, kwargs = arguments
-    if not kwargs and all(type(each) is Located or type(each) in PLAIN for each in args):
-        return [each for each in args if type(each) is Located]
+    if not kwargs and all(type(each) is StageTensor or type(each) in NON_TENSOR_TYPES for each in args):
+        return [each for each in args if type(each) is StageTensor]
     return tensors_in(arguments)
 
 
-def _spread(plain: torch.Tensor, microbatch: Microbatch, home: int, spec: TensorSpec, name: str) -> None:
-    """Give all ranks what a call on rank `home` has made of a tensor that they all hold."""
+def _replicate_mutation(
+    replicated: torch.Tensor, microbatch: Microbatch, owner: int, spec: TensorSpec, name: str
+) -> None:
+    """Broadcast a tensor that all ranks hold and that a call on rank `owner` has changed in place."""
     if spec.requires_grad:
         raise UsageError(
             f"`{name}` changed in place a tensor that every pipeline rank holds, by a value that needs gradients",
@@ -280,7 +296,9 @@ def _spread(plain: torch.Tensor, microbatch: Microbatch, home: int, spec: Tensor
         )
     stage = microbatch.stage
     # A copy travels: a batch's microbatches are views of it, and a change of one seems to be a change of all.
-    value = plain.clone() if home == stage.rank else None
-    changed = microbatch.everywhere(locate(spec_of(plain), stage.device, home, value, microbatch.segment_of(home)))
-    if home != stage.rank:
-        plain.detach().copy_(changed)
+    value = replicated.clone() if owner == stage.rank else None
+    mutated = microbatch.replicate(
+        make_stage_tensor(spec_of(replicated), stage.device, owner, value, microbatch.segment_of(owner))
+    )
+    if owner != stage.rank:
+        replicated.detach().copy_(mutated)

@@ -1,4 +1,4 @@
-"""Weights that lie on another pipeline rank, in the hands of code that this rank runs alone: between steps, in a unit.
+"""Non-resident parameters: weights of other pipeline ranks, in code that this rank runs alone.
 
 Every rank has the parameter objects of the whole model, which optimizers, hooks and state dicts hold; of other ranks'
 weights only shape and dtype are right. So code that asks for those, moves or freezes a weight, or takes views of it
@@ -17,14 +17,14 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.pipeline.effects import changes_in_place
-from smpkit.torch.pipeline.located import OF_SHAPE, PROPERTIES, Located, Running, between_units
+from smpkit.torch.pipeline.located import PROPERTIES, SHAPE_FUNCTIONS, Current, StageTensor, microbatch_between_units
 from smpkit.torch.pipeline.random import DRAWING
 from smpkit.torch.pipeline.specs import map_tensors
 from smpkit.torch.state import state
 
-__all__ = ["mark_weights_elsewhere"]
+__all__ = ["mark_nonresident_parameters"]
 
-_Plain: Final = torch._C.DisableTorchFunctionSubclass
+_NoTorchFunction: Final = torch._C.DisableTorchFunctionSubclass
 
 _SET_GRAD: Final[Any] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD: Final[Any] = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -38,9 +38,9 @@ _VIEWS_AND_COPIES: Final = frozenset(
         *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind"),
     }
 )
-"""What gives the same numbers in another form: of those of another rank, it can give the form."""
+"""Operations that return the same data in another form: for data of another rank they return the form alone."""
 
-_OF_THE_OBJECT: Final = frozenset(
+_METADATA_FUNCTIONS: Final = frozenset(
     {
         *("requires_grad_", "detach_", "share_memory_", "retain_grad"),
         *("register_hook", "register_post_accumulate_grad_hook"),
@@ -51,46 +51,46 @@ _OF_THE_OBJECT: Final = frozenset(
         *("rand_like", "randn_like", "randint_like"),
     }
 )
-"""What means the tensor and not its numbers, and what makes another of its shape."""
+"""Functions that need metadata alone, and those that make another tensor of the same shape."""
 
 _LIKE_OTHER: Final = frozenset({"type_as", "expand_as", "view_as", "reshape_as", "to"})
 """Methods that look at no number of their second tensor."""
 
 
-class _Elsewhere(torch.Tensor):
-    """A tensor whose numbers another rank has; `whose` says the weight, and the rank."""
+class _NonResident(torch.Tensor):
+    """A tensor whose data another rank holds; `name_and_owner` is the name of the weight and that rank."""
 
-    whose: tuple[str, int]
+    name_and_owner: tuple[str, int]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if Located in types:
+        if StageTensor in types:
             return NotImplemented  # it knows where the operation runs
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_plain = name in ("__get__", "__set__") and func not in PROPERTIES
-        if is_plain or func in OF_SHAPE or name in _OF_THE_OBJECT or between_units() is not None:
-            with _Plain():
+        if is_plain or func in SHAPE_FUNCTIONS or name in _METADATA_FUNCTIONS or microbatch_between_units() is not None:
+            with _NoTorchFunction():
                 return func(*args, **kwargs)
         target = args[0] if args else kwargs.get("tensor")
-        if not isinstance(target, _Elsewhere):
+        if not isinstance(target, _NonResident):
             if name in _LIKE_OTHER:
-                with _Plain():
+                with _NoTorchFunction():
                     return func(*args, **kwargs)
         elif name in _VIEWS_AND_COPIES or name == "__get__":
-            with _Plain():
-                return map_tensors(target.same, func(*args, **kwargs))
+            with _NoTorchFunction():
+                return map_tensors(target.mark_derived, func(*args, **kwargs))
         elif changes_in_place(func, name, kwargs):
-            return target.changed(func, name, args, kwargs)
+            return target.apply_in_place(func, name, args, kwargs)
         raise _refusal(name, [args, kwargs])
 
-    def same(self, made: torch.Tensor) -> torch.Tensor:
-        """Return a view or a copy of this tensor as one whose numbers are where this one's are."""
-        return _taken(made, _Elsewhere, self.whose) if type(made) is torch.Tensor else made
+    def mark_derived(self, made: torch.Tensor) -> torch.Tensor:
+        """Mark a view or a copy of this tensor as non-resident, too."""
+        return _as_nonresident(made, _NonResident, self.name_and_owner) if type(made) is torch.Tensor else made
 
-    def changed(
+    def apply_in_place(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
         """Return what a change in place gives on this rank: itself, but random numbers are those of one process."""
@@ -107,28 +107,28 @@ class _Elsewhere(torch.Tensor):
     # What optimizers and steps ask of all parameters, without the detour through __torch_function__.
     @property
     def requires_grad(self) -> bool:
-        with _Plain():
+        with _NoTorchFunction():
             return super().requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        with _Plain():
+        with _NoTorchFunction():
             _SET_REQUIRES_GRAD(self, value)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        with _Plain():
+        with _NoTorchFunction():
             return super().grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        with _Plain():
+        with _NoTorchFunction():
             _SET_GRAD(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        name, home = self.whose
+        name, owner = self.name_and_owner
         kind = "Parameter" if isinstance(self, nn.Parameter) else "Tensor"
-        return f"{kind}(`{name}` on pp_rank {home}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+        return f"{kind}(`{name}` on pp_rank {owner}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
     def __format__(self, specification: str) -> str:
         return repr(self)
@@ -136,27 +136,27 @@ class _Elsewhere(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self))
         if copied is None:
-            copied = memo[id(self)] = _taken(self._plain(), type(self), self.whose)
+            copied = memo[id(self)] = _as_nonresident(self._as_torch_tensor(), type(self), self.name_and_owner)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Plain torch must be able to load it.
-        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._as_torch_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def _plain(self) -> torch.Tensor:
+    def _as_torch_tensor(self) -> torch.Tensor:
         """Return what torch would take it for."""
-        with _Plain():
+        with _NoTorchFunction():
             value = self.detach()
             plain = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
-        plain.__dict__.update({key: value for key, value in vars(self).items() if key != "whose"})
+        plain.__dict__.update({key: value for key, value in vars(self).items() if key != "name_and_owner"})
         return plain
 
 
-class _ParameterElsewhere(_Elsewhere, nn.Parameter):
+class _NonResidentParameter(_NonResident, nn.Parameter):
     """A parameter of another rank."""
 
 
-def mark_weights_elsewhere(root: nn.Module, holders: Mapping[int, frozenset[int]], rank: int) -> None:
+def mark_nonresident_parameters(root: nn.Module, holders: Mapping[int, frozenset[int]], rank: int) -> None:
     """Let no code compute with the numbers of weights that this rank does not hold.
 
     They stay the same objects. Parameters of classes of the user's own are left alone: what those do is not known.
@@ -166,29 +166,29 @@ def mark_weights_elsewhere(root: nn.Module, holders: Mapping[int, frozenset[int]
     """
     for name, parameter in root.named_parameters():
         if rank not in holders[id(parameter)] and type(parameter) is nn.Parameter:
-            _taken(parameter, _ParameterElsewhere, (name, min(holders[id(parameter)])))
+            _as_nonresident(parameter, _NonResidentParameter, (name, min(holders[id(parameter)])))
 
 
-def _taken(tensor: torch.Tensor, kind: type[_Elsewhere], whose: tuple[str, int]) -> torch.Tensor:
-    """Make a tensor one whose numbers are elsewhere; it stays the same object."""
+def _as_nonresident(tensor: torch.Tensor, kind: type[_NonResident], name_and_owner: tuple[str, int]) -> torch.Tensor:
+    """Make a tensor a non-resident one; it stays the same object."""
     tensor.__class__ = kind
-    tensor.whose = whose  # type: ignore[attr-defined]
+    tensor.name_and_owner = name_and_owner  # type: ignore[attr-defined]
     return tensor
 
 
 def _refusal(name: str, given: Any) -> UsageError:
-    found: list[_Elsewhere] = []
+    found: list[_NonResident] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, _Elsewhere):
+        if isinstance(tensor, _NonResident):
             found.append(tensor)
         return tensor
 
     map_tensors(note, given)
-    weight, home = found[0].whose
-    in_unit = Running.microbatch is not None
+    weight, owner = found[0].name_and_owner
+    in_unit = Current.microbatch is not None
     return UsageError(
-        f"`{name.strip('_')}` needs the numbers of `{weight}`, which pipeline rank {home} holds and rank"
+        f"`{name.strip('_')}` needs the numbers of `{weight}`, which pipeline rank {owner} holds and rank"
         f" {state.pp_rank} does not",
         hint="hand the weight to the module as an argument of its forward"
         if in_unit

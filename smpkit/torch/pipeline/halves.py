@@ -1,15 +1,16 @@
-"""Run a backward in two halves: the gradients of inputs, for which other ranks wait, and later those of weights.
+"""Split a backward as zero-bubble schedules do: input gradients, for which other ranks wait, then weight gradients.
 
-A node of the autograd graph is *on the way* if an input can be reached from it. The first half runs only those, and
-keeps the gradients that reach the *joints*: nodes on the way from which an edge leads off it, to weights alone. The
-second half starts at the joints and follows those edges only. So each gradient is made once, by the same operations on
+Some nodes of the autograd graph *reach an input*. The first half runs only those, and keeps the gradients that arrive
+at the *boundary* nodes: nodes that reach an input, with an edge to a node that reaches weights alone. The second half
+starts at the boundary nodes and follows those edges only. So each gradient is made once, by the same operations on
 the same numbers as in one backward::
 
     loss -> addmm2 -> tanh -> addmm1 -> x        first half: addmm2, tanh, addmm1, each for its input alone
               |                 |
               w2                w1               second half: addmm2 for w2; addmm1 for w1
 
-Weights whose gradients cannot be told apart that way, or would win nothing, are made in the first half: see `_early`.
+Gradients of weights that cannot be separated that way, or would gain nothing, are made in the first half: see
+`_first_half_leaves`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["WeightHalf", "backward_inputs"]
+__all__ = ["WeightBackward", "backward_inputs"]
 
 _ACCUMULATE: Final = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 _CUSTOM: Final[Any] = BackwardCFunction
@@ -37,84 +38,86 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Joints that share weights, which are made together so that each is added to once."""
+class _WeightGroup:
+    """Boundary nodes that share weights: they run together, so that each weight is accumulated once."""
 
-    joints: tuple[Node, ...]
+    boundaries: tuple[Node, ...]
     weights: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class WeightHalf:
+class WeightBackward:
     """What is left of a backward: `run` it once, before the weights' gradients are read."""
 
-    parts: Sequence[_Part]
-    arrived: dict[Node, Gradients]
+    groups: Sequence[_WeightGroup]
+    boundary_gradients: dict[Node, Gradients]
 
     def run(self) -> None:
         """Add to the gradients of the weights; frees what was kept for them as it goes."""
-        for part in self.parts:
+        for group in self.groups:
             pairs = [
-                (GradientEdge(joint, place), gradient)
-                for joint in part.joints
-                for place, gradient in enumerate(self.arrived.pop(joint, ()))
+                (GradientEdge(boundary, output_nr), gradient)
+                for boundary in group.boundaries
+                for output_nr, gradient in enumerate(self.boundary_gradients.pop(boundary, ()))
                 if gradient is not None
             ]
             if pairs:
                 edges, gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(edges, gradients, inputs=part.weights)
+                torch.autograd.backward(edges, gradients, inputs=group.weights)
 
 
 def backward_inputs(
     roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
-) -> WeightHalf | None:
+) -> WeightBackward | None:
     """Run the half of a backward that adds to `inputs`, which are leaves; return the other half.
 
     None: there is no other half, and everything has run.
     """
-    parts, early = _Graph(roots, inputs).parts() if inputs else ((), ())
-    if not parts:
+    groups, first_half = _Graph(roots, inputs).groups() if inputs else ((), ())
+    if not groups:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type] # tensors and edges may be mixed
         return None
-    arrived: dict[Node, Gradients] = {}
-    joints = [joint for part in parts for joint in part.joints]
-    # Hooks see what reaches the node: keeping it makes autograd sum further gradients elsewhere, not in place.
-    handles = [joint.register_prehook(partial(arrived.__setitem__, joint)) for joint in joints]
+    boundary_gradients: dict[Node, Gradients] = {}
+    boundaries = [boundary for group in groups for boundary in group.boundaries]
+    # A prehook sees the node's summed gradient; keeping a reference makes autograd sum out of place.
+    handles = [boundary.register_prehook(partial(boundary_gradients.__setitem__, boundary)) for boundary in boundaries]
     try:
-        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *early])  # type: ignore[arg-type]
+        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *first_half])  # type: ignore[arg-type]
     finally:
         for handle in handles:
             handle.remove()
-    return WeightHalf(parts, arrived)
+    return WeightBackward(groups, boundary_gradients)
 
 
 class _Graph:
-    """The autograd graph below some tensors, and which of its nodes are on the way to inputs."""
+    """The autograd graph below some tensors, and which of its nodes reach an input."""
 
     def __init__(self, roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> None:
         self._roots = [_edge(root).node for root in roots]
-        ends = {get_gradient_edge(leaf).node for leaf in inputs}
+        input_nodes = {get_gradient_edge(leaf).node for leaf in inputs}
         self._next: dict[Node, list[Node]] = {}
-        self._on_way: set[Node] = set()
-        self._below: dict[Node, frozenset[Node]] = {}
-        """For nodes off the way, the leaves that they lead to."""
+        self._reaches_input: set[Node] = set()
+        self._leaves_below: dict[Node, frozenset[Node]] = {}
+        """For nodes that reach no input, the leaves that they lead to."""
         self._can_split = True
-        for node in self._bottom_up():
-            self._place(node, ends)
+        for node in self._post_order():
+            self._classify(node, input_nodes)
 
-    def parts(self) -> tuple[tuple[_Part, ...], tuple[torch.Tensor, ...]]:
+    def groups(self) -> tuple[tuple[_WeightGroup, ...], tuple[torch.Tensor, ...]]:
         """Return what the second half does, and the weights whose gradients are made in the first one."""
         if not self._can_split:
             return (), ()
-        joints = {node: off for node in self._next if node in self._on_way and (off := self._leaves_off(node))}
-        early = self._early(joints)
-        parts = []
-        for group in _groups({joint: leaves - early for joint, leaves in joints.items()}):
-            leaves = {leaf for joint in group for leaf in joints[joint]} - early
-            parts.append(_Part(tuple(group), tuple(_variable(leaf) for leaf in leaves)))
-        return tuple(parts), tuple(_variable(leaf) for leaf in early)
+        boundaries = {
+            node: off for node in self._next if node in self._reaches_input and (off := self._leaves_off_path(node))
+        }
+        first_half = self._first_half_leaves(boundaries)
+        groups = []
+        for group in _groups({boundary: leaves - first_half for boundary, leaves in boundaries.items()}):
+            leaves = {leaf for boundary in group for leaf in boundaries[boundary]} - first_half
+            groups.append(_WeightGroup(tuple(group), tuple(_variable(leaf) for leaf in leaves)))
+        return tuple(groups), tuple(_variable(leaf) for leaf in first_half)
 
-    def _bottom_up(self) -> Iterator[Node]:
+    def _post_order(self) -> Iterator[Node]:
         """Yield every node once, after all that it leads to."""
         stack = [(root, False) for root in self._roots]
         while stack:
@@ -126,67 +129,69 @@ class _Graph:
                 stack.append((node, True))
                 stack += [(each, False) for each in self._next[node]]
 
-    def _place(self, node: Node, ends: set[Node]) -> None:
+    def _classify(self, node: Node, input_nodes: set[Node]) -> None:
         after = self._next[node]
         self._can_split = self._can_split and type(node).__name__ != _REENTRANT
-        if node in ends or any(each in self._on_way for each in after):
-            self._on_way.add(node)
+        if node in input_nodes or any(each in self._reaches_input for each in after):
+            self._reaches_input.add(node)
         elif type(node) is _ACCUMULATE:
-            self._below[node] = frozenset((node,))
+            self._leaves_below[node] = frozenset((node,))
         elif len(after) == 1:
-            self._below[node] = self._below[after[0]]
+            self._leaves_below[node] = self._leaves_below[after[0]]
         else:
-            self._below[node] = frozenset().union(*(self._below[each] for each in after))
+            self._leaves_below[node] = frozenset().union(*(self._leaves_below[each] for each in after))
 
-    def _leaves_off(self, node: Node) -> frozenset[Node]:
-        """Return the leaves that the edges from a node on the way lead to, off the way."""
-        off = [self._below[each] for each in self._next[node] if each not in self._on_way]
+    def _leaves_off_path(self, node: Node) -> frozenset[Node]:
+        """Return the leaves that a node which reaches an input leads to by edges that do not."""
+        off = [self._leaves_below[each] for each in self._next[node] if each not in self._reaches_input]
         return frozenset().union(*off) if off else frozenset()
 
-    def _early(self, joints: dict[Node, frozenset[Node]]) -> frozenset[Node]:
+    def _first_half_leaves(self, boundaries: dict[Node, frozenset[Node]]) -> frozenset[Node]:
         """Return the leaves whose gradients the first half makes.
 
-        A root off the way is no joint. A custom Function would run twice, with all that it does besides. Biases and
-        norms alone are cheap, and would cost a start of the engine. And where one joint of a weight is on the way from
-        another one, a backward from the latter to the weight would pass the former again.
+        A root that reaches no input is no boundary node. A custom Function would run twice, side effects too. Biases
+        and norms alone are cheap, and would cost a start of the engine. Where one boundary node of a weight leads to
+        another, a backward from the former to the weight would run the latter again.
         """
-        early = {leaf for root in self._roots if root not in self._on_way for leaf in self._below[root]}
+        first_half = {
+            leaf for root in self._roots if root not in self._reaches_input for leaf in self._leaves_below[root]
+        }
         users: defaultdict[Node, list[Node]] = defaultdict(list)
-        for joint, leaves in joints.items():
-            if isinstance(joint, _CUSTOM) or all(_variable(leaf).dim() < 2 for leaf in leaves):
-                early |= leaves
+        for boundary, leaves in boundaries.items():
+            if isinstance(boundary, _CUSTOM) or all(_variable(leaf).dim() < 2 for leaf in leaves):
+                first_half |= leaves
             for leaf in leaves:
-                users[leaf].append(joint)
-        shared = ((leaf, found) for leaf, found in users.items() if len(found) > 1 and leaf not in early)
-        return frozenset(early | {leaf for leaf, found in shared if self._in_a_row(set(found))})
+                users[leaf].append(boundary)
+        shared = ((leaf, found) for leaf, found in users.items() if len(found) > 1 and leaf not in first_half)
+        return frozenset(first_half | {leaf for leaf, found in shared if self._are_chained(set(found))})
 
-    def _in_a_row(self, joints: set[Node]) -> bool:
-        """Return whether one of the joints is on the way from another one."""
+    def _are_chained(self, boundaries: set[Node]) -> bool:
+        """Return whether one of the boundary nodes leads to another."""
         seen: set[Node] = set()
-        for joint in joints:
-            stack = [each for each in self._next[joint] if each in self._on_way]
+        for boundary in boundaries:
+            stack = [each for each in self._next[boundary] if each in self._reaches_input]
             while stack:
                 node = stack.pop()
-                if node in joints:
+                if node in boundaries:
                     return True
                 if node not in seen:
                     seen.add(node)
-                    stack += [each for each in self._next[node] if each in self._on_way]
+                    stack += [each for each in self._next[node] if each in self._reaches_input]
         return False
 
 
 def _groups(leaves_of: dict[Node, frozenset[Node]]) -> Iterator[list[Node]]:
-    """Yield the joints that share leaves together; those without any are left out."""
+    """Yield the boundary nodes that share leaves together; those without any are left out."""
     group_of: dict[Node, list[Node]] = {}
     by_leaf: dict[Node, Node] = {}
-    for joint, leaves in leaves_of.items():
-        group_of[joint] = [joint]
+    for boundary, leaves in leaves_of.items():
+        group_of[boundary] = [boundary]
         for leaf in leaves:
-            mine, other = group_of[joint], group_of[by_leaf.setdefault(leaf, joint)]
+            mine, other = group_of[boundary], group_of[by_leaf.setdefault(leaf, boundary)]
             if mine is not other:
                 other += mine
                 group_of.update(dict.fromkeys(mine, other))
-    unique = {id(group): group for joint, group in group_of.items() if leaves_of[joint]}
+    unique = {id(group): group for boundary, group in group_of.items() if leaves_of[boundary]}
     yield from unique.values()
 
 

@@ -5,7 +5,7 @@ message and waits for nobody. Its size is what the step before needed, which all
 so that ranks with different batches find out before anything else is sent, then what fits of the tensors, most often
 all.
 
-They also lie in memory as those of pp_rank 0 do, without gaps, on that rank too: what a call returns hangs on it, and
+They also lie in memory as those of pp_rank 0 do, without gaps, on that rank too: what a call returns depends on it, and
 a rank that took `batch[:, :-1]` for another kind of argument than the others would wait for them for ever. So the
 order of each tensor's dimensions in memory travels before its data.
 """
@@ -23,13 +23,13 @@ from smpkit.errors import UsageError
 from smpkit.torch import devices
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.packing import packed_bytes, unpack
-from smpkit.torch.pipeline.specs import TensorSpec, laid, relaid, spec_of
+from smpkit.torch.pipeline.specs import TensorSpec, as_layout, spec_of, to_layout
 from smpkit.torch.pipeline.transport import Transport
 
-__all__ = ["FIRST_BYTES", "Inputs"]
+__all__ = ["FIRST_BYTES", "InputBroadcast"]
 
 FIRST_BYTES: Final = 64 * 1024
-"""Of the first message, as long as no step has told what is needed; and the most that it has."""
+"""Of the first message, before the first step; also its largest size."""
 _CHECKSUM_BYTES: Final = 16  # with padding, so that what follows is aligned
 _WHAT: Final = "the inputs of the step"
 
@@ -42,7 +42,7 @@ class _Frame(NamedTuple):
     views: list[torch.Tensor]
 
 
-class Inputs:
+class InputBroadcast:
     """The inputs of a pipeline's steps on this rank.
 
     Args:
@@ -61,9 +61,9 @@ class Inputs:
         self._next_head_bytes = FIRST_BYTES
         self._frame: _Frame | None = None
         """That of the step before, which most often fits again: the pipeline waits for what pp_rank 0 has to make."""
-        self._travelling: _Frame | None = None
+        self._in_flight: _Frame | None = None
 
-    def of_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that pp_rank 0 passed; all ranks call this with tensors of the same shapes and dtypes.
 
         Raises:
@@ -76,14 +76,14 @@ class Inputs:
         checksum = _checksum(specs)
         tag = Tag.INPUTS_REST + (checksum & 0xFFFFFF)
         if self._rank == 0:
-            lying = [
-                laid(tensor.detach(), order) for tensor, order in zip(tensors, _orders(specs, layout), strict=True)
+            in_order = [
+                to_layout(tensor.detach(), order) for tensor, order in zip(tensors, _orders(specs, layout), strict=True)
             ]
-            block = self._framed(specs, layout, max(num_bytes, head_bytes), lying)
-            on_device = any(devices.is_asynchronous(tensor.device) for tensor in lying)
+            block = self._pack(specs, layout, max(num_bytes, head_bytes), in_order)
+            on_device = any(devices.is_asynchronous(tensor.device) for tensor in in_order)
             ready = devices.record_event(self._device) if on_device else None
-            self._hand_on(tag, block[:head_bytes], block[head_bytes:], ready)
-            return [devices.to_device(tensor, self._device) for tensor in lying]
+            self._relay(tag, block[:head_bytes], block[head_bytes:], ready)
+            return [devices.to_device(tensor, self._device) for tensor in in_order]
         source = self._rank - 1
         head = self._transport.receive_bytes(head_bytes, source, Tag.INPUTS_HEAD + head_bytes, _WHAT)
         if int(head[:8].view(torch.int64)) != checksum:
@@ -95,27 +95,29 @@ class Inputs:
         rest = head[:0]
         if num_bytes > head_bytes:
             rest = self._transport.receive_bytes(num_bytes - head_bytes, source, tag, _WHAT)
-        self._hand_on(tag, head, rest)
+        self._relay(tag, head, rest)
         # A copy, because the messages are still on their way to the next rank and a step may change its inputs.
         packed = devices.host_memory(num_bytes - _CHECKSUM_BYTES, self._device)
         torch.cat([head[_CHECKSUM_BYTES:num_bytes], rest], out=packed)
         orders = _orders(specs, packed[: len(layout)].numpy().tobytes())
         arrived = unpack(packed[len(layout) :], specs)
         parts = zip(arrived, specs, orders, strict=True)
-        return [relaid(tensor, spec.shape, order).to(self._device, non_blocking=True) for tensor, spec, order in parts]
+        return [
+            as_layout(tensor, spec.shape, order).to(self._device, non_blocking=True) for tensor, spec, order in parts
+        ]
 
     def end_step(self) -> None:
         """Note that a step has ended well: its messages have arrived, and all ranks know how long the next is."""
         self.head_bytes = self._next_head_bytes
-        frame, self._travelling = self._travelling, None
+        frame, self._in_flight = self._in_flight, None
         self._frame = frame if frame is not None and len(frame.block) <= FIRST_BYTES else None
 
     def abandon(self) -> None:
         """Forget a step that an exception ended."""
         self.head_bytes = FIRST_BYTES
-        self._frame = self._travelling = None
+        self._frame = self._in_flight = None
 
-    def _framed(
+    def _pack(
         self, specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int, tensors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Return the bytes that travel. Nobody may write to them before the step has ended well."""
@@ -125,10 +127,10 @@ class Inputs:
         with torch.no_grad():
             for view, tensor in zip(frame.views, tensors, strict=True):
                 view.copy_(tensor, non_blocking=True)
-        self._travelling = frame
+        self._in_flight = frame
         return frame.block
 
-    def _hand_on(self, tag: int, head: torch.Tensor, rest: torch.Tensor, ready: torch.Event | None = None) -> None:
+    def _relay(self, tag: int, head: torch.Tensor, rest: torch.Tensor, ready: torch.Event | None = None) -> None:
         if self._rank < self._size - 1:
             self._transport.outbox.send(head, self._rank + 1, Tag.INPUTS_HEAD + len(head), ready)
             if len(rest):
@@ -143,7 +145,7 @@ def _new_frame(specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int, dev
         block[_CHECKSUM_BYTES:begin].copy_(torch.tensor(list(layout), dtype=torch.uint8, device="cpu"))
         parts = unpack(block[begin : begin + packed_bytes(specs)], specs)
         laid_out = zip(parts, specs, _orders(specs, layout), strict=True)
-        return _Frame(specs, block, [relaid(part, spec.shape, order) for part, spec, order in laid_out])
+        return _Frame(specs, block, [as_layout(part, spec.shape, order) for part, spec, order in laid_out])
 
 
 @functools.lru_cache(maxsize=256)

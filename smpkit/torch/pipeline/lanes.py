@@ -1,4 +1,4 @@
-"""Connections between GPUs: values and gradients travel without a detour through the hosts.
+"""NCCL point-to-point channels: values and gradients travel between GPUs without a detour through the hosts.
 
 nccl has no tags: between two ranks it pairs sends and receives in the order in which they are begun. And it does not
 promise that two of its kernels run on a GPU at the same time: one that waits for its peer may keep the GPU from every
@@ -20,15 +20,15 @@ that is late or dead, and all waiting for other ranks is waiting for headers, wh
 What a header can say needs no message, such as that there is no gradient. A rank reads the headers of all messages that
 come before the one that it sends or needs now. So a receive most often begins long before its value is needed, and a
 send does not stand on the GPU for long. Nothing is polled: what a rank begins, and between which of its own operations,
-hangs on the schedule and not on how fast messages are. So ranks that do the same work on other parts of the model
+depends on the schedule and not on how fast messages are. So ranks that do the same work on other parts of the model
 (tensor parallelism) also have their collectives between the same messages.
 
-*Leaving.* Where the order ends (a microbatch takes another way than the recorded one, or the step is given up), a rank
+*Leaving.* Where the order ends (a microbatch diverges from the recorded one, or the step is given up), a rank
 tells all that it is connected with by a header, `LEFT`. Whoever reads it leaves as well, so all of them do. Each
 receives what was sent before the word, so no kernel is left without a partner; what is left of the step travels through
 the hosts.
 
-A step that runs microbatch after microbatch, because its way may change, follows the program, which is one order too.
+A step that runs microbatch after microbatch, because its calls may change, follows the program, which is one order too.
 
 The price: a message may wait for one that is due before it and late. It is the same where messages are exchanged in
 fixed pairs, as in other pipelines. Hosts run ahead of their GPUs as far as the schedule lets them.
@@ -50,14 +50,14 @@ import torch.distributed as dist
 from smpkit.errors import UsageError
 from smpkit.torch import devices
 from smpkit.torch.deadline import waiting
-from smpkit.torch.pipeline.ring import Block, Ring
+from smpkit.torch.pipeline.ring import Block, ReceivePool
 
-__all__ = ["Arrival", "Lanes", "has_lanes"]
+__all__ = ["P2PChannels", "PendingReceive", "has_channels"]
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
-def has_lanes(group: dist.ProcessGroup, device: torch.device) -> bool:
+def has_channels(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether nccl connects the ranks of a pipeline. It does not where several ranks share a GPU."""
     return device.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config(group))
 
@@ -79,14 +79,14 @@ def refuse_launch_order() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class PendingReceive:
     """A message that is on its way to this rank."""
 
     work: dist.Work
     block: Block
 
 
-class Lanes:
+class P2PChannels:
     """The connections of one rank's GPU.
 
     Args:
@@ -103,15 +103,15 @@ class Lanes:
         self._ranks = ranks
         self._rank = rank
         self._device = device
-        self._reached: set[int] = set()
+        self._connected: set[int] = set()
         # What is given to this stream runs one after the other, beside what is computed.
         self._stream = devices.new_stream(device, high_priority=True)
-        self.ring = Ring(device)
+        self.pool = ReceivePool(device)
 
     @property
     def peers(self) -> list[int]:
         """The ranks that this one is connected with."""
-        return sorted(self._reached)
+        return sorted(self._connected)
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Connect pairs of the pipeline's ranks; all its ranks call this alike.
@@ -121,56 +121,56 @@ class Lanes:
             RemoteError: another rank failed.
         """
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
-            if self._rank not in (low, high) or self.reaches(low + high - self._rank):
+            if self._rank not in (low, high) or self.is_connected_to(low + high - self._rank):
                 continue
             peer = low + high - self._rank
             with waiting("the connection of the GPUs", [self._ranks[peer]]):
                 for receives in (self._rank == high, self._rank == low):
                     if receives:
-                        self.forget(self.receive(1, peer))
+                        self.discard(self.receive(1, peer))
                     else:
                         block = torch.zeros(1, dtype=torch.uint8, device=self._device)
                         self.send(block, peer)[0].wait()
-            self._reached.add(peer)
+            self._connected.add(peer)
 
-    def reaches(self, peer: int) -> bool:
-        """Return whether this rank is connected with another."""
-        return peer in self._reached
+    def is_connected_to(self, peer: int) -> bool:
+        """Return whether this rank has a channel to another."""
+        return peer in self._connected
 
     def begin_step(self, blocks: Mapping[int, int]) -> None:
         """Have the memory that messages of a step arrive in: by size in bytes, how many blocks."""
-        self.ring.fit(blocks)
+        self.pool.fit(blocks)
 
     def send(self, tensor: torch.Tensor, target: int) -> tuple[dist.Work, torch.Tensor]:
         """Begin to send a tensor without gaps; return the work, and what must stay as it is until that is done."""
-        self.ring.sweep()
+        self.pool.sweep()
         # As bytes: who receives them may not know yet what they are. Those of a conjugate are not what they look like.
         block = tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8)
         made = devices.record_event(self._device)
         with devices.on_stream(self._stream):
             devices.order_after(made, self._stream)
-            return self._in_turn(self._group.send([block], target, 0)), block
+            return self._order_next_after(self._group.send([block], target, 0)), block
 
-    def receive(self, num_bytes: int, source: int) -> Arrival:
+    def receive(self, num_bytes: int, source: int) -> PendingReceive:
         """Begin to receive what `source` has begun to send, or is about to."""
-        self.ring.sweep()
-        block = self.ring.take(num_bytes)
+        self.pool.sweep()
+        block = self.pool.take(num_bytes)
         with devices.on_stream(self._stream):
             devices.order_after(block.free, self._stream)
-            return Arrival(self._in_turn(self._group.recv([block.memory], source, 0)), block)
+            return PendingReceive(self._order_next_after(self._group.recv([block.memory], source, 0)), block)
 
-    def arrived(self, arrival: Arrival) -> torch.Tensor:
+    def received(self, pending: PendingReceive) -> torch.Tensor:
         """Let what is computed from now on wait for a message; return its bytes. On a GPU this does not wait itself."""
-        arrival.work.wait()  # with a deadline, nccl would hold up the host until then
-        return self.ring.lend(arrival.block)
+        pending.work.wait()  # with a deadline, nccl would hold up the host until then
+        return self.pool.lend(pending.block)
 
-    def forget(self, arrival: Arrival) -> None:
+    def discard(self, pending: PendingReceive) -> None:
         """Let go of a message that nobody needs."""
-        arrival.work.wait()
-        self.ring.give_back(arrival.block)
+        pending.work.wait()
+        self.pool.give_back(pending.block)
 
-    def _in_turn(self, work: dist.Work) -> dist.Work:
-        """Let the next message start when this one is over. Where there are no streams, nothing holds up anything."""
+    def _order_next_after(self, work: dist.Work) -> dist.Work:
+        """Make the next message wait for this one on the stream; without streams there is nothing to order."""
         if self._stream is not None:
             work.wait()
         return work

@@ -1,8 +1,8 @@
-"""A value with a home: one rank holds the data, the others know its shape.
+"""Stage tensors: one rank, the owner, holds the data, and the others know the shape.
 
-Located values exist in the step function and in modules whose parts lie on several ranks. Operations on them follow the
-data: the home computes, the others note what comes out. What only depends on shapes is answered at once; what Python
-needs to know (`.item()`, `if tensor:`) is broadcast from the home.
+They exist in the step function and in modules whose parts lie on several ranks. Operations on them follow the
+data: the owner computes, the others note what comes out. What only depends on shapes is answered at once; what Python
+needs to know (`.item()`, `if tensor:`) is broadcast from the owner.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.shapes import DECIDING_VALUES, INDEXING, with_whole_bounds
+from smpkit.torch.pipeline.shapes import DECIDING_VALUES, INDEXING, with_int_bounds
 from smpkit.torch.pipeline.specs import TensorSpec
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
-    from smpkit.torch.pipeline.sharing import Family
+    from smpkit.torch.pipeline.sharing import AliasSet
 
 __all__ = [
-    "OF_SHAPE",
     "PROPERTIES",
-    "Located",
-    "Running",
-    "between_units",
-    "current",
-    "locate",
+    "SHAPE_FUNCTIONS",
+    "Current",
+    "StageTensor",
+    "current_microbatch",
+    "make_stage_tensor",
+    "microbatch_between_units",
     "refuse_foreign_graph",
 ]
 
@@ -36,19 +36,19 @@ T = torch.Tensor
 _NONE: Final[Mapping[int, Any]] = MappingProxyType({})
 
 
-class Running:
-    """The microbatch whose code runs now; only the thread that holds the baton runs, so one is enough."""
+class Current:
+    """The microbatch whose code runs now; only one thread runs at a time, so one is enough."""
 
     microbatch: Microbatch | None = None
 
 
-def current() -> Microbatch:
+def current_microbatch() -> Microbatch:
     """Return the microbatch whose code runs now.
 
     Raises:
         UsageError: no step is running.
     """
-    microbatch = Running.microbatch
+    microbatch = Current.microbatch
     if microbatch is None:
         raise UsageError(
             "a value of another rank was used outside the step that made it",
@@ -58,32 +58,32 @@ def current() -> Microbatch:
     return microbatch
 
 
-def between_units() -> Microbatch | None:
+def microbatch_between_units() -> Microbatch | None:
     """Return the microbatch whose code runs now if every rank runs it, each with what it holds.
 
     None: it runs inside a unit, or none runs and a module that is called is being recomputed in backward.
     """
-    microbatch = Running.microbatch
-    return None if microbatch is None or microbatch.stage.inside else microbatch
+    microbatch = Current.microbatch
+    return None if microbatch is None or microbatch.stage.inside_unit else microbatch
 
 
-class Located(torch.Tensor):
+class StageTensor(torch.Tensor):
     """A tensor of which this rank holds either the data or only the shape.
 
-    `spec` is what all ranks know of it; `home` the pp_rank that holds it; `value` the data there, None elsewhere;
-    `segment` the home's segment that made it; `copies` what it was sent as, by pp_rank; `family` all
-    that are, or were sent from, the same memory, if there is more, and `memory` which of them lie together. Made by
-    `locate`.
+    `spec` is what all ranks know of it; `owner` the pp_rank that holds it; `value` the data there, None elsewhere;
+    `segment` the owner's segment that made it; `copies` what it was sent as, by pp_rank; `alias_set`
+    all that share its memory or that of what they were sent from, if any, and `storage_key` which of them lie in the
+    same. Made by `make_stage_tensor`.
     """
 
     spec: TensorSpec
-    home: int
+    owner: int
     value: torch.Tensor | None
     segment: int
     # Most values have none of these: what every operation makes must be made quickly.
-    copies: Mapping[int, Located] = _NONE
-    family: Family | None = None
-    memory: object = None
+    copies: Mapping[int, StageTensor] = _NONE
+    alias_set: AliasSet | None = None
+    storage_key: object = None
 
     # The questions that models ask most, answered without the detour through __torch_function__.
     @property
@@ -107,8 +107,12 @@ class Located(torch.Tensor):
                 "an attribute of a value that another pipeline rank may hold was assigned",
                 hint="use the operation instead, for example `x = x.detach().requires_grad_()`",
             )
-        answer = _ANSWERS.get(func)
-        return current().operate(func, name, args, kwargs) if answer is None else answer(func, args, kwargs)
+        handler = _HANDLERS.get(func)
+        return (
+            current_microbatch().run_operation(func, name, args, kwargs)
+            if handler is None
+            else handler(func, args, kwargs)
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -122,14 +126,14 @@ class Located(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Located(pp_rank {self.home}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+            return f"Located(pp_rank {self.owner}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
     def __format__(self, specification: str) -> str:
         with torch._C.DisableTorchFunctionSubclass():
             scalar = self.dim() == 0
         return format(self.item(), specification) if scalar else repr(self)
 
-    def forget_copies(self) -> None:
+    def drop_copies(self) -> None:
         """Send it anew where it is needed: it has changed."""
         self.copies = _NONE
 
@@ -144,19 +148,19 @@ class Located(torch.Tensor):
         )
 
 
-def locate(
-    spec: TensorSpec, device: torch.device, home: int, value: torch.Tensor | None = None, segment: int = 0
-) -> Located:
-    """Return a value with a home; its data too, if that is here."""
-    made: Located = torch.Tensor._make_wrapper_subclass(
-        Located, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
+def make_stage_tensor(
+    spec: TensorSpec, device: torch.device, owner: int, value: torch.Tensor | None = None, segment: int = 0
+) -> StageTensor:
+    """Return a stage tensor, with its data if this rank owns it."""
+    made: StageTensor = torch.Tensor._make_wrapper_subclass(
+        StageTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
     )
-    made.__dict__.update(spec=spec, home=home, value=value, segment=segment)  # at once: all ranks make many
+    made.__dict__.update(spec=spec, owner=owner, value=value, segment=segment)  # at once: all ranks make many
     return made
 
 
 def refuse_foreign_graph(grad_fn: Any) -> None:
-    """Raise: torch has put a graph of its own on a ghost; its backward would end there, and nobody would notice."""
+    """Raise: torch has recorded a node on a placeholder; backward would end there unnoticed."""
     name = grad_fn.name().removesuffix("Backward")
     if name == "BackwardHookFunction":
         raise UsageError(
@@ -173,14 +177,14 @@ def _attribute(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Answer `x.shape` and its like from what is known, and treat `x.T` and its like as the operations they are."""
     operation = PROPERTIES.get(func)
     if operation is not None:
-        return current().operate(operation, operation.__name__, args, {})
+        return current_microbatch().run_operation(operation, operation.__name__, args, {})
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args)
 
 
-def _stand_in(value: Any) -> Any:
+def _shape_only(value: Any) -> Any:
     """Return a tensor of the same shape, dtype and device that takes no memory, to be looked at and not read."""
-    if not isinstance(value, Located):
+    if not isinstance(value, StageTensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
@@ -196,7 +200,7 @@ PROPERTIES: Final[dict[Any, Callable[..., Any]]] = {
     T.data.__get__: T.detach,  # type: ignore[attr-defined]
 }
 
-OF_SHAPE: Final = frozenset(
+SHAPE_FUNCTIONS: Final = frozenset(
     {
         T.size,
         T.dim,
@@ -222,7 +226,7 @@ OF_SHAPE: Final = frozenset(
 )
 """Functions of shape, dtype and device alone."""
 
-_FOR_PYTHON: Final = frozenset(
+_PYTHON_VALUE_FUNCTIONS: Final = frozenset(
     {
         T.item,
         T.tolist,
@@ -281,28 +285,28 @@ def _from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _for_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return current().value_for_python(func, args, kwargs)
+    return current_microbatch().value_for_python(func, args, kwargs)
 
 
 def _new_from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(_stand_in(args[0]), *args[1:], **kwargs)
+    return func(_shape_only(args[0]), *args[1:], **kwargs)
 
 
 def _like_other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 1 and isinstance(args[1], Located):
-        args = (args[0], _stand_in(args[1]), *args[2:])
-        if not isinstance(args[0], Located):
+    if len(args) > 1 and isinstance(args[1], StageTensor):
+        args = (args[0], _shape_only(args[1]), *args[2:])
+        if not isinstance(args[0], StageTensor):
             return func(*args, **kwargs)
-    return current().operate(func, func.__name__, args, kwargs)
+    return current_microbatch().run_operation(func, func.__name__, args, kwargs)
 
 
 def _shaped_by_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in INDEXING:
-        args = (args[0], with_whole_bounds(args[1]), *args[2:])
+        args = (args[0], with_int_bounds(args[1]), *args[2:])
     deciding = DECIDING_VALUES.get(func)
     with torch._C.DisableTorchFunction():
         values = () if deciding is None else deciding(*args, **kwargs)
-    return current().operate(func, func.__name__, args, kwargs, values or None)
+    return current_microbatch().run_operation(func, func.__name__, args, kwargs, values or None)
 
 
 def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -311,12 +315,12 @@ def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str,
     )
 
 
-_ANSWERS: Final[dict[Any, Callable[..., Any]]] = {
-    **dict.fromkeys(OF_SHAPE, _from_shape),
-    **dict.fromkeys(_FOR_PYTHON, _for_python),
+_HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
+    **dict.fromkeys(SHAPE_FUNCTIONS, _from_shape),
+    **dict.fromkeys(_PYTHON_VALUE_FUNCTIONS, _for_python),
     **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
     **dict.fromkeys(_LIKE_OTHER, _like_other),
     **dict.fromkeys(_REFUSED, _refuse),
     **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
 }
-"""What is no operation on data."""
+"""What is answered without running an operation on data."""

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from smpkit.torch.pipeline.record import Move
+    from smpkit.torch.pipeline.record import P2PTransfer
 
-__all__ = ["ABSENT", "LEFT", "Message", "Sent", "Tag", "What", "text_of", "version_of"]
+__all__ = ["LEFT", "NO_GRADIENT", "Message", "MessageLabel", "SentMessage", "Tag", "describe_message", "version_of"]
 
 
 class Tag:
@@ -19,12 +19,12 @@ class Tag:
 
     OBJECT: Final = (1 << 30) + 1
     """Its size; the object itself comes under the next tag."""
-    WAYS: Final = OBJECT + 2
+    CALL_TRACES: Final = OBJECT + 2
     """As OBJECT."""
-    PATHS: Final = OBJECT + 4
+    TRACE_CHECKSUMS: Final = OBJECT + 4
     COSTS: Final = OBJECT + 5
     HEADERS: Final = OBJECT + 6
-    """Of what travels in lanes."""
+    """Of what travels on channels."""
     INPUTS_REST: Final = (1 << 30) + (1 << 24)
     """Plus the low 24 bits of a checksum of shapes: ranks that expect different bytes never meet in one message."""
     OUTPUTS: Final = (1 << 30) + (2 << 24)
@@ -33,12 +33,12 @@ class Tag:
     """Plus its size."""
 
 
-Message = tuple[int, "Move", bool]
-"""A microbatch, a move and whether it is the move's gradient."""
-What = str | Message
+Message = tuple[int, "P2PTransfer", bool]
+"""A microbatch, a transfer and whether it is the transfer's gradient."""
+MessageLabel = str | Message
 """What a message is, for errors."""
 
-ABSENT: Final = -1
+NO_GRADIENT: Final = -1
 """In a header, instead of a number of bytes: there is no gradient. (Of values without elements there always is one.)"""
 
 LEFT: Final = -2
@@ -46,28 +46,28 @@ LEFT: Final = -2
 
 
 @dataclass(slots=True)
-class Sent:
+class SentMessage:
     """A message on its way; keeps the tensor, which others read without our knowing when."""
 
     work: dist.Work
-    """Of the message, or of the header of one that takes a lane."""
+    """Of the message, or of the header of one that takes a channel."""
     tensor: torch.Tensor
     version: int
     """How often the tensor had been changed in place: must stay so until it has arrived."""
-    what: What
-    taken_at: int | None = None
+    what: MessageLabel
+    receive_index: int | None = None
     """Where the action that takes it stands in the receiver's list; None: not known."""
-    in_lane: tuple[dist.Work, torch.Tensor] | None = None
+    on_channel: tuple[dist.Work, torch.Tensor] | None = None
     """The message after its header, and its bytes."""
     header: torch.Tensor | None = None
 
 
-def text_of(what: What) -> str:
+def describe_message(what: MessageLabel) -> str:
     if isinstance(what, str):
         return what
-    microbatch, move, backward = what
-    value = f"gradient of {move.spec}" if backward else str(move.spec)
-    user = f" for `{move.unit}`" if move.unit else ""
+    microbatch, transfer, backward = what
+    value = f"gradient of {transfer.spec}" if backward else str(transfer.spec)
+    user = f" for `{transfer.consumer}`" if transfer.consumer else ""
     return f"{'backward' if backward else 'forward'} of microbatch {microbatch} ({value}{user})"
 
 

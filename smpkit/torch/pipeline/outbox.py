@@ -40,7 +40,7 @@ class Outbox:
         while self._waiting and devices.has_happened(self._waiting[0][0]):
             self._send(*self._waiting.popleft()[1:])
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for the device, and send everything."""
         while self._waiting:
             ready, packed, target, tag = self._waiting.popleft()

@@ -1,7 +1,7 @@
-"""Let a microbatch wait in the middle of the user's code while this rank works on another.
+"""Suspend a microbatch in the middle of the user's code while this rank works on another.
 
 Only ranks that a microbatch visits more than once need it. Each live microbatch then runs in a thread of its own, but
-only the thread that holds the baton runs; so there is no concurrency to reason about, only interruption.
+only one of them runs at a time: coroutines, with no concurrency to reason about, only interruption.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from smpkit.torch import devices
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.state import state
 
-__all__ = ["Parked"]
+__all__ = ["MicrobatchCoroutine"]
 
 
 class _Abandoned(BaseException):
-    """Unwinds a parked microbatch whose step has failed; no `except Exception` of the user's may catch it."""
+    """Unwinds a suspended microbatch whose step has failed; no `except Exception` of the user's may catch it."""
 
 
-class Parked:
-    """The run of `body` in a thread that stops where it calls `park` and goes on where `resume` is called.
+class MicrobatchCoroutine:
+    """The run of `body` in a thread that stops where it calls `suspend` and goes on where `resume` is called.
 
     Args:
         body: what to run.
@@ -45,29 +45,29 @@ class Parked:
         self.output: Any = None
         self._body = body
         self._random = random
-        self._surroundings = _surroundings(device)
+        self._torch_thread_state = _torch_thread_state(device)
         self._context = contextvars.copy_context()
-        self._go = threading.Semaphore(0)
-        self._back = threading.Semaphore(0)
+        self._resumed = threading.Semaphore(0)
+        self._yielded = threading.Semaphore(0)
         self._abandoned = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="smpkit-microbatch", daemon=True)
 
     def resume(self) -> None:
-        """Run until the body parks or ends; raises what it raised."""
+        """Run until the body suspends itself or ends; raises what it raised."""
         if not self._thread.is_alive():
             self._thread.start()
-        self._go.release()
+        self._resumed.release()
         # The body's own waits have deadlines, and Python code in it may take its time; this one catches neither.
-        self._back.acquire()
+        self._yielded.acquire()
         if self._error is not None:
             raise self._error
 
-    def park(self) -> None:
-        """Hand the baton back, from inside the body, and wait to be resumed."""
+    def suspend(self) -> None:
+        """Yield to the thread that resumed this one, from inside the body, and wait to be resumed."""
         kept = self._random.state()
-        self._back.release()
-        if not self._go.acquire(timeout=10 * state.timeout.total_seconds()):
+        self._yielded.release()
+        if not self._resumed.acquire(timeout=10 * state.timeout.total_seconds()):
             raise DeadlineError("a parked microbatch was never resumed")
         if self._abandoned:
             raise _Abandoned
@@ -77,25 +77,25 @@ class Parked:
         """End the thread of a step that has failed."""
         if self._thread.is_alive() and not self.done:
             self._abandoned = True
-            self._go.release()
+            self._resumed.release()
             self._thread.join(timeout=10)
 
     def _main(self) -> None:
-        self._go.acquire()
+        self._resumed.acquire()
         try:
             if not self._abandoned:
-                with self._surroundings():
+                with self._torch_thread_state():
                     self.output = self._context.run(self._body)
         except _Abandoned:
             pass
         except BaseException as error:  # handed to the thread that resumed this one
             self._error = error
         self.done = True
-        self._back.release()
+        self._yielded.release()
 
 
-def _surroundings(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context that gives another thread what torch keeps by thread, as it is in this one now.
+def _torch_thread_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context that gives another thread this one's thread-local state of torch.
 
     Torch has no public way to hand all of it on at once, as its autograd engine does for threads of its own.
     """
@@ -112,7 +112,7 @@ def _surroundings(device: torch.device) -> Callable[[], contextlib.AbstractConte
     hooked = contextlib.nullcontext if hooks is None else functools.partial(saved_tensors_hooks, *hooks)
 
     @contextlib.contextmanager
-    def surroundings() -> Iterator[None]:
+    def thread_state() -> Iterator[None]:
         for kind, enabled, dtype in autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -134,4 +134,4 @@ def _surroundings(device: torch.device) -> Callable[[], contextlib.AbstractConte
                 stack.callback(torch.overrides._pop_mode)
             yield
 
-    return surroundings
+    return thread_state

@@ -16,31 +16,31 @@ from smpkit.plan.partition.search import assign, partition
 from smpkit.torch.announce import announce
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.deadline import report_failure, waiting
-from smpkit.torch.initialize import lane_group
+from smpkit.torch.initialize import channel_group
 from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.partitioning.manual import pinned_modules
 from smpkit.torch.partitioning.measure import Measured, measure
 from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
-from smpkit.torch.pipeline.divergence import watch
-from smpkit.torch.pipeline.elsewhere import mark_weights_elsewhere
+from smpkit.torch.pipeline.divergence import watch_for_divergence
+from smpkit.torch.pipeline.elsewhere import mark_nonresident_parameters
 from smpkit.torch.pipeline.executor import Executor, Policy
-from smpkit.torch.pipeline.inputs import Inputs
-from smpkit.torch.pipeline.lanes import Lanes, has_lanes
-from smpkit.torch.pipeline.located import current
+from smpkit.torch.pipeline.inputs import InputBroadcast
+from smpkit.torch.pipeline.lanes import P2PChannels, has_channels
+from smpkit.torch.pipeline.located import current_microbatch
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import map_tensors, signature
-from smpkit.torch.pipeline.stage import Stage
-from smpkit.torch.pipeline.tied import Tied, find_tied
+from smpkit.torch.pipeline.stage import StageContext
+from smpkit.torch.pipeline.tied import TiedTensor, find_tied
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled
-from smpkit.torch.pipeline.weights import given_located_weights
-from smpkit.torch.recorder import current as current_recorder
+from smpkit.torch.pipeline.weights import parameters_as_stage_tensors
+from smpkit.torch.recorder import current_recorder
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
-    from smpkit.torch.splitting import Call, Calls
+    from smpkit.torch.splitting import MicrobatchCall, MicrobatchCalls
 
 __all__ = ["Pipeline"]
 
@@ -64,25 +64,29 @@ class Pipeline:
         self._on_placement = on_placement
         self._measured = measured
         group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
-        lanes = Lanes(lane_group(tuple(ranks)), ranks, state.pp_rank, device) if has_lanes(group, device) else None
-        self._transport = Transport(group, ranks, device, lanes)
+        channels = (
+            P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, device)
+            if has_channels(group, device)
+            else None
+        )
+        self._transport = Transport(group, ranks, device, channels)
         self._executor: Executor | None = None
         self._parameters: list[nn.Parameter] = []
-        self._tied: list[Tied] = []
+        self._tied: list[TiedTensor] = []
         self.assignment: Assignment | None = None
         self.resumed: Assignment | None = None
-        """That of the job that this one continues, which is kept."""
+        """The assignment restored from a checkpoint; reused if it fits."""
         self.holders: dict[int, frozenset[int]] = {}
         self._failure: str | None = None
-        """With what a step has failed here, if others did not fail alike."""
-        self._inputs = Inputs(self._transport, state.pp_rank, state.pp_size, state.device)
+        """The error of a step that failed here and not on all ranks."""
+        self._input_broadcast = InputBroadcast(self._transport, state.pp_rank, state.pp_size, state.device)
 
     @property
     def random(self) -> RandomStreams | None:
         """The streams of random numbers, once the model is partitioned."""
         return None if self._executor is None else self._executor.stage.random
 
-    def same_inputs(self, arguments: Any) -> Any:
+    def broadcast_inputs(self, arguments: Any) -> Any:
         """Return the arguments of a step with the tensors of pp_rank 0, as SMP v1 took them.
 
         Raises:
@@ -101,13 +105,13 @@ class Pipeline:
             return tensor
 
         map_tensors(note, arguments)
-        others = self._inputs.of_first(tensors)
+        others = self._input_broadcast.broadcast(tensors)
         shared = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
         return map_tensors(lambda tensor: shared.get(id(tensor), tensor), arguments)
 
     # --- partitioning ----------------------------------------------------------------------------------------------
 
-    def prepare(self, body: Callable[..., Any], call: Call) -> None:
+    def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> None:
         """Partition the model at the first step: decide, tell everyone, keep what is this rank's.
 
         Raises:
@@ -116,7 +120,7 @@ class Pipeline:
         self._check_weights()
         refuse_compiled(self._root)
         if state.pp_rank == 0:
-            self.assignment = self._agreed(Step(body, call.args, call.kwargs))
+            self.assignment = self._agree_on_assignment(Step(body, call.args, call.kwargs))
             seed = common_seed()
             self._transport.broadcast_object((self.assignment.to_json(), seed), what="the partition assignment")
         else:
@@ -128,27 +132,27 @@ class Pipeline:
         self.holders = holders_of(self._root, placement, state.pp_size)
         self._tied = find_tied(self._root, placement, state.pp_rank)
         keep_own_parts(self._root, placement, self.holders, state.pp_rank, state.device)
-        mark_weights_elsewhere(self._root, self.holders, state.pp_rank)
-        stage = Stage(
+        mark_nonresident_parameters(self._root, self.holders, state.pp_rank)
+        stage = StageContext(
             state.pp_rank,
             state.pp_size,
             state.device,
             self._transport,
             RandomStreams(seed + state.rdp_rank, state.device),
             self.holders,
-            _of_first_pipeline if state.tp_size > 1 else None,
+            _broadcast_from_first_pipeline if state.tp_size > 1 else None,
         )
         install(self._root, placement, stage)
         self._parameters = list(self._root.parameters())
-        if stage.weights_elsewhere:
-            stage.random.give(given_located_weights)
-        watch(stage, state.group(CommGroup.PP_GROUP))
+        if stage.parameter_owners:
+            stage.random.replace_arguments(parameters_as_stage_tensors)
+        watch_for_divergence(stage, state.group(CommGroup.PP_GROUP))
         policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)
         self._executor = Executor(stage, policy)
         if (recorder := current_recorder()) is not None:
             recorder.attach(self._executor)
         if state.rank == 0:
-            announce([*self._how(), *self.assignment.log_lines()])
+            announce([*self._measurement_lines(), *self.assignment.log_lines()])
 
     def _check_weights(self) -> None:
         if self._measured and any(is_delayed(parameter) for parameter in self._root.parameters()):
@@ -158,8 +162,8 @@ class Pipeline:
                 hint="leave out trace_execution_times and trace_memory_usage; costs are then computed from shapes",
             )
 
-    def _how(self) -> list[str]:
-        """Say what came of the wish to measure."""
+    def _measurement_lines(self) -> list[str]:
+        """Describe how the partition was measured (log lines)."""
         if not self._measured:
             return []
         if not state.cfg.auto_partition:
@@ -168,7 +172,7 @@ class Pipeline:
             return [f"skip_tracing is on: partitioned by parameter sizes, not by measured {self._measured}."]
         return [f"Partitioned by {self._measured} of one microbatch, measured on rank 0 ({state.device})."]
 
-    def _agreed(self, step: Step) -> Assignment:
+    def _agree_on_assignment(self, step: Step) -> Assignment:
         """Decide on the first replica for all of them: others may see other shapes, and would measure other times."""
         if not (state.cfg.ddp and state.dp_size > 1):
             return self._decide(step)
@@ -180,7 +184,7 @@ class Pipeline:
 
     def _decide(self, step: Step) -> Assignment:
         cfg = state.cfg
-        if self.resumed is not None and cfg.auto_partition and self._knows(self.resumed):
+        if self.resumed is not None and cfg.auto_partition and self._fits_model(self.resumed):
             return self.resumed
         num_chunks = cfg.virtual_pipeline_degree
         if not cfg.auto_partition:
@@ -197,8 +201,8 @@ class Pipeline:
                 costs = measure(self._root, costs, self._measured, step, state.device)
         return partition(costs, state.pp_size, cfg.memory_weight, num_chunks=num_chunks)
 
-    def _knows(self, assignment: Assignment) -> bool:
-        """Tell whether an assignment is one of this model: the script may have changed since it was saved."""
+    def _fits_model(self, assignment: Assignment) -> bool:
+        """Return whether an assignment fits this model: the script may have changed since it was saved."""
         names = {name for name, _ in self._root.named_modules()}
         return all(unit in names for unit in assignment.partition_of)
 
@@ -208,13 +212,13 @@ class Pipeline:
         self,
         function: Hashable,
         body: Callable[[int], Any],
-        calls: Calls,
+        calls: MicrobatchCalls,
         before_last_backward: Callable[[], None],
     ) -> list[Any]:
         """Run one step: `body(index)` for each microbatch."""
         assert self._executor is not None
         trainable = bytes(map(_NEEDS_GRADIENT, self._parameters))
-        self._executor.stage.note_trainable(trainable)
+        self._executor.stage.set_trainable(trainable)
         kind = (
             function,
             trainable,
@@ -225,15 +229,15 @@ class Pipeline:
         )
         random = self._executor.stage.random
         if state.pp_rank > 0:  # it waits for the first rank now, for which others wait
-            calls.cut_all()
+            calls.split_all()
 
         def streamed(index: int) -> Any:
             if index > 0:
-                calls.cut_all()  # before operations are watched
-            with random.between_units():  # again, because a parked microbatch runs in a thread of its own
+                calls.split_all()  # before operations are watched
+            with random.between_units():  # again, because a suspended microbatch runs in a thread of its own
                 output = body(index)
-            if random.asked:  # chance may lead the next one elsewhere
-                current().dynamic = True
+            if random.reads_after_draw:  # a random branch may take the next one another way
+                current_microbatch().dynamic = True
             return output
 
         versions = [tied.version for tied in self._tied]
@@ -242,15 +246,15 @@ class Pipeline:
         for tied, version in zip(self._tied, versions, strict=True):
             if tied.version != version:
                 self._executor.stage.failed_alone = True
-                raise tied.refuse(state.pp_rank)
-        self._inputs.end_step()
+                raise tied.in_place_error(state.pp_rank)
+        self._input_broadcast.end_step()
         return outputs
 
     def backward(
         self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None, scale: float
     ) -> None:
         """Note that the current microbatch's backward starts at `roots`."""
-        current().backward(roots, [None] * len(roots) if grads is None else grads, scale)
+        current_microbatch().backward(roots, [None] * len(roots) if grads is None else grads, scale)
 
     def abandon(self, error: BaseException) -> None:
         """Forget a step that an exception ended.
@@ -258,12 +262,12 @@ class Pipeline:
         Where that came from what this rank alone runs, the others are told now: a script that catches it would let them
         wait for what does not come.
         """
-        self._inputs.abandon()
+        self._input_broadcast.abandon()
         if self._executor is None:
             return
         is_of_others = isinstance(error, DeadlineError | RemoteError)
         is_alone = is_of_others or self._executor.stage.failed_alone
-        self._executor.abandon(alike=isinstance(error, Exception) and not is_alone)
+        self._executor.abandon(on_all_ranks=isinstance(error, Exception) and not is_alone)
         if is_alone:
             what = error.message if isinstance(error, SmpkitError) else error
             self._failure = f"{type(error).__name__}: {what}"
@@ -271,7 +275,7 @@ class Pipeline:
             report_failure(error)
 
 
-def _of_first_pipeline(text: str) -> str:
+def _broadcast_from_first_pipeline(text: str) -> str:
     """Return the text of the first of the pipelines that tensor parallelism joins.
 
     Each measures times of its own, and their collectives meet only if all follow one schedule.

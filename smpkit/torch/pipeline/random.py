@@ -26,10 +26,10 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from smpkit.torch import devices
-from smpkit.torch.pipeline.located import Located
-from smpkit.torch.stream_seeds import Seeds, mixed
+from smpkit.torch.pipeline.located import StageTensor
+from smpkit.torch.stream_seeds import Seeds, mix
 
-__all__ = ["DRAWING", "RandomStreams", "operations_again", "will_be_recomputed"]
+__all__ = ["DRAWING", "RandomStreams", "replayed_operation_streams", "will_be_recomputed"]
 
 DRAWING: Final = frozenset(
     {
@@ -43,16 +43,16 @@ DRAWING: Final = frozenset(
 """Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
 
 
-_CHANCES: Final = frozenset({"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"})
-"""Functions whose result a branch may hang on (LayerDrop's coin)."""
+_RANDOM_SOURCES: Final = frozenset({"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"})
+"""Functions whose result a branch may depend on (LayerDrop's coin)."""
 
-Given = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
+ArgumentReplacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
 """Returns other positional arguments for an operation between units; None: those that it has."""
 
 _Generators = tuple[torch.Tensor, torch.Tensor | None]
-_QUESTIONS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
+_PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
 
-_WATCHED: Final = DRAWING | _CHANCES | _QUESTIONS
+_WATCHED: Final = DRAWING | _RANDOM_SOURCES | _PYTHON_READS
 
 _NOTHING: Final = contextlib.nullcontext()
 _WithoutModes: Final = torch._C.DisableTorchFunction
@@ -79,18 +79,18 @@ class RandomStreams:
         self.step = 0
         self.active = False
         """Whether a training step runs; evaluation draws nothing, and outside a step the generators are the user's."""
-        self.drawn = False
+        self.has_drawn = False
         """Whether code between units has drawn numbers in this microbatch."""
-        self.asked = False
-        """Whether Python has then looked at a tensor: what it does next may hang on chance."""
+        self.reads_after_draw = False
+        """Whether Python has then looked at a tensor: what it does next may depend on chance."""
         self._mixed_step = 0
         """The seed and the number of the step that runs, mixed."""
         self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
         """Asked directly: torch.cuda's functions for it take ten times as long, and this is done for each call."""
-        self._seeds = Seeds.of_this_rank()
+        self._seeds = Seeds.for_this_rank()
         self._names: dict[str, int] = {}
-        self._operations = _Operations(self)
-        self._given: Given | None = None
+        self._operation_streams = _OperationStreams(self)
+        self._replacement: ArgumentReplacement | None = None
 
     def state(self) -> _Generators:
         """Return where the generators are."""
@@ -109,7 +109,7 @@ class RandomStreams:
             yield
             return
         self.step += 1
-        self._mixed_step = mixed(mixed(0, self.seed), self.step)
+        self._mixed_step = mix(mix(0, self.seed), self.step)
         kept = self.state()
         self.active = True
         try:
@@ -120,22 +120,22 @@ class RandomStreams:
 
     def between_units(self) -> contextlib.AbstractContextManager[object]:
         """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
-        return self._operations if self.active or self._given is not None else _NOTHING
+        return self._operation_streams if self.active or self._replacement is not None else _NOTHING
 
-    def give(self, given: Given) -> None:
-        """Have operations between units ask `given` for other arguments."""
-        self._given = given
+    def replace_arguments(self, replacement: ArgumentReplacement) -> None:
+        """Have operations between units ask `replacement` for other arguments."""
+        self._replacement = replacement
 
     def begin_microbatch(self, index: int) -> None:
         """Start the stream of a microbatch."""
-        self.drawn = self.asked = False
+        self.has_drawn = self.reads_after_draw = False
         if self.active:
-            self._seed(self._seed_of(mixed(self._mixed_step, index), closed=False))
+            self._seed(self._seed_of(mix(self._mixed_step, index), closed=False))
 
     def skip(self) -> None:
         """Take the number that a call takes which another rank runs."""
         if self.active:
-            self._take()
+            self._advance()
 
     def run(
         self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,22 +147,22 @@ class RandomStreams:
             closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
         """
         if not self.active:
-            with contextlib.nullcontext() if self._given is None or not closed else _mode_aside():
+            with contextlib.nullcontext() if self._replacement is None or not closed else _without_operation_streams():
                 return function(*args, **kwargs)
         key = self._names.get(name)
         if key is None:
             key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
         with _WithoutModes():  # modes have no business here
-            number = self._take()
+            number = self._advance()
             kept = _CPU.get_state()
-            seed = self._seed_of(mixed(number, key), closed=closed)
+            seed = self._seed_of(mix(number, key), closed=closed)
             _CPU.manual_seed(seed)
             if device is not None:
                 kept_device = device.get_state()
                 device.manual_seed(seed)
         # At native speed: no Python at each operation inside.
-        if closed and (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _Operations:
+        if closed and (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams:
             mode = _pop_mode()
         try:
             return function(*args, **kwargs)
@@ -173,7 +173,7 @@ class RandomStreams:
             if device is not None:
                 device.set_state(kept_device)
 
-    def _take(self) -> int:
+    def _advance(self) -> int:
         """Return the caller's number, and leave it the one that comes next; see [Note: numbers without draws]."""
         seed = _CPU.initial_seed()
         _CPU.manual_seed(self._seeds.after(seed))
@@ -188,7 +188,7 @@ class RandomStreams:
             self._device.manual_seed(seed)
 
 
-class _Operations(TorchFunctionMode):
+class _OperationStreams(TorchFunctionMode):
     """Gives operations between units streams of their own."""
 
     def __init__(self, random: RandomStreams) -> None:
@@ -201,25 +201,27 @@ class _Operations(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         random = self._random
-        if args and type(args[0]) is Located and len(types) == 1 and name not in _WATCHED:
-            return Located.__torch_function__(func, types, args, kwargs)  # most operations: nothing is given to these
-        if random._given is not None and (given := random._given(func, args, kwargs)) is not None:
-            args = given
+        if args and type(args[0]) is StageTensor and len(types) == 1 and name not in _WATCHED:
+            # Most operations: they need no other arguments.
+            return StageTensor.__torch_function__(func, types, args, kwargs)
+        if random._replacement is not None and (replaced := random._replacement(func, args, kwargs)) is not None:
+            args = replaced
         if name not in _WATCHED or not random.active:
-            if len(types) == 1 and types[0] is Located:  # where torch would end, by another way through its dispatcher
-                return Located.__torch_function__(func, types, args, kwargs)
+            # Torch would end here, too, after another pass through its dispatcher.
+            if len(types) == 1 and types[0] is StageTensor:
+                return StageTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
-        random.drawn = random.drawn or name in _CHANCES
-        random.asked = random.asked or (random.drawn and name in _QUESTIONS)
-        if name not in DRAWING or torch.default_generator.initial_seed() & 1 or _draws_from_its_caller():
+        random.has_drawn = random.has_drawn or name in _RANDOM_SOURCES
+        random.reads_after_draw = random.reads_after_draw or (random.has_drawn and name in _PYTHON_READS)
+        if name not in DRAWING or torch.default_generator.initial_seed() & 1 or _draws_from_caller():
             return func(*args, **kwargs)
         return random.run(name, True, func, args, kwargs)
 
 
 @contextlib.contextmanager
-def _mode_aside() -> Iterator[None]:
+def _without_operation_streams() -> Iterator[None]:
     """Set the mode aside: no Python at each operation."""
-    aside = type(_get_current_function_mode()) is _Operations  # type: ignore[no-untyped-call]
+    aside = type(_get_current_function_mode()) is _OperationStreams  # type: ignore[no-untyped-call]
     mode = _pop_mode() if aside else None
     try:
         yield
@@ -234,36 +236,36 @@ def will_be_recomputed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-class _Repeated(threading.local):
-    """The saved-tensor hooks under which operations keep their streams; parked microbatches have their own."""
+class _ReplayHooks(threading.local):
+    """The saved-tensor hooks under which operations keep their streams; suspended microbatches have their own."""
 
     hooks: tuple[Any, ...] = ()
 
 
-_repeated = _Repeated()
+_replay_hooks = _ReplayHooks()
 
 
-def operations_again() -> Callable[[], contextlib.AbstractContextManager[None]]:
+def replayed_operation_streams() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context for what runs now and for its recomputation: operations draw from streams as they would here."""
     mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    return functools.partial(_again, mode if type(mode) is _Operations else None)
+    return functools.partial(_replay, mode if type(mode) is _OperationStreams else None)
 
 
 @contextlib.contextmanager
-def _again(mode: _Operations | None) -> Iterator[None]:
+def _replay(mode: _OperationStreams | None) -> Iterator[None]:
     if mode is None:
         yield
         return
-    outer = _repeated.hooks
-    _repeated.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    aside = type(_get_current_function_mode()) is not _Operations  # type: ignore[no-untyped-call]
+    outer = _replay_hooks.hooks
+    _replay_hooks.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    aside = type(_get_current_function_mode()) is not _OperationStreams  # type: ignore[no-untyped-call]
     try:
         with mode if aside else contextlib.nullcontext():
             yield
     finally:
-        _repeated.hooks = outer
+        _replay_hooks.hooks = outer
 
 
-def _draws_from_its_caller() -> bool:
+def _draws_from_caller() -> bool:
     """Return whether only the caller's generator will be restored for a recomputation."""
-    return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _repeated.hooks
+    return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _replay_hooks.hooks

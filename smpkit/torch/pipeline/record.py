@@ -1,4 +1,4 @@
-"""Which way a microbatch goes through the ranks: its moves, and the record of them that later ones follow."""
+"""The transfers of a microbatch between ranks, and the record of them that later microbatches follow."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Final
 
 from smpkit.torch.pipeline.specs import TensorSpec
 
-__all__ = ["MOVES_PER_MICROBATCH", "STRAYED", "Move", "Record"]
+__all__ = ["DIVERGED", "TRANSFERS_PER_MICROBATCH", "P2PTransfer", "TransferRecord"]
 
-MOVES_PER_MICROBATCH: Final = 1 << 12
-STRAYED: Final = 1 << 11
-"""Added to the numbers of moves of a microbatch that has left the record."""
+TRANSFERS_PER_MICROBATCH: Final = 1 << 12
+DIVERGED: Final = 1 << 11
+"""Added to the numbers of transfers of a microbatch that has diverged from the record."""
 
 
 @dataclass(frozen=True)
-class Move:
-    """A value that one rank sends to another, once; `number` counts the moves of a microbatch, alike on all ranks."""
+class P2PTransfer:
+    """A value that one rank sends to another, once; `number` counts those of a microbatch, alike on all ranks."""
 
     number: int
     source: int
@@ -24,19 +24,19 @@ class Move:
     source_segment: int
     target_segment: int
     spec: TensorSpec
-    unit: str = ""
+    consumer: str = ""
     """What needed the value: a unit or an operation."""
 
     def __post_init__(self) -> None:
-        assert self.number < MOVES_PER_MICROBATCH, "more moves in one microbatch than tags"
+        assert self.number < TRANSFERS_PER_MICROBATCH, "more moves in one microbatch than tags"
 
 
 @dataclass(frozen=True)
-class Record:
-    """The way that the first microbatch of a kind went, which the schedule relies on."""
+class TransferRecord:
+    """The transfers of the first microbatch of a kind, which the schedule relies on."""
 
-    moves: tuple[Move, ...]
-    changed: frozenset[int]
-    """Moves from this rank whose value was changed in place after it had been handed over: they travel as copies."""
-    changes: bool
-    """Whether any call has changed in place what it was given: then what arrives must allow that."""
+    transfers: tuple[P2PTransfer, ...]
+    mutated: frozenset[int]
+    """Numbers of transfers from this rank whose value was changed in place after the send: they are sent as copies."""
+    has_mutations: bool
+    """Whether any call has changed its arguments in place: then received values must allow that."""

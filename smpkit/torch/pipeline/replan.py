@@ -27,29 +27,29 @@ from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.torch.pipeline.messages import Tag
-from smpkit.torch.pipeline.record import MOVES_PER_MICROBATCH, Move
+from smpkit.torch.pipeline.record import TRANSFERS_PER_MICROBATCH, P2PTransfer
 from smpkit.torch.pipeline.specs import spec_of
-from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.stage import StageContext
 
 __all__ = ["Meter", "Trial", "replan"]
 
 T = TypeVar("T")
 
 _KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
-_WORTH: Final = 0.002
+_MIN_GAIN: Final = 0.002
 """Another schedule must be predicted to be faster by this share. Small, because depth also absorbs jitter, which the
 prediction knows nothing of, and `active_microbatches` has granted the memory."""
-_LATE_SHARE: Final = 0.01
+_MIN_LATENCY_SHARE: Final = 0.01
 """A message counts as at least this share of the longest action late. What a ping takes is less than what lies between
 two ranks' actions: Python of both, other processes on their cores, and no two actions take the same time. Without any
 slack, as in 1F1B, each rank waits for all of it with each microbatch."""
 _NUM_TRIED: Final = 2
 """Steps that each schedule runs, the one before its measured step included; the fastest counts."""
-_SLOWER: Final = 0.03
+_MAX_SLOWDOWN: Final = 0.03
 """By so much slower than the schedule before, measured, the new one is not kept."""
 _NUM_PINGS: Final = 5
-_PING: Final = MOVES_PER_MICROBATCH - 1
-"""The number of a move that no microbatch makes."""
+_PING: Final = TRANSFERS_PER_MICROBATCH - 1
+"""The number of a transfer that no microbatch makes."""
 _NS_PER_SECOND: Final = 1e9
 _WHAT: Final = "the measured times of a step"
 
@@ -102,25 +102,25 @@ class Trial(Generic[T]):
         """Add a step that ran as `next` said."""
         self._seconds[self.next is self.after].append(seconds)
 
-    def winner(self, stage: Stage) -> T:
+    def winner(self, stage: StageContext) -> T:
         """Return what was faster; all ranks call this at the same time."""
         if stage.rank:
             kept = stage.transport.receive_object(0, "which schedule was faster")
         else:
-            kept = stage.agreed("kept" if _is_kept(*map(min, self._seconds)) else "")
+            kept = stage.from_first_pipeline("kept" if _is_kept(*map(min, self._seconds)) else "")
             stage.transport.broadcast_object(kept, what="which schedule was faster")
         return self.after if kept else self.before
 
 
 def _is_kept(before_seconds: float, after_seconds: float) -> bool:
-    return after_seconds <= before_seconds * (1 + _SLOWER)
+    return after_seconds <= before_seconds * (1 + _MAX_SLOWDOWN)
 
 
 Planner = Callable[[SegmentGraph, int, Costs], Schedule]
 """Makes the schedule of a graph and so many microbatches."""
 
 
-def replan(stage: Stage, schedule: Schedule, planner: Planner, meter: Meter) -> Schedule:
+def replan(stage: StageContext, schedule: Schedule, planner: Planner, meter: Meter) -> Schedule:
     """Return the schedule to run from now on; all ranks call this at the same time."""
     largest_bytes = max((transfer.num_bytes for transfer in schedule.graph.transfers), default=0)
     latency_seconds, seconds_per_byte = _measure_link(stage, largest_bytes)
@@ -130,17 +130,17 @@ def replan(stage: Stage, schedule: Schedule, planner: Planner, meter: Meter) -> 
         stage.transport.send_bytes(
             torch.tensor(mine, dtype=torch.float64, device="cpu").view(torch.uint8), 0, Tag.COSTS
         )
-        return _agreed(schedule, stage.transport.receive_object(0, "the schedule"))
+        return _checked_schedule(schedule, stage.transport.receive_object(0, "the schedule"))
     measured = [mine]
     for rank in range(1, stage.size):
         num_bytes = torch.float64.itemsize * (len(_KINDS) * counts[rank] + 2)
         measured.append(stage.transport.receive_bytes(num_bytes, rank, Tag.COSTS, _WHAT).view(torch.float64).tolist())
-    text = stage.agreed(_better(schedule, planner, _costs(counts, measured)))
+    text = stage.from_first_pipeline(_better_schedule(schedule, planner, _costs(counts, measured)))
     stage.transport.broadcast_object(text, what="the schedule")
-    return _agreed(schedule, text)
+    return _checked_schedule(schedule, text)
 
 
-def _agreed(schedule: Schedule, text: str) -> Schedule:
+def _checked_schedule(schedule: Schedule, text: str) -> Schedule:
     if not text:
         return schedule
     other = from_json(text)
@@ -148,11 +148,11 @@ def _agreed(schedule: Schedule, text: str) -> Schedule:
     return other
 
 
-def _better(schedule: Schedule, planner: Planner, costs: Costs) -> str:
+def _better_schedule(schedule: Schedule, planner: Planner, costs: Costs) -> str:
     """Return a schedule that is worth the change as JSON, or nothing."""
     other = planner(schedule.graph, schedule.num_microbatches, costs)
     before, after = (simulate(each, costs).makespan_seconds for each in (schedule, other))
-    return to_json(other) if after < before * (1 - _WORTH) else ""
+    return to_json(other) if after < before * (1 - _MIN_GAIN) else ""
 
 
 def _costs(counts: tuple[int, ...], measured: list[list[float]]) -> Costs:
@@ -171,12 +171,12 @@ def _costs(counts: tuple[int, ...], measured: list[list[float]]) -> Costs:
         forward,
         backward,
         weight,
-        latency_seconds=max(longest_seconds * _LATE_SHARE, *(each[-2] for each in measured)),
+        latency_seconds=max(longest_seconds * _MIN_LATENCY_SHARE, *(each[-2] for each in measured)),
         seconds_per_byte=max(each[-1] for each in measured),
     )
 
 
-def _measure_link(stage: Stage, num_bytes: int) -> tuple[float, float]:
+def _measure_link(stage: StageContext, num_bytes: int) -> tuple[float, float]:
     """Return latency and seconds per byte of the link to the next rank; 0 on the last one, which has none.
 
     Even ranks ping first, then odd ones, so that all links of a host are as busy as in a step.
@@ -196,21 +196,21 @@ def _measure_link(stage: Stage, num_bytes: int) -> tuple[float, float]:
     return found
 
 
-def _ping(stage: Stage, peer: int, num_bytes: int, *, first: bool) -> float:
+def _ping(stage: StageContext, peer: int, num_bytes: int, *, first: bool) -> float:
     """Send a message to and fro some times, the way that values go; return the median seconds of one way."""
     transport = stage.transport
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=stage.device)
-    to, back = (Move(_PING, *pair, 0, 0, spec_of(message)) for pair in ((stage.rank, peer), (peer, stage.rank)))
+    to, back = (P2PTransfer(_PING, *pair, 0, 0, spec_of(message)) for pair in ((stage.rank, peer), (peer, stage.rank)))
     seconds = []
     for _ in range(_NUM_PINGS):
-        stage.settle()
+        stage.synchronize()
         start = time.perf_counter()
         if first:
             transport.send(message, 0, to)
         transport.receive(0, back)
         if not first:
             transport.send(message, 0, to)
-        stage.settle()
+        stage.synchronize()
         transport.flush()
         seconds.append((time.perf_counter() - start) / 2)
     return statistics.median(seconds)

@@ -1,7 +1,7 @@
 """Memory on the GPU that messages arrive in, used again and again, in the order in which it comes free.
 
 Nobody can know how long a received value is needed: its graph saves it, the user's code keeps it. So a block is lent as
-a storage of its own, and is free when no tensor uses that any more. Then its last use has been told to the GPU, so an
+a storage of its own, and is free when no tensor uses that any more. Then its last use has been queued on the GPU, so an
 event is recorded, and the next message waits for it there, not the host. (`record_stream`, torch's own way, gives
 memory back when the GPU has happened to get there: how much is in use would depend on chance.)
 
@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from smpkit.torch import devices
 
-__all__ = ["Block", "Ring"]
+__all__ = ["Block", "ReceivePool"]
 
 
 class Block:
@@ -40,7 +40,7 @@ class Block:
         return self.lent is None or bool(torch._C._storage_Use_Count(self.lent._cdata) <= 1)
 
 
-class Ring:
+class ReceivePool:
     """The memory of one rank's received messages.
 
     Args:

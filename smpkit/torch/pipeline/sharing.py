@@ -1,11 +1,11 @@
-"""Which located values are the same memory, and what a change in place of one does to the others.
+"""Which stage tensors alias each other, and what a change in place of one does to the others.
 
-A value and what views were made of it are one *family*, and so is what a call on another rank has made of what the
-value was sent as. All ranks know the same families, for they are told what calls do (see `effects.py`).
+A value and what views were made of it form one *alias set*, as does what a call on another rank has made of what the
+value was sent as. All ranks know the same alias sets, for they all record what calls do (see `effects.py`).
 
 A value and what it was sent as lie in different memory, which a change in place divides: it happens on the rank that
-runs the call. There the changed copy becomes the value; what lies in the same memory moves along, older copies are
-forgotten. What lies elsewhere and would have changed in one process is *left behind*: using it is an error.
+runs the call. There the changed copy becomes the value; what lies in the same memory follows it, older copies are
+dropped. What lies elsewhere and would have changed in one process is *stale*: using it is an error.
 """
 
 from __future__ import annotations
@@ -17,88 +17,95 @@ from typing import TYPE_CHECKING
 import torch
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.located import Located
+from smpkit.torch.pipeline.located import StageTensor
 from smpkit.torch.pipeline.specs import TensorSpec, storage_of
 
 if TYPE_CHECKING:
-    from smpkit.torch.pipeline.stage import Stage
+    from smpkit.torch.pipeline.stage import StageContext
 
-__all__ = ["Family", "change", "join", "left_behind", "plain_in_memory_of", "share_plain"]
+__all__ = [
+    "AliasSet",
+    "apply_mutation",
+    "mark_aliased",
+    "mark_replicated_aliased",
+    "replicated_aliases_of",
+    "stale_alias_error",
+]
 
 
-class Family:
+class AliasSet:
     """Values that are, or were sent from, one memory; all ranks know the same ones.
 
     Args:
         value: the first of them.
     """
 
-    def __init__(self, value: Located) -> None:
+    def __init__(self, value: StageTensor) -> None:
         self.values = [weakref.ref(value)]
-        self.plain: list[tuple[torch.Tensor, int, object]] = []
+        self.replicated: list[tuple[torch.Tensor, int, object]] = []
         """Tensors that every rank holds, each with the rank on which it is the memory of values, and that memory."""
 
-    def members(self) -> list[Located]:
+    def members(self) -> list[StageTensor]:
         return [member for reference in self.values if (member := reference()) is not None]
 
 
-def join(value: Located, other: Located, *, memory: bool) -> None:
-    """Note that two values belong together, and with `memory` that both lie in the same."""
-    family = _family_of(value)
-    if other.family is None:  # most often it has just been made
-        other.family, other.memory = family, value.memory if memory else object()
-        family.values.append(weakref.ref(other))
+def mark_aliased(value: StageTensor, other: StageTensor, *, same_storage: bool) -> None:
+    """Note that two values belong together, and with `same_storage` that both lie in the same."""
+    alias_set = _alias_set_of(value)
+    if other.alias_set is None:  # most often it has just been made
+        other.alias_set, other.storage_key = alias_set, value.storage_key if same_storage else object()
+        alias_set.values.append(weakref.ref(other))
         return
-    before, members = other.memory, other.family.members()
-    if other.family is not family:
-        family.values += other.family.values
-        family.plain += other.family.plain
+    before, members = other.storage_key, other.alias_set.members()
+    if other.alias_set is not alias_set:
+        alias_set.values += other.alias_set.values
+        alias_set.replicated += other.alias_set.replicated
         for member in members:
-            member.family = family
-    if memory and before is not value.memory:
+            member.alias_set = alias_set
+    if same_storage and before is not value.storage_key:
         for member in members:
-            if member.memory is before:
-                member.memory = value.memory
+            if member.storage_key is before:
+                member.storage_key = value.storage_key
 
 
-def _family_of(value: Located) -> Family:
-    if value.family is None:
-        value.family, value.memory = Family(value), object()
-    return value.family
+def _alias_set_of(value: StageTensor) -> AliasSet:
+    if value.alias_set is None:
+        value.alias_set, value.storage_key = AliasSet(value), object()
+    return value.alias_set
 
 
-def share_plain(plain: torch.Tensor, value: Located) -> None:
-    """Note that a value is the memory that its home has of a tensor which every rank holds."""
-    _family_of(value).plain.append((plain, value.home, value.memory))
+def mark_replicated_aliased(replicated: torch.Tensor, value: StageTensor) -> None:
+    """Note that a value is the memory that its owner has of a tensor which every rank holds."""
+    _alias_set_of(value).replicated.append((replicated, value.owner, value.storage_key))
 
 
-def plain_in_memory_of(value: Located) -> list[torch.Tensor]:
-    """Return the tensors that every rank holds which have changed with a value, on its home.
+def replicated_aliases_of(value: StageTensor) -> list[torch.Tensor]:
+    """Return the tensors that every rank holds which have changed with a value, on its owner.
 
     Raises:
         UsageError: one would have changed, but lies elsewhere.
     """
-    if value.family is None or not value.family.plain:
+    if value.alias_set is None or not value.alias_set.replicated:
         return []
-    if any(memory is not value.memory for _, _, memory in value.family.plain):
-        raise left_behind(value)
-    return [plain for plain, _, _ in value.family.plain]
+    if any(storage_key is not value.storage_key for _, _, storage_key in value.alias_set.replicated):
+        raise stale_alias_error(value)
+    return [replicated for replicated, _, _ in value.alias_set.replicated]
 
 
-def change(
-    value: Located,
-    here: Located,
-    changed: torch.Tensor | None,
+def apply_mutation(
+    value: StageTensor,
+    on_owner: StageTensor,
+    mutated: torch.Tensor | None,
     spec: TensorSpec,
     segment: int,
-    stage: Stage,
+    stage: StageContext,
     given: Sequence[torch.Tensor],
 ) -> None:
     """Bring a value that a call has changed in place up to date, and all that belong to it.
 
     Args:
-        here: the value as the rank that ran the call had it: itself, or what it was sent as.
-        changed: the data, on that rank.
+        on_owner: the value as the rank that ran the call had it: itself, or what it was sent as.
+        mutated: the data, on that rank.
         segment: of that rank.
         stage: of this rank.
         given: what else the call was given.
@@ -109,33 +116,35 @@ def change(
             f" place, {list(spec.shape)}",
             hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
         )
-    before, memory = value.value, here.memory
-    if here is not value:
-        value.home, value.memory = here.home, object() if memory is None else memory
-    value.value, value.segment, value.spec = changed, segment, spec
+    before, storage_key = value.value, on_owner.storage_key
+    if on_owner is not value:
+        value.owner, value.storage_key = on_owner.owner, object() if storage_key is None else storage_key
+    value.value, value.segment, value.spec = mutated, segment, spec
     value.requires_grad_(spec.requires_grad)
-    value.forget_copies()
-    family = value.family
-    for other in () if family is None else family.members():
+    value.drop_copies()
+    alias_set = value.alias_set
+    for other in () if alias_set is None else alias_set.members():
         if other is value:
             continue
-        there = other if other.home == here.home else other.copies.get(here.home)
-        other.forget_copies()
-        if there is not None and memory is not None and there.memory is memory:
-            if there is not other:
-                other.home, other.memory = there.home, memory
-                other.value, other.segment = there.value, there.segment
-            if changed is not None and _is_cut_off(other, changed):
+        other_on_owner = other if other.owner == on_owner.owner else other.copies.get(on_owner.owner)
+        other.drop_copies()
+        if other_on_owner is not None and storage_key is not None and other_on_owner.storage_key is storage_key:
+            if other_on_owner is not other:
+                other.owner, other.storage_key = other_on_owner.owner, storage_key
+                other.value, other.segment = other_on_owner.value, other_on_owner.segment
+            if mutated is not None and _graph_misses_mutation(other, mutated):
                 other.value = None
-        elif other.home == stage.rank and other.value is not None and (before is None or _overlap(before, other.value)):
+        elif (
+            other.owner == stage.rank and other.value is not None and (before is None or _overlap(before, other.value))
+        ):
             other.value = None
             if any(other is argument for argument in given):
                 stage.failed_alone = True  # only here are the data that show whether they overlap
-                raise left_behind(other)
+                raise stale_alias_error(other)
 
 
-def left_behind(value: Located) -> UsageError:
-    """Return the error for the use of a value that would be another one in one process."""
+def stale_alias_error(value: StageTensor) -> UsageError:
+    """Return the error for the use of a stale value."""
     return UsageError(
         f"{value!r} was changed in place through another value that shares its memory, in a way that it could not"
         " follow over the pipeline",
@@ -144,18 +153,18 @@ def left_behind(value: Located) -> UsageError:
     )
 
 
-def _is_cut_off(other: Located, changed: torch.Tensor) -> bool:
+def _graph_misses_mutation(other: StageTensor, mutated: torch.Tensor) -> bool:
     """Return whether the graph of a value does not know of a change of its memory: using it would train wrongly.
 
     Torch follows a change from a view to its base and to other views of it. It cannot where the value had to be cut off
     its graph, nor can the other ranks know that a relative needs gradients from now on.
     """
     value = other.value
-    if value is None or not (changed.requires_grad and torch.is_grad_enabled()):
+    if value is None or not (mutated.requires_grad and torch.is_grad_enabled()):
         return False
-    if storage_of(value) != storage_of(changed):  # it may share memory and, this time, does not
+    if storage_of(value) != storage_of(mutated):  # it may share memory and, this time, does not
         return False
-    is_left = _base(value) is not _base(changed) and value.requires_grad
+    is_left = _base(value) is not _base(mutated) and value.requires_grad
     return is_left or value.requires_grad != other.spec.requires_grad
 
 

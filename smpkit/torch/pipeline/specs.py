@@ -1,7 +1,7 @@
 """What a rank knows of a value that another rank holds: its structure, shapes, dtypes and need of gradients.
 
 The first time a call meets arguments of given shapes, the rank that runs it tells the others what came out; from then
-on everyone makes the result's *ghosts* from memory, and nothing but tensor bytes travels.
+on everyone makes the result's *placeholders* from memory, and nothing but tensor bytes travels.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from smpkit.torch.containers import children, rebuild
 
 __all__ = [
-    "PLAIN",
+    "NON_TENSOR_TYPES",
     "TensorSpec",
+    "as_layout",
     "dense_spec_of",
     "describe",
-    "laid",
     "map_tensors",
-    "permuted",
-    "relaid",
+    "permute_to_memory",
     "signature",
     "spec_of",
-    "spec_of_plain",
+    "spec_of_unwrapped",
     "storage_of",
     "tensors_in",
+    "to_layout",
 ]
 
 
@@ -49,7 +49,7 @@ class TensorSpec:
 
     @property
     def without_gradient(self) -> TensorSpec:
-        return _shared(self.shape, self.stride, self.dtype, False)
+        return _interned(self.shape, self.stride, self.dtype, False)
 
     @functools.cached_property
     def as_sent(self) -> TensorSpec:
@@ -61,7 +61,7 @@ class TensorSpec:
             return self
         with torch._C.DisableTorchFunction():
             dense = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta"))
-        return _shared(self.shape, dense.stride(), self.dtype, self.requires_grad)
+        return _interned(self.shape, dense.stride(), self.dtype, self.requires_grad)
 
     @functools.cached_property
     def order(self) -> tuple[int, ...] | None:
@@ -70,7 +70,7 @@ class TensorSpec:
         return None if dims == tuple(range(len(dims))) else dims
 
     @functools.cached_property
-    def travelling_stride(self) -> tuple[int, ...]:
+    def dense_stride(self) -> tuple[int, ...]:
         """The strides of memory that it arrives in, without gaps; torch is quicker with them than without."""
         return torch.empty(self.shape, device="meta").stride()
 
@@ -81,54 +81,58 @@ class TensorSpec:
         return hash(self.shape)  # a part of each call's key: the shape alone tells nearly all of them apart
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _shared, (self.shape, self.stride, self.dtype, self.requires_grad)
+        return _interned, (self.shape, self.stride, self.dtype, self.requires_grad)
 
 
-_SPECS: Final[dict[tuple[Any, ...], TensorSpec]] = {}
+_INTERNED: Final[dict[tuple[Any, ...], TensorSpec]] = {}
 
 
-def _shared(*parts: Any) -> TensorSpec:
+def _interned(*parts: Any) -> TensorSpec:
     """Return the one TensorSpec with these parts, so that comparing equal ones costs nothing."""
-    spec = _SPECS.get(parts)
+    spec = _INTERNED.get(parts)
     if spec is None:
-        spec = _SPECS[parts] = TensorSpec(*parts)
+        spec = _INTERNED[parts] = TensorSpec(*parts)
     return spec
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Return shape, strides, dtype and need of gradients of a tensor; for a located one, without its data."""
+    """Return shape, strides, dtype and need of gradients of a tensor; for a stage tensor, without its data."""
     with torch._C.DisableTorchFunction():
-        return spec_of_plain(tensor)
+        return spec_of_unwrapped(tensor)
 
 
-def spec_of_plain(tensor: torch.Tensor) -> TensorSpec:
+def spec_of_unwrapped(tensor: torch.Tensor) -> TensorSpec:
     """Return what `spec_of` does where no `__torch_function__` runs, which need not be turned off a second time."""
     strides = tensor.stride() if tensor.layout is torch.strided else ()
     parts = (tensor.shape, strides, tensor.dtype, tensor.requires_grad)
-    return _SPECS.get(parts) or _shared(*parts)
+    return _INTERNED.get(parts) or _interned(*parts)
 
 
 def dense_spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Return the spec of a tensor as it would be without gaps; some ranks have a parameter's shape and no more."""
     strides = torch.empty(tensor.shape, device="meta").stride()
-    return _shared(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
+    return _interned(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
 
 
-def laid(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+def to_layout(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     """Return a tensor without gaps, and with its dimensions in memory in that order (None: as counted)."""
     if tensor.layout is not torch.strided:
         return tensor
     strides = _dense_strides(tensor.shape, order)
     # Dimensions of one element may have kept what steps they had.
-    return tensor if tensor.stride() == strides else relaid(permuted(tensor, order).contiguous(), tensor.shape, order)
+    return (
+        tensor
+        if tensor.stride() == strides
+        else as_layout(permute_to_memory(tensor, order).contiguous(), tensor.shape, order)
+    )
 
 
-def permuted(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+def permute_to_memory(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     """Return a tensor with its dimensions in the order in which memory has them (None: as counted)."""
     return tensor if order is None else tensor.permute(order)
 
 
-def relaid(
+def as_layout(
     dense: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...] | None, strides: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     """Return memory without gaps as a tensor of that shape whose dimensions follow each other in it as `order` says.
@@ -165,7 +169,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)
-    if kind in PLAIN:
+    if kind in NON_TENSOR_TYPES:
         return value
     if kind is tuple:
         parts = [map_tensors(function, part) for part in value]
@@ -182,7 +186,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value if all(map(is_, mapped.values(), inside.values())) else rebuild(value, mapped)
 
 
-PLAIN: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+NON_TENSOR_TYPES: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -> Any:
@@ -191,7 +195,7 @@ def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -
     Equal descriptions make results of equal structure and shapes. `visit` describes its tensor itself.
     """
     kind = type(value)
-    if kind in PLAIN:
+    if kind in NON_TENSOR_TYPES:
         key += kind, value  # the kind too: 1, 1.0 and True are equal
         return value
     if isinstance(value, torch.Tensor):

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.apply import home_of, names_of
+from smpkit.torch.partitioning.apply import names_of, pp_rank_of
 from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.specs import storage_of
 from smpkit.torch.rendezvous import name_ranks
 
-__all__ = ["Tied", "find_tied"]
+__all__ = ["TiedTensor", "find_tied"]
 
 
 @dataclass(frozen=True)
-class Tied:
+class TiedTensor:
     """A parameter or buffer of a module on this rank that lies in the same memory as one of another rank's module."""
 
     name: str
@@ -37,7 +37,7 @@ class Tied:
         tensor = held.get(self.key)
         return 0 if tensor is None else version_of(tensor)
 
-    def refuse(self, rank: int) -> UsageError:
+    def in_place_error(self, rank: int) -> UsageError:
         """Return the error for a change in place by what rank `rank` runs."""
         return UsageError(
             f"`{self.name}`, which modules on pipeline {name_ranks(self.ranks)} share, was changed in place by one on"
@@ -46,22 +46,22 @@ class Tied:
         )
 
 
-def find_tied(root: nn.Module, placement: Mapping[str, int], rank: int) -> list[Tied]:
+def find_tied(root: nn.Module, placement: Mapping[str, int], rank: int) -> list[TiedTensor]:
     """Return what this rank's modules share with those of others; called while every rank has the whole model."""
-    places: dict[object, set[int]] = {}
+    ranks_by_memory: dict[object, set[int]] = {}
     found: list[tuple[str, nn.Module, str, object, set[int]]] = []
     for module, names in names_of(root).items():
-        homes = {home for name in names if (home := home_of(name, placement)) is not None}
-        if not homes:
+        pp_ranks = {owner for name in names if (owner := pp_rank_of(name, placement)) is not None}
+        if not pp_ranks:
             continue
         own: list[tuple[str, torch.Tensor]] = list(module.named_parameters(recurse=False))
         for key, tensor in [*own, *module.named_buffers(recurse=False)]:
             # Without memory (delayed initialisation, no elements) only the object can be the same.
             memory = id(tensor) if tensor.is_meta or not tensor.numel() else storage_of(tensor)
-            places.setdefault(memory, set()).update(homes)
-            found.append((f"{names[0]}.{key}", module, key, memory, homes))
+            ranks_by_memory.setdefault(memory, set()).update(pp_ranks)
+            found.append((f"{names[0]}.{key}", module, key, memory, pp_ranks))
     return [
-        Tied(name, module, key, sorted(places[memory]))
-        for name, module, key, memory, homes in found
-        if rank in homes and len(places[memory]) > 1
+        TiedTensor(name, module, key, sorted(ranks_by_memory[memory]))
+        for name, module, key, memory, pp_ranks in found
+        if rank in pp_ranks and len(ranks_by_memory[memory]) > 1
     ]

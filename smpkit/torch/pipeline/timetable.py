@@ -14,93 +14,99 @@ from dataclasses import dataclass
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.simulate import simulate
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.record import P2PTransfer
 
-__all__ = ["Passage", "Timetable", "returning", "timetable_of"]
+__all__ = ["Timetable", "TimetableEntry", "backward_timetable", "timetable_of"]
 
 
 @dataclass(frozen=True)
-class Passage:
+class TimetableEntry:
     """A value, or its gradient (`backward`), that travels once in a step."""
 
     microbatch: int
-    move: Move
+    transfer: P2PTransfer
     backward: bool
 
     @property
     def sender(self) -> int:
-        return self.move.target if self.backward else self.move.source
+        return self.transfer.target if self.backward else self.transfer.source
 
     @property
     def receiver(self) -> int:
-        return self.move.source if self.backward else self.move.target
+        return self.transfer.source if self.backward else self.transfer.target
 
 
 @dataclass(frozen=True)
 class Timetable:
     """What one rank sends and receives in a step."""
 
-    passages: tuple[Passage, ...]
+    entries: tuple[TimetableEntry, ...]
     """In the order that all ranks follow."""
     blocks: Mapping[int, int]
     """By number of bytes, how many received values and gradients of that size the order makes a rank hold at a time."""
 
 
-def timetable_of(schedule: Schedule, moves: Sequence[Move], rank: int) -> Timetable:
+def timetable_of(schedule: Schedule, transfers: Sequence[P2PTransfer], rank: int) -> Timetable:
     """Return what a rank sends and receives in a step that follows a schedule.
 
     Args:
-        moves: of a microbatch; all go the same way.
+        transfers: of a microbatch; all make the same.
     """
-    sent: defaultdict[tuple[int, bool, int], list[Move]] = defaultdict(list)
-    taken: defaultdict[tuple[bool, int], list[Move]] = defaultdict(list)
-    for move in moves:
-        sent[move.source, False, move.source_segment].append(move)
-        if rank == move.target:
-            taken[False, move.target_segment].append(move)
-        if move.spec.requires_grad and schedule.graph.has_backward:
-            sent[move.target, True, move.target_segment].append(move)
-            if rank == move.source:
-                taken[True, move.source_segment].append(move)
-    # Of what ends at once, the lower rank's goes first. An action sends in the order of the moves' numbers.
+    sent: defaultdict[tuple[int, bool, int], list[P2PTransfer]] = defaultdict(list)
+    received: defaultdict[tuple[bool, int], list[P2PTransfer]] = defaultdict(list)
+    for transfer in transfers:
+        sent[transfer.source, False, transfer.source_segment].append(transfer)
+        if rank == transfer.target:
+            received[False, transfer.target_segment].append(transfer)
+        if transfer.spec.requires_grad and schedule.graph.has_backward:
+            sent[transfer.target, True, transfer.target_segment].append(transfer)
+            if rank == transfer.source:
+                received[True, transfer.source_segment].append(transfer)
+    # Of what ends at once, the lower rank's goes first. An action sends in the order of the transfers' numbers.
     ends = sorted(
         (span.end_seconds, place, number)
         for place, spans in enumerate(simulate(schedule).spans)
         for number, span in enumerate(spans)
     )
-    passages = []
+    entries = []
     for _, sender, number in ends:
         action = schedule.actions[sender][number]
         if action.kind is not Kind.WEIGHT:  # nothing travels by it
             backward = action.kind is Kind.BACKWARD
-            found = [Passage(action.microbatch, each, backward) for each in sent[sender, backward, action.segment]]
-            passages += [each for each in found if rank in (each.sender, each.receiver)]
-    return Timetable(tuple(passages), _blocks(schedule.actions[rank], passages, taken, sent, rank))
+            found = [
+                TimetableEntry(action.microbatch, each, backward) for each in sent[sender, backward, action.segment]
+            ]
+            entries += [each for each in found if rank in (each.sender, each.receiver)]
+    return Timetable(tuple(entries), _blocks(schedule.actions[rank], entries, received, sent, rank))
 
 
-def returning(moves: Mapping[int, Sequence[Move]], rank: int) -> Timetable:
+def backward_timetable(transfers: Mapping[int, Sequence[P2PTransfer]], rank: int) -> Timetable:
     """Return the backward of a step whose microbatches run one after the other.
 
     Args:
-        moves: of microbatches that have a backward, in their order.
+        transfers: of microbatches that have a backward, in their order.
     """
-    passages = []
-    for index, each in moves.items():
-        arrivals: defaultdict[tuple[int, int], list[Move]] = defaultdict(list)
-        for move in each:
-            if move.spec.requires_grad:
-                arrivals[move.target, move.target_segment].append(move)
+    entries = []
+    for index, each in transfers.items():
+        arrivals: defaultdict[tuple[int, int], list[P2PTransfer]] = defaultdict(list)
+        for transfer in each:
+            if transfer.spec.requires_grad:
+                arrivals[transfer.target, transfer.target_segment].append(transfer)
         # What a segment sends has higher numbers than what it got, so its gradients are there when its turn comes.
         for found in sorted(arrivals.values(), key=lambda found: -found[-1].number):
-            passages += [Passage(index, move, True) for move in found if rank in (move.source, move.target)]
-    return Timetable(tuple(passages), {})
+            entries += [
+                TimetableEntry(index, transfer, True)
+                for transfer in found
+                if rank in (transfer.source, transfer.target)
+            ]
+    return Timetable(tuple(entries), {})
 
 
 def _blocks(
     actions: Sequence[Action],
-    passages: Sequence[Passage],
-    taken: Mapping[tuple[bool, int], list[Move]],
-    sent: Mapping[tuple[int, bool, int], list[Move]],
+    entries: Sequence[TimetableEntry],
+    received: Mapping[tuple[bool, int], list[P2PTransfer]],
+    sent: Mapping[tuple[int, bool, int], list[P2PTransfer]],
     rank: int,
 ) -> dict[int, int]:
     """Play the list of a rank as `Transport` does, and return how many blocks of each size are in use at most.
@@ -108,7 +114,7 @@ def _blocks(
     Before anything is sent or taken, all receives begin that come before it. A value is needed until its microbatch is
     over on this rank, for autograd may have saved it; so is a gradient, for a weight's may be made of it later.
     """
-    places = {passage: place for place, passage in enumerate(passages)}
+    places = {entry: place for place, entry in enumerate(entries)}
     last = {action.microbatch: number for number, action in enumerate(actions)}
     begun = 0
     live: Counter[tuple[int, int]] = Counter()
@@ -116,12 +122,14 @@ def _blocks(
     for number, action in enumerate(actions):
         if action.kind is not Kind.WEIGHT:
             backward = action.kind is Kind.BACKWARD
-            here = [*taken.get((backward, action.segment), ()), *sent.get((rank, backward, action.segment), ())]
-            until = max((places[Passage(action.microbatch, move, backward)] + 1 for move in here), default=0)
-            for passage in passages[begun:until]:
-                size = passage.move.spec.num_bytes
-                if passage.receiver == rank and size:
-                    live[passage.microbatch, size] += 1
+            here = [*received.get((backward, action.segment), ()), *sent.get((rank, backward, action.segment), ())]
+            until = max(
+                (places[TimetableEntry(action.microbatch, transfer, backward)] + 1 for transfer in here), default=0
+            )
+            for entry in entries[begun:until]:
+                size = entry.transfer.spec.num_bytes
+                if entry.receiver == rank and size:
+                    live[entry.microbatch, size] += 1
                     in_use = sum(count for (_, num_bytes), count in live.items() if num_bytes == size)
                     most[size] = max(most[size], in_use)
             begun = max(begun, until)

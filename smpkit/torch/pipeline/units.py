@@ -1,4 +1,4 @@
-"""Put the calls of placed modules under the pipeline: the owner runs them, the others pass by.
+"""Dispatch the calls of modules on a pipeline: the owner runs them, the others make placeholders.
 
 Neighbouring units of one rank are called together, through the largest subtree that lies on it.
 """
@@ -14,41 +14,41 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.calls import ModuleCall, OwnCall, Placed
-from smpkit.torch.deadline import note_place
+from smpkit.torch.calls import Dispatch, ModuleCall, OriginalCall
+from smpkit.torch.deadline import add_error_context
 from smpkit.torch.partitioning.apply import names_of
-from smpkit.torch.pipeline.captured import lists_that_fill, mode_of, parts_added, with_added
-from smpkit.torch.pipeline.located import Located, Running, between_units, current
+from smpkit.torch.pipeline.captured import active_collectors, add_collected, collector_key, returning_collected
+from smpkit.torch.pipeline.located import Current, StageTensor, current_microbatch, microbatch_between_units
 from smpkit.torch.pipeline.random import RandomStreams
 from smpkit.torch.pipeline.specs import tensors_in
-from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.stage import StageContext
 
-__all__ = ["home_of", "homes_of", "install", "install_streams", "refuse_compiled", "run_together"]
+__all__ = ["install", "install_streams", "pp_rank_of", "pp_ranks_of", "refuse_compiled", "run_together"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _IN_VMAP: Final = ("vmap: called random operation", "BatchedTensorImpl")
 """What torch says of where a module draws, and of where its arguments and results are looked at."""
 
 
-def install(root: nn.Module, placement: Mapping[str, int], stage: Stage) -> None:
+def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) -> None:
     """Route the calls of every module that lies wholly on one rank through the current microbatch.
 
     Modules above them that lie on several ranks run everywhere; all have a stream of random numbers of their own.
     """
     for module, names in names_of(root).items():
         name = names[0]
-        homes = homes_of(name, placement)
-        above = _unit_above(name, placement)
-        (stage.modules if len(homes) != 1 or stage.rank in homes else stage.modules_elsewhere)[name] = module
-        stage.spanning.update([name] * (len(homes) != 1))
-        if len(homes) == 1 and not isinstance(module, _CONTAINERS):
-            kind = _Kind.AROUND if above is None else _Kind.UNIT if above == name else _Kind.INNER
-            is_here = any(stage.rank in homes_of(other, placement) for other in names)
-            _route(module, name or "model", next(iter(homes)), stage, kind, is_here=is_here)
-        elif not homes and _is_torch_leaf(module):
-            _follow(module, name, stage)
-        elif len(homes) > 1 and not isinstance(module, _CONTAINERS):
-            _span(module, name or "model", stage.random, homes, closed=False)
+        pp_ranks = pp_ranks_of(name, placement)
+        above = _enclosing_unit(name, placement)
+        (stage.modules if len(pp_ranks) != 1 or stage.rank in pp_ranks else stage.remote_modules)[name] = module
+        stage.container_modules.update([name] * (len(pp_ranks) != 1))
+        if len(pp_ranks) == 1 and not isinstance(module, _CONTAINERS):
+            position = _Position.ENCLOSING if above is None else _Position.UNIT if above == name else _Position.NESTED
+            is_here = any(stage.rank in pp_ranks_of(other, placement) for other in names)
+            _dispatch_to_owner(module, name or "model", next(iter(pp_ranks)), stage, position, is_here=is_here)
+        elif not pp_ranks and _is_torch_leaf(module):
+            _dispatch_to_input(module, name, stage)
+        elif len(pp_ranks) > 1 and not isinstance(module, _CONTAINERS):
+            _dispatch_everywhere(module, name or "model", stage.random, pp_ranks, closed=False)
 
 
 def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None) -> None:
@@ -62,7 +62,7 @@ def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None)
     """
     for name, module in root.named_modules() if placement is not None else [("", root)]:
         compiled = "_orig_mod" in module._modules or ModuleCall.of(module).is_compiled
-        if compiled and (placement is None or len(homes_of(name, placement)) > 1):
+        if compiled and (placement is None or len(pp_ranks_of(name, placement)) > 1):
             raise UsageError(
                 f"torch.compile was asked to compile {f'`{name}`' if name else 'the whole model'}, which lies on"
                 " several pipeline ranks",
@@ -70,21 +70,21 @@ def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None)
             )
 
 
-def homes_of(name: str, placement: Mapping[str, int]) -> set[int]:
+def pp_ranks_of(name: str, placement: Mapping[str, int]) -> set[int]:
     """Return the ranks on which a module lies: that of the unit around it, or those of the units in it."""
-    above = _unit_above(name, placement)
+    above = _enclosing_unit(name, placement)
     if above is not None:
         return {placement[above]}
     below = f"{name}." if name else ""
-    return {home for unit, home in placement.items() if unit.startswith(below)}
+    return {owner for unit, owner in placement.items() if unit.startswith(below)}
 
 
-class _Kind(Enum):
-    """Where a module that lies on one rank is, seen from the units."""
+class _Position(Enum):
+    """Where a module of one rank stands relative to the units."""
 
-    AROUND = auto()
+    ENCLOSING = auto()
     UNIT = auto()
-    INNER = auto()
+    NESTED = auto()
 
 
 def install_streams(root: nn.Module, units: Collection[str], random: RandomStreams) -> None:
@@ -92,12 +92,12 @@ def install_streams(root: nn.Module, units: Collection[str], random: RandomStrea
     above = {unit.rpartition(".")[0] for unit in units}
     for parent in list(above):
         above.update(_ancestors(parent))
-    placed = dict.fromkeys(units, 0)
+    placement = dict.fromkeys(units, 0)
     for name, module in root.named_modules():
-        if isinstance(module, _CONTAINERS) or _unit_above(name.rpartition(".")[0], placed) is not None:
+        if isinstance(module, _CONTAINERS) or _enclosing_unit(name.rpartition(".")[0], placement) is not None:
             continue
-        if name in placed or name in above or _is_torch_leaf(module):
-            _span(module, name or "model", random, (), closed=name not in above)
+        if name in placement or name in above or _is_torch_leaf(module):
+            _dispatch_everywhere(module, name or "model", random, (), closed=name not in above)
 
 
 def _ancestors(name: str) -> list[str]:
@@ -105,7 +105,7 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts))]
 
 
-def _unit_above(name: str, placement: Mapping[str, int]) -> str | None:
+def _enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
     while name:
         if name in placement:
             return name
@@ -118,68 +118,72 @@ def _is_torch_leaf(module: nn.Module) -> bool:
     return known and not any(True for _ in module.children())
 
 
-def _route(module: nn.Module, name: str, home: int, stage: Stage, kind: _Kind, *, is_here: bool) -> None:
-    """Run the module on its home only.
+def _dispatch_to_owner(
+    module: nn.Module, name: str, owner: int, stage: StageContext, position: _Position, *, is_here: bool
+) -> None:
+    """Run the module on its owner only.
 
     Args:
         is_here: whether it is a part of this rank's units, as one that several units share is of each.
     """
-    closed = kind is not _Kind.AROUND
-    lists_now = lists_that_fill()
+    closed = position is not _Position.ENCLOSING
+    get_collectors = active_collectors()
 
-    def routed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        microbatch = Running.microbatch
-        if microbatch is not None and not stage.inside:
-            if microbatch.around_units is not None:
-                own = microbatch.around_units(own)
-            run = functools.partial(_inside, stage, own) if home == stage.rank else own
-            lists = lists_now()
-            if not lists:
-                return microbatch.run_at(home, name, name, run, args, kwargs, module.training, stream=closed)
-            mode = module.training, mode_of(lists)
-            run = with_added(lists, run)
-            return parts_added(lists, microbatch.run_at(home, name, name, run, args, kwargs, mode, stream=closed))
+    def run_on_its_owner(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        microbatch = Current.microbatch
+        if microbatch is not None and not stage.inside_unit:
+            if microbatch.unit_wrapper is not None:
+                original = microbatch.unit_wrapper(original)
+            run = functools.partial(_run_inside_unit, stage, original) if owner == stage.rank else original
+            collectors = get_collectors()
+            if not collectors:
+                return microbatch.run_on_owner(owner, name, name, run, args, kwargs, module.training, stream=closed)
+            mode = module.training, collector_key(collectors)
+            run = returning_collected(collectors, run)
+            return add_collected(
+                collectors, microbatch.run_on_owner(owner, name, name, run, args, kwargs, mode, stream=closed)
+            )
         if not is_here:
             raise UsageError(
-                f"`{name}`, whose weights pipeline rank {home} holds, was called outside a step, on rank {stage.rank}",
+                f"`{name}`, whose weights pipeline rank {owner} holds, was called outside a step, on rank {stage.rank}",
                 hint="call it in a function with @smp.step, which all pipeline ranks run",
             )
-        if kind is _Kind.INNER:
-            return own(*args, **kwargs)
-        return stage.random.run(name, closed, own, args, kwargs)
+        if position is _Position.NESTED:
+            return original(*args, **kwargs)
+        return stage.random.run(name, closed, original, args, kwargs)
 
-    _place(module, name, routed, {home})
+    _set_dispatch(module, name, run_on_its_owner, {owner})
 
 
-def _inside(stage: Stage, own: OwnCall, *args: Any, **kwargs: Any) -> Any:
-    """Run a call that is this rank's own business, whatever it calls."""
-    stage.inside = True
+def _run_inside_unit(stage: StageContext, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
+    """Run a call whose inner calls are not dispatched."""
+    stage.inside_unit = True
     try:
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
     finally:
-        stage.inside = False
+        stage.inside_unit = False
 
 
-def _follow(module: nn.Module, name: str, stage: Stage) -> None:
-    """Run a module that holds nothing (a Dropout, an activation) where its input is."""
+def _dispatch_to_input(module: nn.Module, name: str, stage: StageContext) -> None:
+    """Dispatch a module without parameters (a Dropout, an activation) to the owner of its input."""
 
-    def followed(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        microbatch = between_units()
-        home = None if microbatch is None else home_of((args, kwargs), microbatch.stage)
-        if microbatch is None or home is None:
-            return stage.random.run(name, True, own, args, kwargs)
-        return microbatch.run_at(home, name, name, own, args, kwargs, module.training, stream=True)
+    def run_where_input_is(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        microbatch = microbatch_between_units()
+        owner = None if microbatch is None else pp_rank_of((args, kwargs), microbatch.stage)
+        if microbatch is None or owner is None:
+            return stage.random.run(name, True, original, args, kwargs)
+        return microbatch.run_on_owner(owner, name, name, original, args, kwargs, module.training, stream=True)
 
-    _place(module, name, followed, set())
+    _set_dispatch(module, name, run_where_input_is, set())
 
 
-def home_of(arguments: Any, stage: Stage | None = None) -> int | None:
-    """Return where the first located value among arguments is, or the first weight that not every rank holds."""
+def pp_rank_of(arguments: Any, stage: StageContext | None = None) -> int | None:
+    """Return the owner of the first stage tensor among arguments, or the first weight that not every rank holds."""
     for tensor in tensors_in(arguments):
-        if isinstance(tensor, Located):
-            return tensor.home
-        if stage is not None and (home := stage.weights_elsewhere.get(id(tensor))) is not None:
-            return home
+        if isinstance(tensor, StageTensor):
+            return tensor.owner
+        if stage is not None and (owner := stage.parameter_owners.get(id(tensor))) is not None:
+            return owner
     return None
 
 
@@ -189,35 +193,37 @@ def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module],
     Args:
         members: the modules by name; if they all hold nothing, they run where `argument` is.
     """
-    homes = {home for module in members.values() for home in ModuleCall.of(module).homes}
-    home = next(iter(homes), home_of(argument))
-    if home is None:
+    pp_ranks = {owner for module in members.values() for owner in ModuleCall.of(module).pp_ranks}
+    owner = next(iter(pp_ranks), pp_rank_of(argument))
+    if owner is None:
         return function(argument)
-    stage, names = current().stage, tuple(members)
-    run = functools.partial(_inside, stage, function)
+    stage, names = current_microbatch().stage, tuple(members)
+    run = functools.partial(_run_inside_unit, stage, function)
     modes = tuple(module.training for module in members.values())
-    result = current().run_at(home, names, f"{names[0]} to {names[-1]}", run, (argument,), {}, modes)
-    if home != stage.rank:
+    result = current_microbatch().run_on_owner(owner, names, f"{names[0]} to {names[-1]}", run, (argument,), {}, modes)
+    if owner != stage.rank:
         for _ in names:  # each takes a stream of random numbers
             stage.random.skip()
     return result
 
 
-def _span(module: nn.Module, name: str, random: RandomStreams, homes: Collection[int], *, closed: bool) -> None:
+def _dispatch_everywhere(
+    module: nn.Module, name: str, random: RandomStreams, pp_ranks: Collection[int], *, closed: bool
+) -> None:
     """Run the module on every rank, each with what it holds; `closed` says that it is no more than a unit."""
 
-    def spanning(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return random.run(name, closed, own, args, kwargs)
+    def run_everywhere(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return random.run(name, closed, original, args, kwargs)
 
-    _place(module, name, spanning, homes)
+    _set_dispatch(module, name, run_everywhere, pp_ranks)
 
 
-def _place(module: nn.Module, name: str, placed: Placed, homes: Collection[int]) -> None:
-    def named(own: OwnCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _set_dispatch(module: nn.Module, name: str, dispatch: Dispatch, pp_ranks: Collection[int]) -> None:
+    def with_error_context(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return placed(own, args, kwargs)
+            return dispatch(original, args, kwargs)
         except Exception as error:
-            note_place(error, module=f"`{name}`")
+            add_error_context(error, module=f"`{name}`")
             said = any(text in str(error) for text in _IN_VMAP)
             if said and torch._C._functorch.peek_interpreter_stack() is not None:
                 raise UsageError(
@@ -227,4 +233,4 @@ def _place(module: nn.Module, name: str, placed: Placed, homes: Collection[int])
             raise
 
     call = ModuleCall.on(module)
-    call.placed, call.homes = named, frozenset(homes)
+    call.dispatch, call.pp_ranks = with_error_context, frozenset(pp_ranks)

@@ -140,7 +140,7 @@ def check_same_shape(x: torch.Tensor) -> None:
     if key in _seen or state.tp_size == 1 or collectives.is_rehearsal(x):
         return
     if not _seen:
-        state.forgetters.append(_seen.clear)
+        state.reset_hooks.append(_seen.clear)
     group = collectives.tp_group()
     mine = torch.full((12,), -1, dtype=torch.int64, device=x.device)
     mine[: min(x.dim(), 12)] = torch.tensor(x.shape[:12], device=x.device)

@@ -100,7 +100,7 @@ def _note(kind: int, x: torch.Tensor) -> None:
 def _note_numbers(*numbers: int) -> None:
     global _made  # noqa: PLW0603
     if not _made:
-        state.forgetters.append(lambda: exchanges_made(forget=True))
+        state.reset_hooks.append(lambda: exchanges_made(forget=True))
     _made = hash((_made, *numbers))  # numbers only: their hashes are the same in all processes
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from smpkit.torch import devices
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
-from smpkit.torch.stream_seeds import Seeds, mixed
+from smpkit.torch.stream_seeds import Seeds, mix
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.arguments import check_probability
 from smpkit.torch.tensor_parallel.boundary import Boundary
@@ -67,7 +67,7 @@ def numbers(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
     if number is None:
         number = _of_first(x.device) if equal else random_number()
     # Odd, as the seeds of the pipeline's closed streams are: what draws here gets no stream of its own.
-    seed = mixed(number, 1 + (0 if equal else 1 + state.tp_rank)) >> 1 | 1
+    seed = mix(number, 1 + (0 if equal else 1 + state.tp_rank)) >> 1 | 1
     with devices.fork_rng(x.device):
         _seed(seed, x.device)
         yield
@@ -82,7 +82,7 @@ def common_numbers(number: int, device: torch.device) -> Iterator[None]:
         device: where the modules run.
     """
     with devices.fork_rng(device):
-        _seed(Seeds.of_this_rank().closed(number), device)
+        _seed(Seeds.for_this_rank().closed(number), device)
         yield
 
 
@@ -94,8 +94,8 @@ def _seed(seed: int, device: torch.device) -> None:
 
 def _common_number() -> int | None:
     """Take the number that all ranks have; None where the script has seeded the generator."""
-    seeds, seed = Seeds.of_this_rank(), torch.default_generator.initial_seed()
-    if not seeds.has_number(seed):
+    seeds, seed = Seeds.for_this_rank(), torch.default_generator.initial_seed()
+    if not seeds.is_stream_seed(seed):
         return None
     torch.default_generator.manual_seed(seeds.after(seed))
     number = seeds.number(seed)

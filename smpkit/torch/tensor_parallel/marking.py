@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.creation import noting_created
+from smpkit.torch.creation import on_module_created
 from smpkit.torch.partitioning.delayed import delay_param_initialization
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.arguments import check_module
@@ -58,7 +58,7 @@ def tensor_parallelism(enabled: bool = True, **tensor_parallel_config: Any) -> I
             makes; a class that has no argument of a name takes no notice.
     """
     marking = Marking(enabled, tensor_parallel_config)
-    with noting_created(lambda module: _mark(module, marking)):
+    with on_module_created(lambda module: _mark(module, marking)):
         yield
 
 

@@ -250,7 +250,7 @@ def _agree(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if mine in _agreed or any(collectives.is_rehearsal(value) for value in tensors.values()):
         return
     if not _agreed:
-        state.forgetters.append(_agreed.clear)
+        state.reset_hooks.append(_agreed.clear)
     group = collectives.tp_group()
     everybody: list[Any] = [None] * state.tp_size
     with waiting(f"comparison of the inputs of `{name}` between tensor-parallel ranks", group):

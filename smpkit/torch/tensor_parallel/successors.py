@@ -45,7 +45,7 @@ _replaced: Final[list[_Replaced]] = []
 def note_successors(name: str, module: nn.Module, replacement: nn.Module, translation: Translation | None) -> None:
     """Remember what took the place of a module of a name, and how its weights come from that one's."""
     if not _replaced:
-        state.forgetters.append(_replaced.clear)
+        state.reset_hooks.append(_replaced.clear)
     before = {key: weakref.ref(each) for key, each in module.named_parameters(remove_duplicate=False)}
     values: Mapping[str, torch.Tensor] = module.state_dict(keep_vars=True)
     shapes = {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in values.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.record import P2PTransfer
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
 
@@ -177,9 +177,9 @@ def segments(microbatches: int, pipeline: str) -> list[int]:
     counts = list[int]()
     connect = Transport.connect
 
-    def counted(transport: Transport, moves: Iterable[Move]) -> None:
+    def counted(transport: Transport, transfers: Iterable[P2PTransfer]) -> None:
         counts.append(model.offloading._engine.arena.num_segments)  # type: ignore[union-attr]
-        connect(transport, moves)
+        connect(transport, transfers)
 
     model = smp.DistributedModel(Model())
     for layer in model.get_module().layers:  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smpkit.torch.pipeline.absent import absent_gradient, is_absent
+from smpkit.torch.pipeline.absent import is_none_gradient, none_gradient_message
 from smpkit.torch.pipeline.specs import spec_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -25,14 +25,14 @@ def test_it_has_the_size_of_a_gradient_and_is_known_by_every_element(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     value = torch.empty(shape, dtype=dtype)
-    message = absent_gradient(spec_of(value))
+    message = none_gradient_message(spec_of(value))
     assert message.nbytes == value.nbytes
     got = arrived(message, dtype, shape)
     assert bool(got.isnan().all())
-    assert is_absent(got, spec_of(value)) == (got.numel() > 0)
+    assert is_none_gradient(got, spec_of(value)) == (got.numel() > 0)
     if got.numel() > 1:
         got.view(-1)[-1] = 1
-        assert not is_absent(got, spec_of(value))
+        assert not is_none_gradient(got, spec_of(value))
 
 
 @named
@@ -48,12 +48,12 @@ def test_what_is_computed_is_none_of_it(dtype: torch.dtype) -> None:
         torch.full((4,), float("nan"), dtype=dtype),
     ]
     for value in [*computed, *[-each for each in computed]]:
-        assert not is_absent(value, spec)
-        assert not is_absent(value.to(torch.complex128 if dtype.is_complex else torch.float64).to(dtype), spec)
+        assert not is_none_gradient(value, spec)
+        assert not is_none_gradient(value.to(torch.complex128 if dtype.is_complex else torch.float64).to(dtype), spec)
 
 
 def test_types_without_room_for_it_send_zeros() -> None:
     spec = spec_of(torch.empty(3, dtype=torch.float8_e5m2))
-    got = arrived(absent_gradient(spec), torch.float8_e5m2, (3,))
+    got = arrived(none_gradient_message(spec), torch.float8_e5m2, (3,))
     assert got.float().tolist() == [0, 0, 0]
-    assert not is_absent(got, spec)
+    assert not is_none_gradient(got, spec)

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from smpkit.torch.backward_start import Starts
+from smpkit.torch.backward_start import RootGradients
 from smpkit.torch.pipeline.backward import BackwardWork
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.record import P2PTransfer
 from smpkit.torch.pipeline.specs import spec_of
 
 
 def started(root: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Run the backward of a segment that starts at `root` and receives nothing."""
     work = BackwardWork(None, 0)  # type: ignore[arg-type]
-    work.starts(root, gradient, 0)
+    work.add_root(root, gradient, 0)
     work.run(0, split=False)
 
 
@@ -63,7 +63,7 @@ def test_each_segment_runs_what_it_has_left_and_no_more() -> None:
     first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     made = first * 3
     used = work.cut(made, 0, 1) * second
-    work.starts(used, torch.ones(2), 1)
+    work.add_root(used, torch.ones(2), 1)
     work.run(1, split=False)
     before = first.grad
     work.run(0, split=False)
@@ -76,20 +76,20 @@ def test_each_segment_runs_what_it_has_left_and_no_more() -> None:
     assert second.grad.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("may_change", [False, True])
-def test_what_arrives_keeps_its_steps_in_memory(may_change: bool) -> None:
+@pytest.mark.parametrize("is_mutable", [False, True])
+def test_what_arrives_keeps_its_steps_in_memory(is_mutable: bool) -> None:
     # T5's biases, of one element in the first dimension, came back from a layer with another step there: refused.
     value = torch.randn(50).as_strided((1, 2, 5, 5), (2, 1, 10, 2)).detach()
-    work, move = BackwardWork(None, 0), Move(0, 0, 1, 0, 0, spec_of(value))  # type: ignore[arg-type]
-    assert work.arrives(value, move, 0, may_change=may_change).stride() == (2, 1, 10, 2)
+    work, transfer = BackwardWork(None, 0), P2PTransfer(0, 0, 1, 0, 0, spec_of(value))  # type: ignore[arg-type]
+    assert work.add_receive(value, transfer, 0, is_mutable=is_mutable).stride() == (2, 1, 10, 2)
 
 
 def test_what_arrives_can_be_changed_in_place_after_all_and_who_has_kept_it_finds_out() -> None:
-    work, move = BackwardWork(None, 0), Move(0, 0, 1, 0, 0, spec_of(torch.ones(3)))  # type: ignore[arg-type]
-    leaf = work.arrives(torch.ones(3), move, 0, may_change=False)
+    work, transfer = BackwardWork(None, 0), P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(3)))  # type: ignore[arg-type]
+    leaf = work.add_receive(torch.ones(3), transfer, 0, is_mutable=False)
     assert leaf.is_leaf
     kept = leaf.square()
-    changed = work.changeable(leaf, 0)
+    changed = work.make_mutable(leaf, 0)
     changed.mul_(3)
     changed.sum().backward()
     assert leaf.grad is not None
@@ -98,7 +98,7 @@ def test_what_arrives_can_be_changed_in_place_after_all_and_who_has_kept_it_find
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
     other = torch.ones(3, requires_grad=True)
-    assert work.changeable(other, 0) is other, "a leaf of the user's stays one"
+    assert work.make_mutable(other, 0) is other, "a leaf of the user's stays one"
 
 
 class GivesNoGradient(torch.autograd.Function):
@@ -113,7 +113,7 @@ class GivesNoGradient(torch.autograd.Function):
 
 def test_a_cut_makes_no_gradient_where_there_is_none() -> None:
     work, weight, other = BackwardWork(None, 0), torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)  # type: ignore[arg-type]
-    work.starts(GivesNoGradient.apply(work.cut(weight * 3, 0, 1)) * other, torch.ones(2), 1)
+    work.add_root(GivesNoGradient.apply(work.cut(weight * 3, 0, 1)) * other, torch.ones(2), 1)
     work.run(1, split=False)
     work.run(0, split=False)
     assert other.grad is not None
@@ -133,7 +133,7 @@ class DoublesGradient(torch.autograd.Function):
 
 
 def test_microbatches_start_with_one_gradient_unless_it_has_been_changed() -> None:
-    starts, leaf = Starts(), torch.ones((), requires_grad=True)
+    starts, leaf = RootGradients(), torch.ones((), requires_grad=True)
     first = starts.scaled(leaf * 2, None, 0.25)
     assert starts.scaled(leaf * 3, None, 0.25) is first
     assert starts.scaled(leaf * 3, None, 0.5) == 0.5

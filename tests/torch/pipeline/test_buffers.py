@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from smpkit.torch.pipeline.buffers import Buffers
+from smpkit.torch.pipeline.buffers import HostBuffers
 from smpkit.torch.pipeline.specs import TensorSpec
 
 SIDE = 512
@@ -19,7 +19,7 @@ def spec(dtype: torch.dtype = torch.float32, rows: int = SIDE) -> TensorSpec:
 
 
 def test_memory_is_used_again_when_the_tensor_is_gone() -> None:
-    buffers = Buffers()
+    buffers = HostBuffers()
     first = buffers.take(spec())
     address = first.data_ptr()
     del first
@@ -40,7 +40,7 @@ KEEPERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("keeper", KEEPERS)
 def test_memory_is_not_used_again_while_anything_lies_in_it(keeper: str) -> None:
-    buffers = Buffers()
+    buffers = HostBuffers()
     first = buffers.take(spec()).fill_(2.0)
     address = first.data_ptr()
     kept = KEEPERS[keeper](first)
@@ -59,14 +59,14 @@ def test_memory_is_not_used_again_while_anything_lies_in_it(keeper: str) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int64])
 def test_tensors_have_the_shape_and_dtype_that_was_asked_for(dtype: torch.dtype) -> None:
-    made = Buffers().take(spec(dtype))
+    made = HostBuffers().take(spec(dtype))
     assert (made.shape, made.dtype, made.is_contiguous()) == (torch.Size((SIDE, SIDE)), dtype, True)
     assert made.data_ptr() % 16 == 0
     assert made.requires_grad is False
 
 
 def test_a_size_that_a_step_did_not_need_is_given_up_but_not_under_a_tensor() -> None:
-    buffers = Buffers()
+    buffers = HostBuffers()
     kept = buffers.take(spec()).fill_(3.0)
     del kept
     small = buffers.take(spec(rows=SIDE // 2)).fill_(5.0)

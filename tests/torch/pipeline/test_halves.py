@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from smpkit.torch.pipeline.halves import WeightHalf, backward_inputs
+from smpkit.torch.pipeline.halves import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.watch import watching
 
 WIDTH = 6
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
 }
 
 
-def halved(module: nn.Module, x: Tensor) -> tuple[Tensor, WeightHalf | None]:
+def halved(module: nn.Module, x: Tensor) -> tuple[Tensor, WeightBackward | None]:
     leaf = x.clone().requires_grad_()
     half = backward_inputs([module(leaf.view_as(leaf)).square().mean()], [None], [leaf])
     assert leaf.grad is not None

@@ -27,11 +27,11 @@ from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.pipeline import ring as rings
 from smpkit.torch.pipeline import transport as transports
-from smpkit.torch.pipeline.buffers import Buffers
-from smpkit.torch.pipeline.lanes import Arrival, Lanes
+from smpkit.torch.pipeline.buffers import HostBuffers
+from smpkit.torch.pipeline.lanes import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.messages import Message, Tag
-from smpkit.torch.pipeline.plan import _places, graph_of
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.plan import _action_indices, graph_of
+from smpkit.torch.pipeline.record import P2PTransfer
 from smpkit.torch.pipeline.specs import TensorSpec
 from smpkit.torch.pipeline.timetable import timetable_of
 from smpkit.torch.pipeline.transport import Transport
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 Make = Callable[[World, int], Transport]
 
 
-def drawn_moves(dice: random.Random, size: int) -> tuple[list[Move], tuple[int, ...]]:
+def drawn_moves(dice: random.Random, size: int) -> tuple[list[P2PTransfer], tuple[int, ...]]:
     """Return what travels in a model whose units lie anywhere and use what others before them have made."""
     loops = dice.random() < 0.5
     homes = [index % size if loops else index for index in range(size * (2 if loops else 1))]
@@ -49,7 +49,7 @@ def drawn_moves(dice: random.Random, size: int) -> tuple[list[Move], tuple[int, 
     if dice.random() < 0.3:
         dice.shuffle(homes)
     segments, sent = [0] * size, [False] * size
-    moves: list[Move] = []
+    transfers: list[P2PTransfer] = []
     there = {(0, homes[0])}
     for unit in range(1, len(homes)):
         for used in sorted({unit - 1, *(dice.sample(range(unit), 1) if dice.random() < 0.3 else ())}):
@@ -63,9 +63,9 @@ def drawn_moves(dice: random.Random, size: int) -> tuple[list[Move], tuple[int, 
             sent[source] = True
             length = dice.choice((0, 1, 2, 2, 2))
             spec = TensorSpec((length,), (1,), torch.float64, dice.random() < 0.9)
-            moves.append(Move(len(moves), source, target, segments[source], segments[target], spec))
+            transfers.append(P2PTransfer(len(transfers), source, target, segments[source], segments[target], spec))
         there.add((unit, homes[unit]))
-    return moves, tuple(segment + 1 for segment in segments)
+    return transfers, tuple(segment + 1 for segment in segments)
 
 
 def drawn_schedule(dice: random.Random, graph: SegmentGraph) -> Schedule:
@@ -78,8 +78,8 @@ def drawn_schedule(dice: random.Random, graph: SegmentGraph) -> Schedule:
     return schedule
 
 
-def code_of(microbatch: int, move: Move, *, backward: bool) -> float:
-    return 1 + microbatch * 1000 + move.number * 2 + backward
+def code_of(microbatch: int, transfer: P2PTransfer, *, backward: bool) -> float:
+    return 1 + microbatch * 1000 + transfer.number * 2 + backward
 
 
 def content(address: int, length: int) -> list[float]:
@@ -89,11 +89,13 @@ def content(address: int, length: int) -> list[float]:
 class Driver:
     """Runs a schedule on one rank as the executor does, with numbers in place of a model."""
 
-    def __init__(self, world: World, transport: Transport, schedule: Schedule, moves: list[Move], rank: int) -> None:
+    def __init__(
+        self, world: World, transport: Transport, schedule: Schedule, transfers: list[P2PTransfer], rank: int
+    ) -> None:
         self.world = world
         self.transport = transport
         self.schedule = schedule
-        self.moves = moves
+        self.transfers = transfers
         self.rank = rank
         self.dice = random.Random(world.dice.random())
         self.kept: defaultdict[int, list[tuple[torch.Tensor, float]]] = defaultdict(list)
@@ -101,9 +103,9 @@ class Driver:
 
     def step(self, ends_in: int | None, *, gives_up: bool = False) -> None:
         """Run a step; in the forward of a microbatch, all ranks leave the lanes, or give up the step."""
-        timetable = timetable_of(self.schedule, self.moves, self.rank)
+        timetable = timetable_of(self.schedule, self.transfers, self.rank)
         self.transport.follow(timetable)
-        self.transport.places = _places(self.schedule)
+        self.transport.action_indices = _action_indices(self.schedule)
         actions = self.schedule.actions[self.rank]
         last = {action.microbatch: place for place, action in enumerate(actions)}
         for place, action in enumerate(actions):
@@ -112,11 +114,11 @@ class Driver:
                 if gives_up:
                     self._give_up()
                     return
-                self.transport.leave()
+                self.transport.leave_channels()
             self._act(action)
             if last[action.microbatch] == place:
                 del self.kept[action.microbatch]
-        self.transport.places = {}
+        self.transport.action_indices = {}
         self.transport.end_step()
 
     def _give_up(self) -> None:
@@ -135,25 +137,25 @@ class Driver:
     def _act(self, action: Action) -> None:
         microbatch, backward = action.microbatch, action.kind is Kind.BACKWARD
         here = (self.rank, action.segment)
-        came = [move for move in self.moves if (move.target, move.target_segment) == here]
-        went = [move for move in self.moves if (move.source, move.source_segment) == here]
+        came = [transfer for transfer in self.transfers if (transfer.target, transfer.target_segment) == here]
+        went = [transfer for transfer in self.transfers if (transfer.source, transfer.source_segment) == here]
         if action.kind is Kind.WEIGHT:
             came = went = []
         elif backward:
             came, went = [m for m in went if m.spec.requires_grad], [m for m in came if m.spec.requires_grad]
-        for move in came:
-            value = self._take(microbatch, move, backward)
+        for transfer in came:
+            value = self._take(microbatch, transfer, backward)
             if value is not None:
-                self.kept[microbatch].append((value, code_of(microbatch, move, backward=backward)))
+                self.kept[microbatch].append((value, code_of(microbatch, transfer, backward=backward)))
         self._check(microbatch, str(action))
-        for move in went:
+        for transfer in went:
             self._may_wait()
-            self._send(microbatch, move, backward)
+            self._send(microbatch, transfer, backward)
 
-    def _take(self, microbatch: int, move: Move, backward: bool) -> torch.Tensor | None:
+    def _take(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> torch.Tensor | None:
         if not backward:
-            return self.transport.receive(microbatch, move)
-        return self.transport.receive_gradient(microbatch, move)
+            return self.transport.receive(microbatch, transfer)
+        return self.transport.receive_gradient(microbatch, transfer)
 
     def _check(self, microbatch: int, name: str) -> None:
         """Compute with all that a microbatch keeps: it must still be there."""
@@ -166,19 +168,19 @@ class Driver:
 
         self.world.compute(look, name)
 
-    def _send(self, microbatch: int, move: Move, backward: bool) -> None:
+    def _send(self, microbatch: int, transfer: P2PTransfer, backward: bool) -> None:
         # Some gradients are absent: the same on all ranks.
-        if backward and (microbatch + move.number) % 5 == 0:
-            self.transport.send_gradient(None, microbatch, move)
+        if backward and (microbatch + transfer.number) % 5 == 0:
+            self.transport.send_gradient(None, microbatch, transfer)
             return
-        value = torch.zeros(move.spec.shape, dtype=torch.float64)
+        value = torch.zeros(transfer.spec.shape, dtype=torch.float64)
         self.world.kept.append(value)
-        code, data = code_of(microbatch, move, backward=backward), value.numpy()
+        code, data = code_of(microbatch, transfer, backward=backward), value.numpy()
         self.world.compute(lambda: data.fill(code), f"what {'B' if backward else 'F'}{microbatch} sends")
         if backward:
-            self.transport.send_gradient(value, microbatch, move)
+            self.transport.send_gradient(value, microbatch, transfer)
         else:
-            self.transport.send(value, microbatch, move)
+            self.transport.send(value, microbatch, transfer)
 
 
 @contextmanager
@@ -207,15 +209,15 @@ def over(world: World) -> Iterator[None]:
         mock.patch.object(transports, "time", clock),
         mock.patch.object(transports, "state", fixed),
         mock.patch.object(Transport, "_send", send),
-        mock.patch.object(rings.Ring, "_made", keeping(rings.Ring._made)),
-        mock.patch.object(Buffers, "take", keeping(Buffers.take)),
+        mock.patch.object(rings.ReceivePool, "_made", keeping(rings.ReceivePool._made)),
+        mock.patch.object(HostBuffers, "take", keeping(HostBuffers.take)),
     ):
         yield
 
 
 def lanes_of(world: World, rank: int) -> Transport:
-    lanes = Lanes(world.group(rank, "lanes"), range(world.size), rank, CPU)
-    return Transport(world.hosts(rank), range(world.size), CPU, lanes)
+    channels = P2PChannels(world.group(rank, "lanes"), range(world.size), rank, CPU)
+    return Transport(world.hosts(rank), range(world.size), CPU, channels)
 
 
 def play(
@@ -229,9 +231,9 @@ def play(
     """
     dice = random.Random(seed)
     size = dice.randint(2, 4)
-    moves, counts = drawn_moves(dice, size)
+    transfers, counts = drawn_moves(dice, size)
     stub: Any = SimpleNamespace(
-        stage=SimpleNamespace(size=size), num_segments=counts, moves=moves, has_backward=dice.random() < 0.9
+        stage=SimpleNamespace(size=size), num_segments=counts, transfers=transfers, has_backward=dice.random() < 0.9
     )
     schedule = drawn_schedule(dice, graph_of(stub))
     if gives_up and max(counts) > 1:  # there, a rank that raises may owe others what they need to get as far
@@ -242,16 +244,16 @@ def play(
 
     def program(rank: int) -> None:
         transport = make(world, rank)
-        transport.connect(moves)
-        driver = Driver(world, transport, schedule, moves, rank)
-        assert transport._lanes is not None
+        transport.connect(transfers)
+        driver = Driver(world, transport, schedule, transfers, rank)
+        assert transport._channels is not None
         sizes = set()
         for number in range(3):
-            transport._lanes.ring.num_unplanned = 0
+            transport._channels.pool.num_unplanned = 0
             with mock.patch.object(transports, "_log") as log:
                 driver.step(ends_in if number == 1 else None, gives_up=gives_up)
             unplanned.append(log.debug.call_count)
-            sizes.add(transport._lanes.ring.num_bytes)
+            sizes.add(transport._channels.pool.num_bytes)
         assert leaves or gives_up or len(sizes) == 1, "the ring does not stay as it is"
         world.synchronize("the end")
 
@@ -287,7 +289,7 @@ def test_no_gpu_waits_for_ever_where_ranks_give_up_a_step(seeds: range) -> None:
 # --- the order of commit 64bb8eb ----------------------------------------------------------------------------------
 
 
-class LanesOfBefore(Lanes):
+class LanesOfBefore(P2PChannels):
     """A communicator for each direction, and memory that is allocated where a receive begins."""
 
     def __init__(self, world: World, rank: int, *, allocates: bool) -> None:
@@ -300,37 +302,37 @@ class LanesOfBefore(Lanes):
         self._group = self._both[target < self._rank]
         return super().send(tensor, target)
 
-    def receive(self, num_bytes: int, source: int) -> Arrival:
+    def receive(self, num_bytes: int, source: int) -> PendingReceive:
         self._group = self._both[source > self._rank]
-        if self._allocates and self.reaches(source):
+        if self._allocates and self.is_connected_to(source):
             self._world.synchronize(f"its GPU, to allocate memory for what rank {source} has sent")
         return super().receive(num_bytes, source)
 
-    def _in_turn(self, work: dist.Work) -> dist.Work:
+    def _order_next_after(self, work: dist.Work) -> dist.Work:
         return work
 
 
 class TransportOfBefore(Transport):
     """Sends at once, and begins to receive when a value is needed."""
 
-    def _sends_in_lane(self, _target: int, _tag: int) -> bool:
+    def _sends_on_channel(self, _target: int, _tag: int) -> bool:
         return True
 
-    def _comes_in_lane(self, source: int, tag: int, what: Message) -> bool:
-        while tag not in self._begun:
-            announced, num_bytes = self._header(source, what)
-            self._begin(source, announced, num_bytes)
+    def _comes_on_channel(self, source: int, tag: int, what: Message) -> bool:
+        while tag not in self._begun_receives:
+            announced, num_bytes = self._receive_header(source, what)
+            self._begin_receive(source, announced, num_bytes)
         return True
 
     def end_step(self) -> None:
-        self._coming.clear()
+        self._expected.clear()
         super().end_step()
 
 
 def before(*, allocates: bool) -> Make:
     def make(world: World, rank: int) -> Transport:
-        lanes = LanesOfBefore(world, rank, allocates=allocates)
-        return TransportOfBefore(world.hosts(rank), range(world.size), CPU, lanes)
+        channels = LanesOfBefore(world, rank, allocates=allocates)
+        return TransportOfBefore(world.hosts(rank), range(world.size), CPU, channels)
 
     return make
 
@@ -338,13 +340,13 @@ def before(*, allocates: bool) -> Make:
 def one_f_one_b(make: Make, seed: int, *, one_kernel: bool) -> None:
     """Run two ranks with six microbatches, which wait for nothing but messages and memory."""
     spec = TensorSpec((2,), (1,), torch.float64, requires_grad=True)
-    moves, world = [Move(0, 0, 1, 0, 0, spec)], World(2, seed, one_kernel=one_kernel)
+    transfers, world = [P2PTransfer(0, 0, 1, 0, 0, spec)], World(2, seed, one_kernel=one_kernel)
     schedule = interleaved(SegmentGraph.chain(2), 6, 2)
 
     def program(rank: int) -> None:
         transport = make(world, rank)
-        transport.connect(moves)
-        driver = Driver(world, transport, schedule, moves, rank)
+        transport.connect(transfers)
+        driver = Driver(world, transport, schedule, transfers, rank)
         with mock.patch.object(driver, "_may_wait", world.pause):
             driver.step(None)
 

@@ -19,11 +19,11 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import DeadlineError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.initialize import lane_group
-from smpkit.torch.pipeline.lanes import Arrival, Lanes, has_lanes
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.initialize import channel_group
+from smpkit.torch.pipeline.lanes import P2PChannels, PendingReceive, has_channels
+from smpkit.torch.pipeline.record import P2PTransfer
 from smpkit.torch.pipeline.specs import spec_of
-from smpkit.torch.pipeline.timetable import Passage, Timetable
+from smpkit.torch.pipeline.timetable import Timetable, TimetableEntry
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.state import state
 from tests.ranks import RankFailed, run_ranks
@@ -42,24 +42,24 @@ VALUES = {
 }
 
 
-def connected(passages: Sequence[tuple[int, bool]], **config: Any) -> Transport:
+def connected(entries: Sequence[tuple[int, bool]], **config: Any) -> Transport:
     """Return the transport of two ranks that lanes connect, in a step in which values and gradients travel."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **config})
     ranks = state.group(CommGroup.PP_GROUP)
-    lanes = Lanes(lane_group(tuple(ranks)), ranks, state.pp_rank, state.device)
-    transport = Transport(state.process_group(CommGroup.PP_GROUP), ranks, state.device, lanes)
+    channels = P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, state.device)
+    transport = Transport(state.process_group(CommGroup.PP_GROUP), ranks, state.device, channels)
     transport.connect([move_of(0), move_of(1)])
-    follow(transport, passages)
+    follow(transport, entries)
     return transport
 
 
-def follow(transport: Transport, passages: Sequence[tuple[int, bool]]) -> None:
+def follow(transport: Transport, entries: Sequence[tuple[int, bool]]) -> None:
     """Begin a step with these moves, and gradients of moves, of one microbatch."""
-    transport.follow(Timetable(tuple(Passage(0, move_of(number), backward) for number, backward in passages), {}))
+    transport.follow(Timetable(tuple(TimetableEntry(0, move_of(number), backward) for number, backward in entries), {}))
 
 
-def move_of(number: int) -> Move:
-    return Move(number, 0, 1, 0, 0, spec_of(VALUES[number]).as_sent, "layers.1")
+def move_of(number: int) -> P2PTransfer:
+    return P2PTransfer(number, 0, 1, 0, 0, spec_of(VALUES[number]).as_sent, "layers.1")
 
 
 def values_in_any_order() -> Any:
@@ -154,15 +154,15 @@ def test_lanes_are_for_gpus_only() -> None:
 def has_none() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     group = state.process_group(CommGroup.PP_GROUP)
-    assert not has_lanes(group, state.device)
-    assert not has_lanes(group, torch.device("cuda"))  # without nccl
+    assert not has_channels(group, state.device)
+    assert not has_channels(group, torch.device("cuda"))  # without nccl
     smp.shutdown()
 
 
 def over_lanes(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with lanes between all ranks that values travel between."""
-    sending = mock.patch.object(Lanes, "send", autospec=True, side_effect=Lanes.send)
-    with mock.patch("smpkit.torch.pipeline.pipeline.has_lanes", return_value=True), sending as send:
+    sending = mock.patch.object(P2PChannels, "send", autospec=True, side_effect=P2PChannels.send)
+    with mock.patch("smpkit.torch.pipeline.pipeline.has_channels", return_value=True), sending as send:
         result = function(*args)
     assert send.called
     return result
@@ -232,7 +232,9 @@ def gives_up_in_the_middle(index: int) -> list[float]:
                 losses.append(0.0)
         assert model.pipeline is not None
         transport = model.pipeline._transport
-        assert transport._orphans == [each for each in transport._orphans if not isinstance(each, Arrival)]
+        assert transport._interrupted == [
+            each for each in transport._interrupted if not isinstance(each, PendingReceive)
+        ]
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Every kind of operation on a located value: what the home computes, what the others know of it, and the errors.
+"""Every kind of operation on a located value: what the owner computes, what the others know of it, and the errors.
 
 Both ranks are played in this process, one after the other: what the first tells and sends, the second finds.
 """
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.effects import Effects
-from smpkit.torch.pipeline.located import Located, Running, current, locate
+from smpkit.torch.pipeline.effects import MutationInfo
+from smpkit.torch.pipeline.located import Current, StageTensor, current_microbatch, make_stage_tensor
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.random import RandomStreams
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.record import P2PTransfer
 from smpkit.torch.pipeline.specs import map_tensors, spec_of, tensors_in
-from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.stage import StageContext
 
-HOME, OTHER = 0, 1
+OWNER, OTHER = 0, 1
 CPU = torch.device("cpu")
 X = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, False, True], [False, True, True]])
@@ -34,8 +34,8 @@ WEIGHT = nn.Parameter(torch.arange(6, dtype=torch.float64).view(2, 3))
 
 
 def held(value: torch.Tensor) -> torch.Tensor:
-    """Return the data of a value on its home."""
-    data = value.value if isinstance(value, Located) else value
+    """Return the data of a value on its owner."""
+    data = value.value if isinstance(value, StageTensor) else value
     assert data is not None
     return data
 
@@ -53,36 +53,38 @@ class Wire:
     def receive_object(self, _source: int, _what: str) -> Any:
         return self.told.popleft()
 
-    def send(self, tensor: Tensor, _microbatch: int, _move: Move, *, copy: bool = False) -> None:
+    def send(self, tensor: Tensor, _microbatch: int, _move: P2PTransfer, *, copy: bool = False) -> None:
         self.sent.append(tensor.clone())
 
-    def receive(self, _microbatch: int, _move: Move, use: Callable[[Tensor], Tensor] = lambda value: value) -> Tensor:
+    def receive(
+        self, _microbatch: int, _move: P2PTransfer, use: Callable[[Tensor], Tensor] = lambda value: value
+    ) -> Tensor:
         return use(self.sent.popleft())
 
 
 @contextmanager
 def running(rank: int, wire: Wire) -> Iterator[Microbatch]:
     """Run as one rank of two: the code inside belongs to a microbatch."""
-    stage = Stage(rank, 2, CPU, wire, RandomStreams(1, CPU), {})  # type: ignore[arg-type]
+    stage = StageContext(rank, 2, CPU, wire, RandomStreams(1, CPU), {})  # type: ignore[arg-type]
     microbatch = Microbatch(stage, 0)
-    Running.microbatch = microbatch
+    Current.microbatch = microbatch
     try:
         yield microbatch
     finally:
-        Running.microbatch = None
+        Current.microbatch = None
 
 
-def located(rank: int, plain: Tensor = X) -> Located:
+def located(rank: int, plain: Tensor = X) -> StageTensor:
     """Return the value as `rank` has it: on HOME with the data."""
-    value = plain.clone().requires_grad_(plain.requires_grad) if rank == HOME else None
-    return locate(spec_of(plain), CPU, HOME, value)
+    value = plain.clone().requires_grad_(plain.requires_grad) if rank == OWNER else None
+    return make_stage_tensor(spec_of(plain), CPU, OWNER, value)
 
 
 def on_both(code: Callable[[Any], Any], plain: Tensor = X) -> list[Any]:
     """Run the code on both ranks; return what it returned."""
     wire = Wire()
     found = []
-    for rank in (HOME, OTHER):
+    for rank in (OWNER, OTHER):
         with running(rank, wire):
             found.append(code(located(rank, plain)))
     assert not wire.told, "the other rank did not ask"
@@ -172,14 +174,14 @@ def test_home_computes_and_the_other_rank_knows_the_shape(operation: str, requir
     expected = tensors_in(code(plain))
     here, there = (tensors_in(found) for found in on_both(code, plain))
     assert len(here) == len(there) == len(expected) > 0
-    for value, ghost, wanted in zip(here, there, expected, strict=True):
+    for value, placeholder, wanted in zip(here, there, expected, strict=True):
         assert torch.equal(held(value), wanted)
         assert held(value).dtype == wanted.dtype
-        assert spec_of(ghost) == spec_of(value) == spec_of(wanted)
-        if isinstance(ghost, Located):
-            assert (ghost.home, ghost.value) == (HOME, None)
+        assert spec_of(placeholder) == spec_of(value) == spec_of(wanted)
+        if isinstance(placeholder, StageTensor):
+            assert (placeholder.owner, placeholder.value) == (OWNER, None)
         else:
-            assert torch.equal(ghost, wanted), "every rank made it"
+            assert torch.equal(placeholder, wanted), "every rank made it"
 
 
 @pytest.mark.parametrize("name", ["H", "mT", "real", "imag"])
@@ -236,16 +238,16 @@ def test_what_python_needs_is_the_same_on_all_ranks(question: str) -> None:
 def test_python_questions_are_counted_and_make_the_path_uncertain_only_where_a_branch_may_follow() -> None:
     counted = []
     for code in (lambda x: x.sum().item(), lambda x: bool(x.any())):
-        with running(HOME, Wire()) as microbatch:
-            code(located(HOME))
+        with running(OWNER, Wire()) as microbatch:
+            code(located(OWNER))
             counted.append((microbatch.stage.python_values, microbatch.dynamic))
     assert counted == [({"item": 1}, False), ({"__bool__": 1}, True)]
 
 
 def test_texts_say_where_a_value_lies() -> None:
-    with running(HOME, Wire()):
-        assert repr(located(HOME)) == "Located(pp_rank 0, float64[2, 3])"
-        assert f"{located(HOME)}" == repr(located(HOME))
+    with running(OWNER, Wire()):
+        assert repr(located(OWNER)) == "Located(pp_rank 0, float64[2, 3])"
+        assert f"{located(OWNER)}" == repr(located(OWNER))
 
 
 class Cube(torch.autograd.Function):
@@ -288,12 +290,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.parametrize("rank", [HOME, OTHER])
+@pytest.mark.parametrize("rank", [OWNER, OTHER])
 def test_what_cannot_be_done_is_refused_alike_on_all_ranks(what: str, rank: int) -> None:
     code, text, hint = REFUSED[what]
     wire = Wire()
     grown = spec_of(X[None])
-    wire.told.append((spec_of(X.sum()), None) if what == "backward" else (grown, Effects(((0, grown),), ())))
+    wire.told.append((spec_of(X.sum()), None) if what == "backward" else (grown, MutationInfo(((0, grown),), ())))
     with running(rank, wire), pytest.raises(UsageError) as caught:
         code(located(rank))
     assert text in caught.value.message
@@ -302,7 +304,7 @@ def test_what_cannot_be_done_is_refused_alike_on_all_ranks(what: str, rank: int)
 
 def test_a_custom_function_on_a_value_of_another_rank_is_an_error() -> None:
     plain, wire = X.clone().requires_grad_(), Wire()
-    for rank in (HOME, OTHER):
+    for rank in (OWNER, OTHER):
         with running(rank, wire):
             cubed = Cube.apply(located(rank, plain))
             with pytest.raises(UsageError, match=r"`Cube`, a custom autograd\.Function, was applied"):
@@ -311,27 +313,29 @@ def test_a_custom_function_on_a_value_of_another_rank_is_an_error() -> None:
 
 def test_a_value_outside_its_step_is_an_error() -> None:
     with pytest.raises(UsageError, match="outside the step that made it"):
-        located(HOME) + 1
+        located(OWNER) + 1
     with pytest.raises(UsageError, match="outside the step that made it"):
-        current()
+        current_microbatch()
 
 
 def test_a_result_of_another_shape_for_the_same_arguments_is_an_error() -> None:
     shapes = iter([(2,), (3,)])
-    with running(HOME, Wire()) as microbatch:
-        x = located(HOME)
-        run: Sequence[Any] = (HOME, "layer", "layer", lambda _: torch.zeros(next(shapes)), (x,), {})
-        microbatch.run_at(*run)
+    with running(OWNER, Wire()) as microbatch:
+        x = located(OWNER)
+        run: Sequence[Any] = (OWNER, "layer", "layer", lambda _: torch.zeros(next(shapes)), (x,), {})
+        microbatch.run_on_owner(*run)
         with pytest.raises(UsageError, match=r"`layer` returned float32\[2\] the first time and float32\[3\] now"):
-            microbatch.run_at(*run)
+            microbatch.run_on_owner(*run)
 
 
 def test_a_module_in_training_and_in_evaluation_makes_two_kinds_of_calls() -> None:
-    with running(HOME, Wire()) as microbatch:
-        x = located(HOME)
+    with running(OWNER, Wire()) as microbatch:
+        x = located(OWNER)
         for training in (True, False, True):
             rows = 1 + training
-            made = microbatch.run_at(HOME, "layer", "layer", lambda _, rows=rows: torch.zeros(rows), (x,), {}, training)
+            made = microbatch.run_on_owner(
+                OWNER, "layer", "layer", lambda _, rows=rows: torch.zeros(rows), (x,), {}, training
+            )
             assert made.shape == (rows,)
 
 
@@ -387,17 +391,17 @@ def test_numbers_of_another_kind_are_another_call() -> None:
     assert on_both(code, whole) == [code(whole)] * 2
 
 
-@pytest.mark.parametrize(("shape", "home"), [((2, 3), OTHER), ((3,), HOME), ((4, 2, 3), OTHER)])
-def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape: tuple[int, ...], home: int) -> None:
+@pytest.mark.parametrize(("shape", "owner"), [((2, 3), OTHER), ((3,), OWNER), ((4, 2, 3), OTHER)])
+def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape: tuple[int, ...], owner: int) -> None:
     plain, wire = torch.ones(shape, dtype=X.dtype), Wire()
     wire.told.append((spec_of(X + plain), None))
     wire.sent.append(plain)
-    with running(HOME, wire) as microbatch:
-        result = located(HOME) + locate(spec_of(plain), CPU, OTHER)
-    assert isinstance(result, Located)
-    assert result.home == home
-    assert [(move.source, move.target) for move in microbatch.moves] == [(1 - home, home)]
-    if home == HOME:
+    with running(OWNER, wire) as microbatch:
+        result = located(OWNER) + make_stage_tensor(spec_of(plain), CPU, OTHER)
+    assert isinstance(result, StageTensor)
+    assert result.owner == owner
+    assert [(transfer.source, transfer.target) for transfer in microbatch.transfers] == [(1 - owner, owner)]
+    if owner == OWNER:
         assert torch.equal(held(result), X + plain)
     else:
         assert torch.equal(wire.sent[-1], X)
@@ -406,17 +410,17 @@ def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape
 def test_an_operation_with_a_weight_runs_where_the_weight_is() -> None:
     wire = Wire()
     wire.told.append((spec_of(functional.linear(X, WEIGHT)), None))
-    with running(HOME, wire) as microbatch:
-        microbatch.stage.weights_elsewhere = {id(WEIGHT): OTHER}
-        result = functional.linear(located(HOME), WEIGHT)
-    assert isinstance(result, Located)
-    assert result.home == OTHER
+    with running(OWNER, wire) as microbatch:
+        microbatch.stage.parameter_owners = {id(WEIGHT): OTHER}
+        result = functional.linear(located(OWNER), WEIGHT)
+    assert isinstance(result, StageTensor)
+    assert result.owner == OTHER
 
 
 def test_a_known_call_asks_nobody_whatever_the_data() -> None:
     wire = Wire()
-    with running(HOME, wire) as microbatch:
+    with running(OWNER, wire) as microbatch:
         for _ in range(3):
-            map_tensors(lambda _: None, located(HOME) * 2 + X)
+            map_tensors(lambda _: None, located(OWNER) * 2 + X)
         assert len(wire.told) == 2
-        assert len(microbatch.path) == 6
+        assert len(microbatch.call_trace) == 6

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.stage import StageContext
 from tests.ranks import run_ranks
 from tests.transparency.checkpointed_models import Variant, train
 
@@ -23,7 +23,9 @@ def train_twice() -> tuple[int, list[str]]:
     for thread in threading.enumerate():
         if thread is not threading.current_thread():
             thread.join(60)
-    return sum(isinstance(each, Stage) for each in gc.get_objects()), [each.name for each in threading.enumerate()]
+    return sum(isinstance(each, StageContext) for each in gc.get_objects()), [
+        each.name for each in threading.enumerate()
+    ]
 
 
 def test_stages_and_their_threads_end_with_the_training() -> None:

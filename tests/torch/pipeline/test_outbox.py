@@ -59,7 +59,7 @@ def test_before_a_wait_everything_is_sent() -> None:
     events = [Event(), Event()]
     for tag, event in enumerate(events):
         send(box, tag, event)
-    box.settle()
-    box.settle()
+    box.flush()
+    box.flush()
     assert sent == [0, 1]
     assert [event.waits for event in events] == [1, 1]

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smpkit.torch import devices
-from smpkit.torch.pipeline.parking import Parked
+from smpkit.torch.pipeline.parking import MicrobatchCoroutine
 from smpkit.torch.pipeline.random import RandomStreams
 
 CPU = torch.device("cpu")
@@ -54,9 +54,9 @@ def in_thread(body: Callable[[], Any]) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         return body()
 
-    parked = Parked(checked, RandomStreams(1, CPU), CPU)
-    parked.resume()
-    return parked.output
+    coroutine = MicrobatchCoroutine(checked, RandomStreams(1, CPU), CPU)
+    coroutine.resume()
+    return coroutine.output
 
 
 def autocast_state() -> tuple[object, ...]:

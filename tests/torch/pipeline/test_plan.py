@@ -7,7 +7,7 @@ import pytest
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
-from smpkit.torch.pipeline.plan import _places, _split
+from smpkit.torch.pipeline.plan import _action_indices, _split
 from tests.plan.graphs import TIED_HEAD
 
 
@@ -24,12 +24,12 @@ def test_messages_travel_by_forwards_and_backwards_and_not_by_weights(schedule: 
     # Who takes the place of a WEIGHT for that of its BACKWARD believes that more has been taken by then than has, and
     # waits for a send to a rank that waits for this one.
     assert schedule.splits_backward is schedule.graph.has_backward
-    places = _places(schedule)
-    for (rank, backward, segment, microbatch), place in places.items():
+    action_indices = _action_indices(schedule)
+    for (rank, backward, segment, microbatch), place in action_indices.items():
         kind = Kind.BACKWARD if backward else Kind.FORWARD
         assert schedule.actions[rank][place] == Action(kind, segment, microbatch)
     travelling = [each for actions in schedule.actions for each in actions if each.kind is not Kind.WEIGHT]
-    assert len(places) == len(travelling)
+    assert len(action_indices) == len(travelling)
 
 
 def test_segments_that_cannot_be_split_run_whole() -> None:

@@ -14,10 +14,10 @@ from smpkit.plan.schedule.graph import Kind, ScheduleError, Segment, SegmentGrap
 from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.schedule.simulate import simulate
-from smpkit.torch.pipeline.executor import _Step
+from smpkit.torch.pipeline.executor import _StepRunner
 from smpkit.torch.pipeline.outbox import Outbox
-from smpkit.torch.pipeline.replan import Meter, Trial, _agreed, _better, _costs
-from smpkit.torch.pipeline.stage import Stage
+from smpkit.torch.pipeline.replan import Meter, Trial, _better_schedule, _checked_schedule, _costs
+from smpkit.torch.pipeline.stage import StageContext
 from tests.ranks import run_ranks
 from tests.torch.test_executor import WIDTH, executor, start, train_step
 
@@ -29,8 +29,8 @@ def test_a_schedule_that_was_told_is_proven_before_it_runs() -> None:
     first, *others = schedule.actions[0]
     wrong = Schedule("wrong", CHAIN, 4, ((*others, first), schedule.actions[1]), schedule.caps)
     with pytest.raises(ScheduleError):
-        _agreed(schedule, to_json(wrong))
-    assert _agreed(schedule, "") is schedule
+        _checked_schedule(schedule, to_json(wrong))
+    assert _checked_schedule(schedule, "") is schedule
 
 
 def plan_wrongly() -> str:
@@ -74,13 +74,13 @@ def test_a_gain_that_is_too_small_to_be_sure_of_changes_nothing(latency_seconds:
     seconds, deeper_seconds = (simulate(each, costs).makespan_seconds for each in (before, after))
     gain = 1 - deeper_seconds / seconds
     assert (0.0002 < gain < 0.002, gain > 0.003) == (not worth, worth), gain
-    assert bool(_better(before, lambda *_: after, costs)) is worth
+    assert bool(_better_schedule(before, lambda *_: after, costs)) is worth
 
 
-def alone(rank: int = 0) -> Stage:
+def alone(rank: int = 0) -> StageContext:
     """Return what a trial asks of the first rank of a pipeline without others."""
     transport = SimpleNamespace(broadcast_object=lambda *_, **__: None, receive_object=lambda *_, **__: "kept")
-    return cast("Stage", SimpleNamespace(rank=rank, transport=transport, agreed=lambda text: text))
+    return cast("StageContext", SimpleNamespace(rank=rank, transport=transport, from_first_pipeline=lambda text: text))
 
 
 def test_a_trial_runs_both_ways_in_turns_and_takes_the_faster_of_their_fastest() -> None:
@@ -109,22 +109,22 @@ def test_joined_pipelines_take_the_winner_of_the_first_of_them(first: str, winne
     for seconds in (1.0, 1.0, 1.0):
         trial.note(seconds)
     stage = alone()
-    stage.agreed = lambda text: first
+    stage.from_first_pipeline = lambda text: first
     assert trial.winner(stage) == winner
 
 
 def test_what_an_action_waits_for_is_not_its_cost() -> None:
     transport = SimpleNamespace(waited_ns=0, outbox=Outbox(lambda *_: None))
     meter = Meter()
-    stage = cast("Stage", SimpleNamespace(transport=transport, settle=lambda: None))
-    step = _Step.__new__(_Step)
+    stage = cast("StageContext", SimpleNamespace(transport=transport, synchronize=lambda: None))
+    step = _StepRunner.__new__(_StepRunner)
     step.stage, step._meter, step._recorder = stage, meter, None
     microbatch: Any = SimpleNamespace(index=0)
 
     def wait() -> None:
         transport.waited_ns += 10**15  # as an hour's wait would
 
-    step._act(Kind.FORWARD, 0, microbatch, wait)
+    step._run_action(Kind.FORWARD, 0, microbatch, wait)
     assert meter.seconds(1)[0] < 0
 
 

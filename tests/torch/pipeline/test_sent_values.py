@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.record import Move
+from smpkit.torch.pipeline.record import P2PTransfer
 from smpkit.torch.pipeline.specs import TensorSpec
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
@@ -63,15 +63,15 @@ def test_a_value_that_is_changed_in_place_after_it_was_sent_arrives_as_it_was(se
 
 def change_before_it_is_gone() -> None:
     transport = open_transport()
-    move = Move(0, 0, 1, 0, 0, TensorSpec((3,), (1,), torch.float32, requires_grad=False), "layers.1")
+    transfer = P2PTransfer(0, 0, 1, 0, 0, TensorSpec((3,), (1,), torch.float32, requires_grad=False), "layers.1")
     if smp.pp_rank() == 0:
         value = torch.zeros(3)
-        transport.send(value.detach(), 2, move)
+        transport.send(value.detach(), 2, transfer)
         value.add_(1)
         with pytest.raises(UsageError, match=r"on its way to pipeline rank 1: forward of microbatch 2 .*`layers.1`"):
             transport.flush()
     else:
-        transport.receive(2, move)
+        transport.receive(2, transfer)
 
 
 def test_an_unforeseen_change_of_a_value_on_its_way_is_an_error_that_names_it() -> None:
@@ -80,12 +80,12 @@ def test_an_unforeseen_change_of_a_value_on_its_way_is_an_error_that_names_it() 
 
 def send_to_the_dead() -> None:
     transport = open_transport()
-    move = Move(0, 0, 1, 0, 0, TensorSpec((1 << 20,), (1,), torch.float32, requires_grad=False), "layers.7")
+    transfer = P2PTransfer(0, 0, 1, 0, 0, TensorSpec((1 << 20,), (1,), torch.float32, requires_grad=False), "layers.7")
     if smp.pp_rank() == 1:
-        transport.receive(0, move)  # so that both have met, and rank 0 is soon through
+        transport.receive(0, transfer)  # so that both have met, and rank 0 is soon through
         raise ValueError("gone")
     for microbatch in range(1000):
-        transport.send(torch.zeros(1 << 20), microbatch, move)
+        transport.send(torch.zeros(1 << 20), microbatch, transfer)
         transport.flush()
 
 

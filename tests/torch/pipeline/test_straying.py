@@ -15,7 +15,7 @@ import smpkit.torch as smp
 from smpkit.errors import SmpkitError
 from smpkit.torch import deadline
 from smpkit.torch.pipeline import replan
-from smpkit.torch.pipeline.divergence import _compare, disagreement
+from smpkit.torch.pipeline.divergence import _compare, trace_mismatch
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
 from tests.torch.test_executor import executor
@@ -179,14 +179,14 @@ def test_a_stray_ends_a_trial() -> None:
 
 def test_ranks_that_have_got_differently_far_do_not_disagree() -> None:
     ways = {0: {0: ["a", "b"], 1: ["a"]}, 1: {0: ["a"]}, 2: {0: ["a", "b", "c"]}}
-    assert disagreement(ways) is None
-    error = disagreement(ways, ended=True)
+    assert trace_mismatch(ways) is None
+    error = trace_mismatch(ways, ended=True)
     assert error is not None
     assert "its call 2 was `nothing more`, not `b`" in error.message
 
 
 def test_all_microbatches_are_compared() -> None:
-    error = disagreement({0: {0: ["a"], 1: ["b"], 2: ["c"]}, 1: {0: ["a"], 1: ["b"], 2: ["d"]}})
+    error = trace_mismatch({0: {0: ["a"], 1: ["b"], 2: ["c"]}, 1: {0: ["a"], 1: ["b"], 2: ["d"]}})
     assert error is not None
     assert "another way through microbatch 2 than pipeline rank 0: its call 1 was `d`, not `c`" in error.message
 
@@ -211,7 +211,7 @@ def compared(ways: list[tuple[int, dict[int, list[str]]]]) -> list[str]:
     ranks = [4 + number for number in range(len(ways))]
     found = []
     for rank, (num_steps, way) in zip(ranks, ways, strict=True):
-        microbatches = [SimpleNamespace(index=index, path=path) for index, path in way.items()]
+        microbatches = [SimpleNamespace(index=index, call_trace=call_trace) for index, call_trace in way.items()]
         stage: Any = SimpleNamespace(num_steps=num_steps, microbatches=microbatches)
         board: Any = Told(rank, texts)
         error = _compare(stage, ranks, board)
