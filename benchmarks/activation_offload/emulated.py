@@ -17,8 +17,8 @@ from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.emulated import EmulatedLink
-from smpkit.torch.offload.engine import Engine
-from smpkit.torch.offload.prefetch import Order
+from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.prefetch import BackwardOrder
 from tests.plan.offload.formulas import step_bound_seconds
 
 __all__ = ["link_table"]
@@ -47,10 +47,12 @@ def link_table() -> list[dict[str, Any]]:
 def _cell(actions: tuple[Action, ...], copy: float, window: Window, is_planned: bool) -> dict[str, Any]:
     rate = _BYTES / (copy * _SECONDS)
     link = EmulatedLink(rate)
-    engine = Engine(link, Arena(), Order(window.horizon if is_planned else None), lead=window.lead or "auto")
+    engine = ActivationEngine(
+        link, Arena(), BackwardOrder(window.horizon if is_planned else None), lead=window.lead or "auto"
+    )
     try:
         seconds = _step_seconds(actions, engine, is_planned)
-        report = engine.ledger.report().steps[-1]
+        report = engine.stats.report().steps[-1]
     finally:
         engine.close()
     work = layer_tasks(actions, [[LayerCost(_SECONDS, 2 * _SECONDS, _BYTES, _SECONDS)] * _LAYERS])
@@ -69,7 +71,7 @@ def _cell(actions: tuple[Action, ...], copy: float, window: Window, is_planned: 
     }
 
 
-def _step_seconds(actions: tuple[Action, ...], engine: Engine | None, is_planned: bool) -> float:
+def _step_seconds(actions: tuple[Action, ...], engine: ActivationEngine | None, is_planned: bool) -> float:
     """Return the median of a step's time; the first step teaches the engine the order and is not counted."""
     layers = [SleepingLayer(_SECONDS)] * _LAYERS
     times = []

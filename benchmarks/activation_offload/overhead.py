@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.emulated import EmulatedLink
-from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.engine import ActivationEngine
 
 __all__ = ["overhead_table"]
 
@@ -74,7 +74,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _layer_of(kind: str) -> Around:
     """Return the engine's scope of one layer, over a link that copies in place."""
-    engine = Engine(EmulatedLink(), Arena(), lead=2)
+    engine = ActivationEngine(EmulatedLink(), Arena(), lead=2)
     return lambda: getattr(engine, kind)("layer")
 
 

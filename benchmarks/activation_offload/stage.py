@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.engine import ActivationEngine
 
 __all__ = ["SleepingLayer", "run_stage"]
 
@@ -24,7 +24,7 @@ def run_stage(
     actions: Sequence[Action],
     layers: Sequence[Layer],
     make_input: Callable[[], Tensor],
-    engine: Engine | None,
+    engine: ActivationEngine | None,
     *,
     is_planned: bool = True,
 ) -> None:
@@ -50,7 +50,7 @@ def run_stage(
             if engine is None:
                 x = checkpoint(layer, x, use_reentrant=False)
             else:
-                with engine.boundary(f"layer {number}"):
+                with engine.offload_inputs(f"layer {number}"):
                     x = checkpoint(layer, x, use_reentrant=False)
         ends[action.microbatch] = x
         del x

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.offload_model import deepspeed_adam
 from smpkit.torch.offload.pages import zeros
-from smpkit.torch.offload_model.kernels import Adam, Kernel, Span, one_pass, tiled
+from smpkit.torch.offload_model.kernels import Adam, FlatRange, Kernel, one_pass, tiled
 from smpkit.torch.offload_model.workers import Workers
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
@@ -89,11 +89,11 @@ def make_contestants(
         fused(gradient)
         weight.copy_(master)
 
-    wide_span = Span(gradient, master, (first, second), None)
-    out_span = Span(gradient, master, (first, second), weight)
-    narrow_span = Span(narrow, master, (first, second), weight)
+    wide_span = FlatRange(gradient, master, (first, second), None)
+    out_span = FlatRange(gradient, master, (first, second), weight)
+    narrow_span = FlatRange(narrow, master, (first, second), weight)
 
-    def ours(kernel: Kernel, span: Span) -> Callable[[], object]:
+    def ours(kernel: Kernel, span: FlatRange) -> Callable[[], object]:
         workers = Workers(num_threads)
         workers.kernel = lambda _: kernel  # type: ignore[method-assign, assignment]
 

@@ -34,17 +34,17 @@ __all__ = [
     "PARTIAL",
     "Index",
     "as_checkpoint_error",
+    "atomic_write",
     "check_tag",
     "complete_partials",
-    "damage",
+    "find_damage",
+    "fsync_write",
     "new_save_id",
     "publish_folder",
     "read_index",
     "read_newest",
+    "remove_leftovers",
     "staging_folder",
-    "sweep",
-    "synced_write",
-    "whole_write",
     "write_index",
 ]
 
@@ -96,7 +96,7 @@ def check_tag(tag: object) -> None:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def synced_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
+def fsync_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
     """Write a new file and push it to the disk; return its size in bytes."""
     with path.open("wb") as file:
         write(file)
@@ -105,11 +105,11 @@ def synced_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
         return file.tell()
 
 
-def whole_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
+def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
     """Replace `path` by a new file, so that a reader, or a crash, sees the old one or the new one; return its size."""
     temporary = path.with_name(f".{path.name}.{new_save_id()}.tmp")
     try:
-        size = synced_write(temporary, write)
+        size = fsync_write(temporary, write)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ def staging_folder(path: Path, name: str, save_id: str) -> Path:
 def write_index(folder: Path, index: Index) -> None:
     """Write the index of a checkpoint."""
     text = json.dumps(asdict(index), indent=1)
-    synced_write(folder / INDEX, lambda file: file.write(text.encode()))
+    fsync_write(folder / INDEX, lambda file: file.write(text.encode()))
     sync_folder(folder)
 
 
@@ -165,7 +165,7 @@ def publish_folder(staged: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def sweep(path: Path, save_id: str) -> None:
+def remove_leftovers(path: Path, save_id: str) -> None:
     """Remove what saves that died left in `path`, sparing the one with `save_id`.
 
     A checkpoint that was being replaced when its job died (moved away, and the new one not yet in place) is put back.
@@ -198,7 +198,7 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def damage(folder: Path, index: Index) -> str | None:
+def find_damage(folder: Path, index: Index) -> str | None:
     """Say what is wrong with the files of a checkpoint; None if they are whole."""
     for name, size in index.files.items():
         try:
@@ -216,7 +216,7 @@ def complete_partials(path: Path) -> list[tuple[str, Index]]:
     for folder in path.glob(f"*{PARTIAL}"):
         with contextlib.suppress(CheckpointError):
             index = read_index(folder)
-            if damage(folder, index) is None:
+            if find_damage(folder, index) is None:
                 found.append((folder.name, index))
     return sorted(found, key=lambda item: item[1].order, reverse=True)
 

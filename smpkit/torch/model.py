@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from smpkit.errors import UsageError
 from smpkit.torch.attributes import refuse_assignment
 from smpkit.torch.backward_start import scaled_root_gradient
-from smpkit.torch.checkpointing.foreign import adopt
-from smpkit.torch.checkpointing.whole import check_places
+from smpkit.torch.checkpointing.foreign import patch_torch_checkpoint
+from smpkit.torch.checkpointing.whole import check_checkpoint_ranks
 from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
 from smpkit.torch.gradient_norm import tell_of_torchs_clipping
 from smpkit.torch.join import JoinContext
@@ -41,7 +41,7 @@ from smpkit.torch.tensor_parallel.replace import distribute
 from smpkit.torch.tensor_parallel.same_call import SameCall
 from smpkit.torch.tensor_parallel.successors import adopt_successors
 from smpkit.torch.tensor_parallel.whole_state import with_original_names
-from smpkit.torch.unread import read_now
+from smpkit.torch.unread import run_deferred_loads
 
 if TYPE_CHECKING:
     from smpkit.torch.optimizer import DistributedOptimizer
@@ -265,7 +265,7 @@ class DistributedModel(ModelState):
             self._replicate()
             if state.optimizer is not None:
                 state.optimizer.keep_own_states()
-            read_now()
+            run_deferred_loads()
             if state.optimizer is not None:
                 state.optimizer.follow_model()
         self._run_hooks(self._post_partition_hooks)
@@ -458,5 +458,5 @@ def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableH
 
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:
     """See to checkpointed modules when it is known where modules lie: ours, and those of torch's own checkpoint."""
-    check_places(root, placement)
-    adopt()
+    check_checkpoint_ranks(root, placement)
+    patch_torch_checkpoint()

@@ -10,7 +10,7 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.attributes import assignment_refusal
-from smpkit.torch.gathering import merge_everywhere, merge_on_first
+from smpkit.torch.gathering import merge_on_all_ranks, merge_on_first_rank
 from smpkit.torch.partitioning.apply import pp_rank_of, user_of
 from smpkit.torch.partitioning.delayed import fill, is_delayed
 from smpkit.torch.sharded_tensors import as_local, as_shards, as_whole
@@ -24,7 +24,7 @@ from smpkit.torch.tensor_parallel.whole_state import (
     with_distributed_names,
     with_original_names,
 )
-from smpkit.torch.unread import read_now
+from smpkit.torch.unread import run_deferred_loads
 
 if TYPE_CHECKING:
     from smpkit.torch.data_parallel import DataParallel
@@ -95,7 +95,7 @@ class ModelState(nn.Module):
         Args:
             gather_to_rank0: give every rank of the model but the first an empty dict, to save memory.
         """
-        read_now()
+        run_deferred_loads()
         whole: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         if state.cfg.sharded_data_parallel_degree > 1:
             keeps = not gather_to_rank0 or state.rdp_rank == 0
@@ -103,8 +103,8 @@ class ModelState(nn.Module):
             if not keeps:  # nor do the others of this replica
                 return {}
         prefix: str = kwargs.get("prefix", "")
-        spread = self.pipeline is not None and self.partitioned
-        if spread:
+        is_partitioned = self.pipeline is not None and self.partitioned
+        if is_partitioned:
             held = {prefix + name for name in self._held_names()}
             merged = {name: value for name, value in whole.items() if name in held}
         else:
@@ -113,8 +113,8 @@ class ModelState(nn.Module):
             merged = joined(self.module, merged, prefix=prefix, on_first=gather_to_rank0)
             if gather_to_rank0 and state.tp_rank > 0:
                 return {}
-        if spread:
-            merged = merge_on_first(merged) if gather_to_rank0 else merge_everywhere(merged)
+        if is_partitioned:
+            merged = merge_on_first_rank(merged) if gather_to_rank0 else merge_on_all_ranks(merged)
         if gather_to_rank0 and state.mp_rank != 0:
             return {}
         return {name: merged[name] for name in whole if name in merged}
@@ -131,7 +131,7 @@ class ModelState(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, plus `_smp_is_partial` = True."""
-        read_now()
+        run_deferred_loads()
         held = self._held_names()
         own = {name: as_local(value) for name, value in self.module.state_dict().items() if name in held}
         return {**own, PARTIAL_KEY: True}
@@ -154,16 +154,16 @@ class ModelState(nn.Module):
         """
         if kwargs.get("assign"):
             raise assignment_refusal()
-        read_now()
+        run_deferred_loads()
         values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
         partial = bool(state_dict.get(PARTIAL_KEY))
-        spread = self.pipeline is not None and self.partitioned
-        held = self._held_names() if spread else set(self.module.state_dict())
+        is_partitioned = self.pipeline is not None and self.partitioned
+        held = self._held_names() if is_partitioned else set(self.module.state_dict())
         if PARTIAL_KEY not in state_dict:
             values = with_distributed_names(self.module, values, held)
         if self.pipeline is not None and partial and not same_partition_load:
-            values = merge_everywhere(values)
-        if spread:
+            values = merge_on_all_ranks(values)
+        if is_partitioned:
             if strict:
                 self._check_names(values, held if partial and same_partition_load else set(self.module.state_dict()))
             values = {name: value for name, value in values.items() if name in held}
@@ -173,7 +173,7 @@ class ModelState(nn.Module):
                 fill(parameter, values[name])
         values = as_shards(values, self.module)
         parts = self.pipeline is not None and partial and same_partition_load
-        return self.module.load_state_dict(values, strict=strict and not (spread or parts), **kwargs)
+        return self.module.load_state_dict(values, strict=strict and not (is_partitioned or parts), **kwargs)
 
     def _held_names(self) -> set[str]:
         """Return the names of the entries of `state_dict()` that this rank holds."""

@@ -9,17 +9,25 @@ from typing import Any
 import torch
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.gathering import merge_everywhere
+from smpkit.torch.gathering import merge_on_all_ranks
 from smpkit.torch.gradient_norm import clip_grad_norm_
 from smpkit.torch.loss_scale import LossScaler, StaticLossScaler, loss_scaler_of
 from smpkit.torch.master_weights import MasterWeights
 from smpkit.torch.model import PARTIAL_KEY
-from smpkit.torch.optimizer_states import completed, divided, listed, local, merged, united, whole
+from smpkit.torch.optimizer_states import (
+    gather_all,
+    gather_by_rdp_rank,
+    gather_owned,
+    merge_shards,
+    to_full,
+    to_local,
+    to_shards,
+)
 from smpkit.torch.precision import half_dtype
 from smpkit.torch.sharded_state import StateShards
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.successors import adopt_successors
-from smpkit.torch.unread import read_now
+from smpkit.torch.unread import run_deferred_loads
 
 __all__ = ["DistributedOptimizer"]
 
@@ -260,16 +268,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         result = self._own_state_dict()
         if _shards() is not None:
-            result = {**result, "state": merged(result["state"], self._parameters())}
+            result = {**result, "state": gather_all(result["state"], self._parameters())}
         if state.cfg.sharded_data_parallel_degree > 1:
-            result = {**result, "state": whole(result["state"])}
+            result = {**result, "state": to_full(result["state"])}
         if state.pp_size == 1:
             return result
-        return {**result, "state": merge_everywhere(result["state"])}
+        return {**result, "state": merge_on_all_ranks(result["state"])}
 
     def orig_state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer inside, in torch's layout, as it is on this rank."""
-        read_now()
+        run_deferred_loads()
         result: dict[str, Any] = self.optimizer.state_dict()
         return result
 
@@ -286,9 +294,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         own = {**self._own_state_dict(), PARTIAL_KEY: True}
         if gather_if_shard and _shards() is not None:
-            own["state"] = listed(own["state"])
+            own["state"] = gather_by_rdp_rank(own["state"])
         if state.cfg.sharded_data_parallel_degree > 1:
-            own["state"] = local(own["state"])
+            own["state"] = to_local(own["state"])
         return own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -300,19 +308,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With `fp16` or `bf16` the model's weights become the master weights' that are loaded. Before a pipeline's first
         step loading waits for it.
         """
-        read_now()
+        run_deferred_loads()
         values = {key: value for key, value in state_dict.items() if key != PARTIAL_KEY}
         if "state" in values:
-            values["state"] = united(values["state"])
+            values["state"] = merge_shards(values["state"])
         if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):
-            values["state"] = merge_everywhere(values["state"])
+            values["state"] = merge_on_all_ranks(values["state"])
         shards = _shards()
         if shards is not None:
             if state_dict.get(PARTIAL_KEY):
-                values["state"] = completed(values["state"], self._parameters(), shards.owns)
+                values["state"] = gather_owned(values["state"], self._parameters(), shards.owns)
             values["state"] = {n: each for n, each in values["state"].items() if shards.owns(self._parameters()[n])}
         if state.cfg.sharded_data_parallel_degree > 1:
-            values["state"] = divided(values["state"], self._parameters())
+            values["state"] = to_shards(values["state"], self._parameters())
         if self.masters is not None:
             self.masters.load_state_dict(values)
         else:

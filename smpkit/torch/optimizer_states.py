@@ -17,12 +17,12 @@ from smpkit.torch.sharded_tensors import as_local, as_whole, shard_like
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
-__all__ = ["completed", "divided", "listed", "local", "merged", "united", "whole"]
+__all__ = ["gather_all", "gather_by_rdp_rank", "gather_owned", "merge_shards", "to_full", "to_local", "to_shards"]
 
 States = Mapping[int, Any]
 
 
-def listed(own: States) -> States | list[States]:
+def gather_by_rdp_rank(own: States) -> States | list[States]:
     """Return the states of all exact replicas, by rdp_rank, on the first of them, and `own` on the others.
 
     That is SMP v1's layout of `local_state_dict()`; all ranks of RDP_GROUP call this.
@@ -33,24 +33,24 @@ def listed(own: States) -> States | list[States]:
     return [own, *(recv_from(rank, RankType.RDP_RANK) for rank in range(1, state.rdp_size))]
 
 
-def united(states: States | Sequence[States]) -> dict[int, Any]:
+def merge_shards(states: States | Sequence[States]) -> dict[int, Any]:
     """Return states that may be a list by rdp_rank as one mapping."""
     if isinstance(states, Mapping):
         return dict(states)
     return {number: entry for each in states for number, entry in each.items()}
 
 
-def local(states: States) -> dict[int, Any]:
+def to_local(states: States) -> dict[int, Any]:
     """Return states with this rank's parts of tensors that sharded data parallelism divides."""
-    return _mapped(states, as_local)
+    return _map_values(states, as_local)
 
 
-def whole(states: States) -> dict[int, Any]:
+def to_full(states: States) -> dict[int, Any]:
     """Return states with the wholes of such tensors; all ranks of RDP_GROUP call this."""
-    return _mapped(states, as_whole)
+    return _map_values(states, as_whole)
 
 
-def divided(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
+def to_shards(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
     """Return states of wholes or of this rank's parts as sharded data parallelism divides the parameters."""
     return {
         number: {key: shard_like(value, parameters[number]) for key, value in entry.items()}
@@ -58,25 +58,25 @@ def divided(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any
     }
 
 
-def _mapped(states: States, function: Callable[[Any], Any]) -> dict[int, Any]:
+def _map_values(states: States, function: Callable[[Any], Any]) -> dict[int, Any]:
     return {number: {key: function(value) for key, value in entry.items()} for number, entry in states.items()}
 
 
-def merged(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
+def gather_all(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
     """Return the states that all data-parallel ranks keep, on each of them; all of them call this.
 
     Of tensor-parallel parameters these are the states of this rank's pieces.
     """
-    pieces = {number for number, each in enumerate(parameters) if _is_piece(each)}
+    pieces = {number for number, each in enumerate(parameters) if _is_tp_shard(each)}
     ordinary = {number: entry for number, entry in own.items() if number not in pieces}
-    found = united(allgather(ordinary, CommGroup.DP_GROUP))
+    found = merge_shards(allgather(ordinary, CommGroup.DP_GROUP))
     if pieces:
         split = {number: entry for number, entry in own.items() if number in pieces}
-        found.update(united(allgather(split, CommGroup.RDP_GROUP)))
+        found.update(merge_shards(allgather(split, CommGroup.RDP_GROUP)))
     return dict(sorted(found.items()))
 
 
-def completed(
+def gather_owned(
     states: States, parameters: Sequence[torch.Tensor], owns: Callable[[torch.Tensor], bool]
 ) -> dict[int, Any]:
     """Return the states of the parameters that this rank owns, from whatever data-parallel rank has them.
@@ -87,10 +87,10 @@ def completed(
     owned = {number for number, each in enumerate(parameters) if owns(each)}
     known = set().union(*allgather(set(states), CommGroup.DP_GROUP))
     if any(allgather(bool((owned & known) - set(states)), CommGroup.DP_GROUP)):
-        states = merged(states, parameters)
+        states = gather_all(states, parameters)
     return {number: entry for number, entry in states.items() if number in owned}
 
 
-def _is_piece(parameter: torch.Tensor) -> bool:
+def _is_tp_shard(parameter: torch.Tensor) -> bool:
     shard = shard_of(parameter)
     return shard is not None and shard.is_distributed

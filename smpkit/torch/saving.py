@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoint_files import whole_write
+from smpkit.torch.checkpoint_files import atomic_write
 from smpkit.torch.state import state
 
 __all__ = ["load", "read_file", "read_mapped", "save", "write_file"]
@@ -76,7 +76,7 @@ def load(
 def write_file(path: Path, obj: Any, pickle_module: ModuleType = pickle, pickle_protocol: int = 2) -> int:
     """Write `obj` whole or not at all; return the size in bytes."""
     try:
-        return whole_write(path, lambda file: torch.save(obj, file, pickle_module, pickle_protocol))
+        return atomic_write(path, lambda file: torch.save(obj, file, pickle_module, pickle_protocol))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -86,7 +86,7 @@ def read_file(path: Path, map_location: Any = None, pickle_module: ModuleType | 
     if pickle_module is None:
         options = {"weights_only": True, **options}
     try:
-        with torch.serialization.safe_globals(_harmless_types()):
+        with torch.serialization.safe_globals(_safe_types()):
             return torch.load(path, map_location, pickle_module, **options)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -120,7 +120,7 @@ def _not_found(f: str, names: list[str], partial: bool) -> CheckpointError:
     return CheckpointError(f"there is no file {tried}", hint=hint if partial else None)
 
 
-def _harmless_types() -> list[Any]:
+def _safe_types() -> list[Any]:
     """Return types that scripts keep beside tensors and that rebuild without running code of theirs.
 
     `argparse.Namespace` for a script's arguments; numpy's numbers and arrays, such as the state of its generator.

@@ -1,4 +1,4 @@
-"""What was resumed but is not read yet, because a model that is not partitioned does not know what is this rank's.
+"""Loads that wait for the partition: before it, a rank does not know which parameters it holds.
 
 A rank reads its part when the model is partitioned. Should a script ask for the state before that, all of it is read.
 """
@@ -9,25 +9,25 @@ from collections.abc import Callable
 
 from smpkit.torch.state import state
 
-__all__ = ["forget_unread", "read_later", "read_now"]
+__all__ = ["defer_load", "drop_deferred_loads", "run_deferred_loads"]
 
-_unread: list[Callable[[], object]] = []
-
-
-def read_later(read: Callable[[], object]) -> None:
-    """Keep `read` for `read_now`."""
-    _unread.append(read)
+_deferred: list[Callable[[], object]] = []
 
 
-def read_now() -> None:
+def defer_load(read: Callable[[], object]) -> None:
+    """Keep `read` for `run_deferred_loads`."""
+    _deferred.append(read)
+
+
+def run_deferred_loads() -> None:
     """Read what waits; nothing most of the time."""
-    while _unread:
-        _unread.pop(0)()
+    while _deferred:
+        _deferred.pop(0)()
 
 
-def forget_unread() -> None:
+def drop_deferred_loads() -> None:
     """Let go of what waits: something else is loaded in its place."""
-    _unread.clear()
+    _deferred.clear()
 
 
-state.reset_hooks.append(forget_unread)
+state.reset_hooks.append(drop_deferred_loads)

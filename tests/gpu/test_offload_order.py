@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.cuda import CudaLink, pinned_memory
 from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
-from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import link_for
 
 _WIDTH, _LAYERS = 512, 8
@@ -21,18 +21,18 @@ def layers() -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)).cuda()
 
 
-def forward(model: nn.ModuleList, x: Tensor, engine: Engine | None) -> Tensor:
+def forward(model: nn.ModuleList, x: Tensor, engine: ActivationEngine | None) -> Tensor:
     x = x * 1
     for number, layer in enumerate(model):
         if engine is None:
             x = layer(x).relu()
             continue
-        with engine.boundary(f"layers.{number}"):
+        with engine.offload_inputs(f"layers.{number}"):
             x = layer(x).relu()
     return x
 
 
-def gradients(model: nn.ModuleList, engine: Engine | None) -> list[Tensor]:
+def gradients(model: nn.ModuleList, engine: ActivationEngine | None) -> list[Tensor]:
     torch.manual_seed(1)
     x = torch.randn(1024, _WIDTH, device="cuda")
     for parameter in model.parameters():
@@ -48,7 +48,7 @@ def checked() -> CheckedEngine:
 
 def test_07_08_and_09_the_checker_finds_no_race_and_no_changed_bit() -> None:
     model, engine = layers(), checked()
-    engine.keep(model.parameters())
+    engine.exclude(model.parameters())
     plain = gradients(model, None)
     for _ in range(3):
         assert all(map(torch.equal, gradients(model, engine), plain))
@@ -59,7 +59,7 @@ def test_07_08_and_09_the_checker_finds_no_race_and_no_changed_bit() -> None:
 
 def test_10_forward_and_backward_on_another_stream() -> None:
     model, engine = layers(), checked()
-    engine.keep(model.parameters())
+    engine.exclude(model.parameters())
     plain = gradients(model, None)
     side = torch.cuda.Stream()
     for _ in range(3):
@@ -74,12 +74,12 @@ def test_10_forward_and_backward_on_another_stream() -> None:
 
 
 def test_20_nothing_is_offloaded_while_a_graph_is_captured() -> None:
-    engine = Engine(link_for(torch.device("cuda"), 60.0), Arena(memory=pinned_memory), lead=2, min_bytes=0)
+    engine = ActivationEngine(link_for(torch.device("cuda"), 60.0), Arena(memory=pinned_memory), lead=2, min_bytes=0)
     x = torch.randn(64, _WIDTH, device="cuda", requires_grad=True)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), engine.boundary("layer"):
+    with torch.cuda.graph(graph), engine.offload_inputs("layer"):
         y = (x * 1).square()
-    assert engine.ledger.bytes_out == 0
+    assert engine.stats.bytes_out == 0
     graph.replay()
     assert torch.equal(y, x.square())
     engine.close()

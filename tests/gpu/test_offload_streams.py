@@ -22,7 +22,7 @@ from smpkit.torch.offload import activations
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.build import DEBUG
 from smpkit.torch.offload.cuda import pinned_memory
-from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import link_for
 
 _WIDTH, _BATCH = 256, 2048
@@ -35,9 +35,9 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(6)]).to(_GPU)
 
 
-def gradients(model: nn.Module, x: Tensor, scope: AbstractContextManager[object]) -> list[Tensor]:
+def gradients(model: nn.Module, x: Tensor, context: AbstractContextManager[object]) -> list[Tensor]:
     model.zero_grad()
-    with scope:
+    with context:
         loss = model(x).float().square().sum()
     loss.backward()
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -129,12 +129,12 @@ def test_25_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_n
     with pytest.raises(OSError, match="cudaHostRegister"):  # nothing is pinned twice
         pinned_memory(_BYTES)
     assert torch.equal(x * 2, x + x)
-    engine = Engine(link, Arena(memory=lambda _: pinned_memory(_BYTES)), lead=1, min_bytes=0)
+    engine = ActivationEngine(link, Arena(memory=lambda _: pinned_memory(_BYTES)), lead=1, min_bytes=0)
     z = x.clone().requires_grad_()
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         loss = (z * 1).square().sum()
     loss.backward()
-    assert engine.ledger.kept_bytes == x.nbytes
+    assert engine.stats.kept_bytes == x.nbytes
     assert z.grad is not None
     assert torch.equal(z.grad, 2 * x)
     torch.cuda.synchronize()

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.offload.engine import Engine
-from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.link import CopyBatch, Event
 
 __all__ = ["ClockLink", "CopyMade", "run_actions"]
 
@@ -62,13 +62,13 @@ class ClockLink:
     def now(self, stream: Hashable = None) -> Event:
         return _Ticket(self, self.seconds)
 
-    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         return self._copy(self.outs, copies, after, what)
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         return self._copy(self.loads, copies, after, what)
 
-    def _copy(self, lane: list[CopyMade], copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def _copy(self, lane: list[CopyMade], copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         ready = [each.end_seconds for each in after if isinstance(each, _Ticket)]
         start = max([self.seconds, *ready, *(each.end_seconds for each in lane[-1:])])
         num_bytes = sum(source.nbytes for source, _ in copies)
@@ -87,10 +87,10 @@ class ClockLink:
 
     def before_reuse(self, event: Event, stream: Hashable) -> None: ...
 
-    def used(self, data: Tensor, stream: Hashable) -> None:
+    def record_stream(self, data: Tensor, stream: Hashable) -> None:
         pass
 
-    def settle(self, event: Event, what: str) -> None:
+    def synchronize(self, event: Event, what: str) -> None:
         self.wait(event, what)
 
     def stamp(self) -> float:
@@ -120,7 +120,7 @@ class _Layer(torch.autograd.Function):
 
 
 def run_actions(
-    engine: Engine, link: ClockLink, actions: Sequence[Action], num_layers: int, num_elements: int
+    engine: ActivationEngine, link: ClockLink, actions: Sequence[Action], num_layers: int, num_elements: int
 ) -> dict[int, Tensor]:
     """Run a rank's actions with checkpointed layers; return each microbatch's gradient."""
     ends: dict[int, Tensor] = {}
@@ -135,7 +135,7 @@ def run_actions(
             continue
         x = inputs[action.microbatch] = torch.full((num_elements,), 1.0, requires_grad=True)
         for layer in range(num_layers):
-            with engine.boundary(f"layer {layer}"):
+            with engine.offload_inputs(f"layer {layer}"):
                 x = checkpoint(_Layer.apply, x, link, use_reentrant=False)
         ends[action.microbatch] = x
         del x

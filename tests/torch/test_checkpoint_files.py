@@ -42,7 +42,7 @@ def test_only_complete_checkpoints_count_and_the_newest_comes_first(tmp_path: Pa
 
 def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
     folder = make(tmp_path, "a", size=99)
-    assert files.damage(folder, files.read_index(folder)) == f"{folder / 'model_0_0.pt'} has 3 bytes instead of 99"
+    assert files.find_damage(folder, files.read_index(folder)) == f"{folder / 'model_0_0.pt'} has 3 bytes instead of 99"
 
 
 def test_an_index_of_a_later_format_is_not_guessed_at(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_dead_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> Non
     files.staging_folder(tmp_path, "b_partial", ours).mkdir()
     (tmp_path / ".users.tmp").write_text("x")
     (tmp_path / "plain.tmp").write_text("x")
-    files.sweep(tmp_path, ours)
+    files.remove_leftovers(tmp_path, ours)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f".b_partial.{ours}.tmp", ".users.tmp", "plain.tmp"]
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_whose_replacement_died_half_way_is_put_back(tmp_path: Path
     old = make(tmp_path, "a", order=1)
     old.rename(tmp_path / f".a_partial.{files.new_save_id()}.old.tmp")
     assert files.complete_partials(tmp_path) == []
-    files.sweep(tmp_path, files.new_save_id())
+    files.remove_leftovers(tmp_path, files.new_save_id())
     assert [name for name, _ in files.complete_partials(tmp_path)] == ["a_partial"]
 
 
@@ -91,7 +91,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        files.whole_write(path, fail)
+        files.atomic_write(path, fail)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("f", "old")]
 
 

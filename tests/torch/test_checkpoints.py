@@ -317,7 +317,7 @@ def one_rank_cannot_write(path: str, failing: int, phase: str) -> tuple[str, lis
         raise OSError(28, "No space left on device")
 
     if smp.rank() == failing:
-        name = {"write": "synced_write", "publish": "publish_folder", "newest": "whole_write"}[phase]
+        name = {"write": "fsync_write", "publish": "publish_folder", "newest": "atomic_write"}[phase]
         setattr(checkpoint_files, name, fail)
     if phase == "write" and smp.rank() == failing:
         # Rank 1 writes nothing of its own here: let it fail as one that has a part to write.
@@ -380,13 +380,13 @@ def a_folder_for_all_hosts(path: str) -> list[int]:
     smp.init({"ddp": True})
     make()
     written: list[int] = []
-    real = checkpoint_files.synced_write
+    real = checkpoint_files.fsync_write
 
     def counting(path: Path, write: Any) -> int:
         written.append(1)
         return real(path, write)
 
-    checkpoint_files.synced_write = counting
+    checkpoint_files.fsync_write = counting
     save_checkpoint(path, "one")
     return written
 
@@ -410,7 +410,7 @@ smp.init()
 smp.DistributedModel(nn.Linear(2, 2))
 smp.save_checkpoint(sys.argv[1], "good", user_content={"step": 1})
 setattr(*{"part": (checkpoint_files.os, "fsync"), "publish": (checkpoint_files, "publish_folder"),
-          "newest": (checkpoint_files, "whole_write")}[sys.argv[2]], dies)
+          "newest": (checkpoint_files, "atomic_write")}[sys.argv[2]], dies)
 smp.save_checkpoint(sys.argv[1], "bad", user_content={"step": 2})
 """
 

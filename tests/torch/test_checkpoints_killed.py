@@ -18,10 +18,10 @@ from smpkit.torch.checkpoints import save, sharing, together
 from tests.ranks import RankFailed, run_ranks
 
 MOMENTS: list[tuple[Any, str]] = [
-    (checkpoint_files, "synced_write"),
+    (checkpoint_files, "fsync_write"),
     (checkpoint_files, "write_index"),
     (checkpoint_files, "publish_folder"),
-    (checkpoint_files, "whole_write"),
+    (checkpoint_files, "atomic_write"),
     (together, "allgather"),
     (save, "allgather"),
     (sharing, "allgather"),

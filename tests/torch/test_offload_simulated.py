@@ -9,8 +9,8 @@ from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, au
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.engine import Engine
-from smpkit.torch.offload.prefetch import Order
+from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.prefetch import BackwardOrder
 from smpkit.torch.offload.report import StepReport
 from tests.torch.offload_clock import ClockLink, CopyMade, run_actions
 
@@ -22,7 +22,7 @@ _LAYERS = 3
 def _play(actions: tuple[Action, ...], copy_seconds: float, window: Window) -> tuple[ClockLink, StepReport, float]:
     """Run three steps; return the link's account and the engine's of the last one, and when that began."""
     link = ClockLink(_BYTES / copy_seconds)
-    engine = Engine(link, Arena(), Order(window.horizon), lead=window.lead or "auto")
+    engine = ActivationEngine(link, Arena(), BackwardOrder(window.horizon), lead=window.lead or "auto")
     for _ in range(3):
         began = link.seconds
         link.outs, link.loads, link.stalls = [], [], []
@@ -66,7 +66,7 @@ def test_engine_follows_the_plan(num_ranks: int, num_microbatches: int, window: 
 def test_engine_learns_the_lead_that_the_plan_predicts(copy_seconds: float) -> None:
     actions = one_f_one_b(4, 6).actions[0]
     link = ClockLink(_BYTES / copy_seconds)
-    engine = Engine(link, Arena(), Order())
+    engine = ActivationEngine(link, Arena(), BackwardOrder())
     for _ in range(6):
         run_actions(engine, link, actions, _LAYERS, _ELEMENTS)
         report = engine.end_step()

@@ -9,8 +9,8 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.calls import ModuleCall
-from smpkit.torch.checkpointing.chain import Chain, is_plain
-from smpkit.torch.checkpointing.whole import Whole, must_stay
+from smpkit.torch.checkpointing.chain import SequentialCheckpoint, is_plain
+from smpkit.torch.checkpointing.whole import ModuleCheckpoint, cannot_checkpoint
 from smpkit.torch.state import state
 
 __all__ = ["checkpoint", "checkpoint_sequential", "set_activation_checkpointing"]
@@ -42,9 +42,9 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
         )
     call = ModuleCall.of(module)
     if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and is_plain(module):
-        return call.run(Chain(module, preserve_rng_state, None), args, kwargs)
-    stays = must_stay(module, call.pp_ranks)
-    return call.run(None if stays else Whole(module, preserve_rng_state), args, kwargs)
+        return call.run(SequentialCheckpoint(module, preserve_rng_state, None), args, kwargs)
+    refused = cannot_checkpoint(module, call.pp_ranks)
+    return call.run(None if refused else ModuleCheckpoint(module, preserve_rng_state), args, kwargs)
 
 
 def checkpoint_sequential(
@@ -75,7 +75,9 @@ def checkpoint_sequential(
     _check_bool("pack_args_as_tuple", pack_args_as_tuple)
     size = _group_size(strategy)
     _check_chain(sequential_module)
-    return ModuleCall.of(sequential_module).run(Chain(sequential_module, preserve_rng_state, size), (input,), {})
+    return ModuleCall.of(sequential_module).run(
+        SequentialCheckpoint(sequential_module, preserve_rng_state, size), (input,), {}
+    )
 
 
 def set_activation_checkpointing(
@@ -117,12 +119,14 @@ def set_activation_checkpointing(
     _check_chain(module)
     for layer in module:
         ModuleCall.of(layer).checkpointing = None
-    ModuleCall.on(module).checkpointing = Chain(module, preserve_rng_state, size)
+    ModuleCall.on(module).checkpointing = SequentialCheckpoint(module, preserve_rng_state, size)
 
 
 def _mark(module: nn.Module, preserve_rng_state: bool) -> None:
     call = ModuleCall.on(module)
-    call.checkpointing = None if must_stay(module, call.pp_ranks) else Whole(module, preserve_rng_state)
+    call.checkpointing = (
+        None if cannot_checkpoint(module, call.pp_ranks) else ModuleCheckpoint(module, preserve_rng_state)
+    )
 
 
 def _check_module(function: str, module: object) -> None:

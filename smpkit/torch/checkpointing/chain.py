@@ -11,14 +11,14 @@ from torch import nn
 from smpkit.torch.calls import ModuleCall, OriginalCall
 from smpkit.torch.checkpointing.names import name_of
 from smpkit.torch.checkpointing.region import run_checkpointed
-from smpkit.torch.checkpointing.whole import Whole, must_stay
+from smpkit.torch.checkpointing.whole import ModuleCheckpoint, cannot_checkpoint
 from smpkit.torch.pipeline.located import microbatch_between_units
 from smpkit.torch.pipeline.units import run_together
 
-__all__ = ["Chain", "cut_groups", "is_plain"]
+__all__ = ["SequentialCheckpoint", "cut_groups", "is_plain"]
 
 
-class Chain:
+class SequentialCheckpoint:
     """Checkpoints each call of a Sequential in groups of neighbouring layers.
 
     Args:
@@ -34,7 +34,7 @@ class Chain:
         return functools.partial(self._run, original)
 
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
-        """Run the Sequential's own call, with its hooks, around our way through its layers."""
+        """Run the Sequential's own call, with its hooks, around our loop over its layers."""
         attributes = vars(self._module)
         attributes["forward"] = self._forward
         try:
@@ -43,24 +43,24 @@ class Chain:
             attributes.pop("forward", None)  # a parked microbatch may have been faster
 
     def _forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's own name, which callers may use
-        spans = microbatch_between_units() is not None and len(ModuleCall.of(self._module).pp_ranks) > 1
+        spans_ranks = microbatch_between_units() is not None and len(ModuleCall.of(self._module).pp_ranks) > 1
         layers = list(self._module)
-        for group in cut_groups([_place(layer) if spans else frozenset() for layer in layers], self._size):
+        for group in cut_groups([_ranks_of(layer) if spans_ranks else frozenset() for layer in layers], self._size):
             members = [layers[index] for index in group]
             if len(members) == 1:
-                input = self._alone(members[0], input)  # noqa: A001
-            elif spans:
-                input = run_together(self._together(members), {name_of(each): each for each in members}, input)  # noqa: A001
+                input = self._run_one(members[0], input)  # noqa: A001
+            elif spans_ranks:
+                input = run_together(self._as_group(members), {name_of(each): each for each in members}, input)  # noqa: A001
             else:
-                input = self._together(members)(input)  # noqa: A001
+                input = self._as_group(members)(input)  # noqa: A001
         return input
 
-    def _alone(self, layer: nn.Module, value: Any) -> Any:
+    def _run_one(self, layer: nn.Module, value: Any) -> Any:
         call = ModuleCall.of(layer)
-        stays = must_stay(layer, call.pp_ranks)
-        return call.run(None if stays else Whole(layer, self._preserve_rng_state), (value,), {})
+        refused = cannot_checkpoint(layer, call.pp_ranks)
+        return call.run(None if refused else ModuleCheckpoint(layer, self._preserve_rng_state), (value,), {})
 
-    def _together(self, layers: Sequence[nn.Module]) -> OriginalCall:
+    def _as_group(self, layers: Sequence[nn.Module]) -> OriginalCall:
         def one_after_the_other(value: Any) -> Any:
             for layer in layers:
                 value = layer(value)
@@ -79,30 +79,30 @@ def is_plain(module: nn.Sequential) -> bool:
     return not own_forward and not ModuleCall.of(module).is_compiled
 
 
-def cut_groups(places: Sequence[frozenset[int] | None], size: int | None) -> Iterator[list[int]]:
+def cut_groups(ranks_of_layers: Sequence[frozenset[int] | None], size: int | None) -> Iterator[list[int]]:
     """Group neighbours that lie on the same rank.
 
     Args:
-        places: the rank of each layer; an empty set for one that holds nothing and goes with its neighbours, None for
-            one that must stay alone.
+        ranks_of_layers: the rank of each layer; an empty set for one that holds nothing and goes with its neighbours,
+            None for one that must stay alone.
         size: how many a group has at most.
     """
     group: list[int] = []
     pp_ranks: frozenset[int] = frozenset()
-    for index, place in enumerate(places):
-        fits = place is not None and len(pp_ranks | place) < 2 and len(group) != size
+    for index, ranks in enumerate(ranks_of_layers):
+        fits = ranks is not None and len(pp_ranks | ranks) < 2 and len(group) != size
         if group and not fits:
             yield group
             group, pp_ranks = [], frozenset()
-        if place is None:
+        if ranks is None:
             yield [index]
         else:
             group.append(index)
-            pp_ranks |= place
+            pp_ranks |= ranks
     if group:
         yield group
 
 
-def _place(layer: nn.Module) -> frozenset[int] | None:
+def _ranks_of(layer: nn.Module) -> frozenset[int] | None:
     call = ModuleCall.of(layer)
     return None if call.dispatch is None or len(call.pp_ranks) > 1 else call.pp_ranks

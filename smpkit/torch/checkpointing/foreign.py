@@ -23,120 +23,125 @@ from torch import nn
 
 from smpkit.torch.calls import OriginalCall
 from smpkit.torch.checkpointing.names import name_of
-from smpkit.torch.checkpointing.region import Region
+from smpkit.torch.checkpointing.region import CheckpointRegion
 from smpkit.torch.offload import active
 from smpkit.torch.pipeline.located import microbatch_between_units
 from smpkit.torch.pipeline.random import will_be_recomputed
 
-__all__ = ["adopt"]
+__all__ = ["patch_torch_checkpoint"]
 
 _Generator = Generator[None, None, None]
-_Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], _Generator]
+_Wrapper = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], _Generator]
 """What `checkpoint(..., use_reentrant=False)` runs around the function that it calls, with its settings."""
 
-_APART: Final = "_checkpoint_without_reentrant_generator_impl"
+_NAME_SINCE_2_14: Final = "_checkpoint_without_reentrant_generator_impl"
 """Its name in torch 2.14.1; takes a call's arguments as a tuple and a dict, and settings by name."""
 
-_SPREAD: Final = "_checkpoint_without_reentrant_generator"
+_NAME_UNTIL_2_13: Final = "_checkpoint_without_reentrant_generator"
 """Its name in torch 2.1 to 2.13; takes settings and a call's positional arguments in one row. Where both are, this one
 only calls the other."""
 
-_reentrant: Final = torch_checkpoint.CheckpointFunction
+_torch_checkpoint_function: Final = torch_checkpoint.CheckpointFunction
 
 
-class _Reentrant:
+class _PatchedCheckpointFunction:
     """Stands for torch's function: `apply` is all that is called of it."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if microbatch_between_units() is None:
-            with _boundary_of(function):
-                return _reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+            with _offloading_inputs_of(function):
+                return _torch_checkpoint_function.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
         # The same gradients by the other way, which keeps to the ranks' own graphs.
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _non_reentrant(
-    around: _Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapper: _Wrapper, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Generator:
     microbatch = microbatch_between_units()
     if microbatch is None:
-        with _boundary_of(function):
-            yield from around(function, args, kwargs)
+        with _offloading_inputs_of(function):
+            yield from wrapper(function, args, kwargs)
         return
     # See [Note: around several ranks].
-    outer, microbatch.unit_wrapper = microbatch.unit_wrapper, functools.partial(_recomputed, around)
+    outer, microbatch.unit_wrapper = microbatch.unit_wrapper, functools.partial(_recomputed, wrapper)
     try:
         yield
     finally:
         microbatch.unit_wrapper = outer
 
 
-_again: Final = contextlib.contextmanager(_non_reentrant)
+_recomputing: Final = contextlib.contextmanager(_non_reentrant)
 
 
-def _recomputed(around: _Around, original: OriginalCall) -> OriginalCall:
+def _recomputed(wrapper: _Wrapper, original: OriginalCall) -> OriginalCall:
     """Return a call that is recomputed in backward, with the settings of a torch.utils.checkpoint around it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _again(around, original, args, kwargs):
+        with _recomputing(wrapper, original, args, kwargs):
             return original(*args, **kwargs)
 
     return run
 
 
-def _apart(theirs: Callable[..., _Generator]) -> Callable[..., _Generator]:
-    """Return what stands for torch's function of the name `_APART`."""
+def _patched_since_2_14(original: Callable[..., _Generator]) -> Callable[..., _Generator]:
+    """Return what stands for torch's function of the name `_NAME_SINCE_2_14`."""
 
     def generator(
         function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any
     ) -> _Generator:
-        return _non_reentrant(functools.partial(theirs, **settings), function, args, kwargs)
+        return _non_reentrant(functools.partial(original, **settings), function, args, kwargs)
 
     return generator
 
 
-def _spread(theirs: Callable[..., _Generator]) -> Callable[..., _Generator]:
-    """Return what stands for torch's function of the name `_SPREAD`."""
-    kinds = [each.kind for each in inspect.signature(theirs).parameters.values()]
+def _patched_until_2_13(original: Callable[..., _Generator]) -> Callable[..., _Generator]:
+    """Return what stands for torch's function of the name `_NAME_UNTIL_2_13`."""
+    kinds = [each.kind for each in inspect.signature(original).parameters.values()]
     num_settings = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1  # the function comes first
 
-    def generator(function: Callable[..., Any], *row: Any, **kwargs: Any) -> _Generator:
-        settings, args = row[:num_settings], row[num_settings:]
+    def generator(function: Callable[..., Any], *positional: Any, **kwargs: Any) -> _Generator:
+        settings, args = positional[:num_settings], positional[num_settings:]
 
-        def around(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Generator:
-            return theirs(function, *settings, *args, **kwargs)
+        def wrapper(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Generator:
+            return original(function, *settings, *args, **kwargs)
 
-        return _non_reentrant(around, function, args, kwargs)
+        return _non_reentrant(wrapper, function, args, kwargs)
 
     return generator
 
 
-def _standing() -> dict[str, Callable[..., _Generator]]:
+def _replacements() -> dict[str, Callable[..., _Generator]]:
     """Return what stands for which of torch's functions: for the one that `checkpoint` calls."""
-    for name, stand_for in ((_APART, _apart), (_SPREAD, _spread)):
-        theirs = getattr(torch_checkpoint, name, None)
-        if theirs is not None:
-            return {name: stand_for(theirs)}
+    for name, make_replacement in ((_NAME_SINCE_2_14, _patched_since_2_14), (_NAME_UNTIL_2_13, _patched_until_2_13)):
+        original = getattr(torch_checkpoint, name, None)
+        if original is not None:
+            return {name: make_replacement(original)}
     return {}
 
 
-_STANDING: Final = _standing()
-"""Made once, from torch's own: `adopt` is called for each model."""
+_REPLACEMENTS: Final = _replacements()
+"""Made once, from torch's own: `patch_torch_checkpoint` is called for each model."""
 
 
-def adopt() -> None:
-    """Make torch's checkpoint one of ours, for the life of this process."""
-    torch_checkpoint.CheckpointFunction = _Reentrant  # type: ignore[assignment, misc]
-    for name, standing in _STANDING.items():
-        setattr(torch_checkpoint, name, standing)
+def patch_torch_checkpoint() -> None:
+    """Replace two functions of torch.utils.checkpoint, for the life of this process."""
+    torch_checkpoint.CheckpointFunction = _PatchedCheckpointFunction  # type: ignore[assignment, misc]
+    for name, replacement in _REPLACEMENTS.items():
+        setattr(torch_checkpoint, name, replacement)
 
 
-def _boundary_of(function: Callable[..., Any]) -> AbstractContextManager[object]:
-    """Return what takes the positional tensors of a checkpointed call away; nothing if others see to that."""
-    if active.current() is None or type(function) is Region or not torch.is_grad_enabled() or will_be_recomputed():
+def _offloading_inputs_of(function: Callable[..., Any]) -> AbstractContextManager[object]:
+    """Return what offloads the positional tensors of a checkpointed call; nothing if they are not kept."""
+    if (
+        active.current_offloader() is None
+        or type(function) is CheckpointRegion
+        or not torch.is_grad_enabled()
+        or will_be_recomputed()
+    ):
         return contextlib.nullcontext()
-    return active.boundary(_name_of(function))  # counts: this layer is checkpointed
+    return active.offload_inputs(_name_of(function))  # counts: this layer is checkpointed
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from smpkit.torch.checkpointing.surroundings import Surroundings
+from smpkit.torch.checkpointing.surroundings import ModuleStateSnapshot
 from smpkit.torch.containers import map_leaves
-from smpkit.torch.offload.active import boundary
+from smpkit.torch.offload.active import offload_inputs
 from smpkit.torch.pipeline.random import replayed_operation_streams, will_be_recomputed
 from smpkit.torch.pipeline.specs import map_tensors
 from smpkit.torch.state import state
 
-__all__ = ["Region", "run_checkpointed"]
+__all__ = ["CheckpointRegion", "run_checkpointed"]
 
 
 def run_checkpointed(
@@ -45,19 +45,19 @@ def run_checkpointed(
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    region = Region(function, modules, args, kwargs, preserve_rng_state)
+    region = CheckpointRegion(function, modules, args, kwargs, preserve_rng_state)
     if not _needs_backward(region.tensors, modules):
         return function(*args, **kwargs)
     tensors, region.tensors = region.tensors, []  # from here on only torch holds them, and those who offload
     # Inside another checkpointed call these are not kept: that one makes them again.
-    with contextlib.nullcontext() if will_be_recomputed() else boundary(name):
+    with contextlib.nullcontext() if will_be_recomputed() else offload_inputs(name):
         return torch_checkpoint(
             region, *tensors, use_reentrant=False, preserve_rng_state=preserve_rng_state and not state.tracing
         )
 
 
-class _Slot:
-    """Stands for a tensor of the boundary; no dataclass, which would count as a container of the user's."""
+class _TensorSlot:
+    """Stands for an input tensor; no dataclass, which would count as a container of the user's."""
 
     __slots__ = ("index",)
 
@@ -65,8 +65,8 @@ class _Slot:
         self.index = index
 
 
-class Region:
-    """A call without its tensors."""
+class CheckpointRegion:
+    """A checkpointed call without its tensors, which torch keeps."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Region:
     ) -> None:
         self.tensors: list[Tensor] = []
         self._function = function
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _TensorSlot] = {}
         self._args, self._kwargs = map_tensors(self._slot, (args, kwargs))
-        self._surroundings = Surroundings(modules, self._slot, generators=preserve_rng_state)
+        self._snapshot = ModuleStateSnapshot(modules, self._slot, generators=preserve_rng_state)
         self._slots.clear()  # ids mean nothing once the tensors are gone
         self._operations = replayed_operation_streams()
         self._is_done = False
@@ -90,26 +90,26 @@ class Region:
             return tensor
         slot = self._slots.get(id(tensor))
         if slot is None:
-            slot = self._slots[id(tensor)] = _Slot(len(self.tensors))
+            slot = self._slots[id(tensor)] = _TensorSlot(len(self.tensors))
             self.tensors.append(tensor)
         return slot
 
     def __call__(self, *tensors: Tensor) -> Any:
         def kept(value: Any) -> Any:
-            return tensors[value.index] if type(value) is _Slot else value
+            return tensors[value.index] if type(value) is _TensorSlot else value
 
         def filled(value: Any) -> Any:  # most arguments are tensors: no need to look for containers
-            return tensors[value.index] if type(value) is _Slot else map_leaves(kept, value)
+            return tensors[value.index] if type(value) is _TensorSlot else map_leaves(kept, value)
 
         args = [filled(value) for value in self._args]
         kwargs = {key: filled(value) for key, value in self._kwargs.items()}
         if self._is_done:
-            with self._operations(), self._surroundings.again(kept):
+            with self._operations(), self._snapshot.restored(kept):
                 return self._function(*args, **kwargs)
         with self._operations():
             output = self._function(*args, **kwargs)
         self._is_done = True
-        self._surroundings.forward_is_done()
+        self._snapshot.end_forward()
         return output
 
 

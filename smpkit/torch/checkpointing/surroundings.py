@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["Surroundings"]
+__all__ = ["ModuleStateSnapshot"]
 
 _COMMON: Final = frozenset(vars(nn.Module()))
 """What every module has; this is looked through at every call."""
@@ -25,7 +25,7 @@ _COMMON: Final = frozenset(vars(nn.Module()))
 _SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
 """Attributes of these kinds are put back for recomputation; others are the user's objects, too dear to copy."""
 
-_changing: Final[weakref.WeakKeyDictionary[nn.Module, set[str]]] = weakref.WeakKeyDictionary()
+_mutated_buffers: Final[weakref.WeakKeyDictionary[nn.Module, set[str]]] = weakref.WeakKeyDictionary()
 """The buffers that a module's forward was seen to change; a module is listed from its first call on."""
 
 
@@ -45,11 +45,11 @@ class _Buffer:
         return self.module._buffers.get(self.name)
 
     def has_changed(self) -> bool:
-        return self.now is not self.value or _version(self.value) != self.version or _counts(self.module)
+        return self.now is not self.value or _version(self.value) != self.version or _updates_statistics(self.module)
 
 
-class Surroundings:
-    """What the modules of one checkpointed call see around them.
+class ModuleStateSnapshot:
+    """What the modules of one checkpointed call read besides their arguments.
 
     Args:
         modules: the roots of what is called.
@@ -60,10 +60,10 @@ class Surroundings:
     def __init__(self, modules: Sequence[nn.Module], keep: Callable[[Tensor], Any], *, generators: bool) -> None:
         everything = list({id(each): each for root in modules for each in root.modules()}.values())
         self._modes = [(each, each.training) for each in everything]
-        self._own = [each for each in everything if _has_attributes_of_its_own(type(each))]
+        self._custom_modules = [each for each in everything if _is_custom(type(each))]
         self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
-        for module in self._own:
+        for module in self._custom_modules:
             for name, value in vars(module).items():
                 if name in _COMMON:
                     continue
@@ -74,34 +74,34 @@ class Surroundings:
                 elif generators and isinstance(value, torch.Generator):
                     self._generators.append((value, value.get_state()))
         self._buffers = [
-            _noted(each, name, value)
+            _snapshot_of(each, name, value)
             for each in everything
             if each._buffers
             for name, value in each._buffers.items()
             if value is not None
         ]
 
-    def forward_is_done(self) -> None:
+    def end_forward(self) -> None:
         """Note which buffers the call has changed, and forget the others."""
         for buffer in self._buffers:
-            _changing.setdefault(buffer.module, set())
+            _mutated_buffers.setdefault(buffer.module, set())
         self._buffers = [buffer for buffer in self._buffers if buffer.has_changed()]
         for buffer in self._buffers:
-            _changing[buffer.module].add(buffer.name)
+            _mutated_buffers[buffer.module].add(buffer.name)
 
     @contextlib.contextmanager
-    def again(self, kept: Callable[[Any], Any]) -> Iterator[None]:
-        """Be for the length of this block what the call found, and then what is there now.
+    def restored(self, kept: Callable[[Any], Any]) -> Iterator[None]:
+        """Restore what the call found, for the length of this block.
 
         Args:
             kept: returns the tensor for what `keep` returned; everything else as it is.
         """
-        turned = [(each, each.training) for each, mode in self._modes if each.training is not mode]
-        attributes = [(vars(each), dict(vars(each))) for each in self._own]
+        switched = [(each, each.training) for each, mode in self._modes if each.training is not mode]
+        attributes = [(vars(each), dict(vars(each))) for each in self._custom_modules]
         states = [(generator, generator.get_state()) for generator, _ in self._generators]
         buffers = [(buffer, buffer.now) for buffer in self._buffers]
         try:
-            for each, mode in turned:
+            for each, mode in switched:
                 each.training = not mode
             for module, name, value in self._attributes:
                 vars(module)[name] = kept(value)
@@ -112,7 +112,7 @@ class Surroundings:
                 buffer.module._buffers[buffer.name] = None if found is None else found.clone()
             yield
         finally:
-            for each, mode in turned:
+            for each, mode in switched:
                 each.training = mode
             for where, content in attributes:
                 where.clear()
@@ -123,9 +123,9 @@ class Surroundings:
                 buffer.module._buffers[buffer.name] = now
 
 
-def _noted(module: nn.Module, name: str, value: Tensor) -> _Buffer:
+def _snapshot_of(module: nn.Module, name: str, value: Tensor) -> _Buffer:
     # Whether a buffer changes is known after the first call; the copies that this one makes live no longer than it.
-    needed = name in _changing.get(module, (name,)) and not isinstance(module, _NormBase)
+    needed = name in _mutated_buffers.get(module, (name,)) and not isinstance(module, _NormBase)
     return _Buffer(module, name, value, _version(value), value.clone() if needed else None)
 
 
@@ -133,11 +133,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _counts(module: nn.Module) -> bool:
+def _updates_statistics(module: nn.Module) -> bool:
     """Return whether this is a torch norm that updates statistics, which the versions of its buffers do not show."""
     return isinstance(module, _NormBase) and module.training and module.track_running_stats
 
 
-def _has_attributes_of_its_own(kind: type[nn.Module]) -> bool:
+def _is_custom(kind: type[nn.Module]) -> bool:
     """Return whether a module is more than one of torch's, which keep nothing between calls but buffers."""
     return not kind.__module__.startswith("torch.nn.modules.")

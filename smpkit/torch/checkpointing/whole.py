@@ -18,13 +18,13 @@ from smpkit.torch.checkpointing.region import run_checkpointed
 from smpkit.torch.pipeline.units import pp_rank_of, pp_ranks_of
 from smpkit.torch.state import state
 
-__all__ = ["Whole", "check_places", "must_stay"]
+__all__ = ["ModuleCheckpoint", "cannot_checkpoint", "check_checkpoint_ranks"]
 
-_told: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+_warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 """Modules that were said to run un-checkpointed."""
 
 
-class Whole:
+class ModuleCheckpoint:
     """Checkpoints each call of `module`."""
 
     def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
@@ -38,10 +38,10 @@ class Whole:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         if pp_rank_of((args, kwargs)) is not None:
-            _tell(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
+            _warn_once(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
             return original(*args, **kwargs)
         if any(map(_is_filled, [*args, *kwargs.values()])):
-            _tell(self._module, "is handed a cache that is filled, and filling it once more would change it")
+            _warn_once(self._module, "is handed a cache that is filled, and filling it once more would change it")
             return original(*args, **kwargs)
         # Layers of Hugging Face append to an empty cache, in training to nobody's use; recomputing, they would again.
         args = tuple([None if _is_cache(each) else each for each in args])
@@ -50,19 +50,19 @@ class Whole:
         return run_checkpointed(original, [self._module], name, args, kwargs, preserve_rng_state=preserve)
 
 
-def check_places(root: nn.Module, placement: Mapping[str, int]) -> None:
-    """See that modules to be checkpointed lie on one rank each, when it is known where they do.
+def check_checkpoint_ranks(root: nn.Module, placement: Mapping[str, int]) -> None:
+    """Check that modules to be checkpointed lie on one rank each, once the partition is known.
 
     Raises:
         UsageError: one does not, and the user placed it so.
     """
     for name, module in root.named_modules():
         call = ModuleCall.of(module)
-        if isinstance(call.checkpointing, Whole) and must_stay(module, pp_ranks_of(name, placement)):
+        if isinstance(call.checkpointing, ModuleCheckpoint) and cannot_checkpoint(module, pp_ranks_of(name, placement)):
             call.checkpointing = None
 
 
-def must_stay(module: nn.Module, pp_ranks: Collection[int]) -> bool:
+def cannot_checkpoint(module: nn.Module, pp_ranks: Collection[int]) -> bool:
     """Return whether a module on pipeline ranks `pp_ranks` cannot be checkpointed, after saying so once.
 
     Raises:
@@ -76,14 +76,14 @@ def must_stay(module: nn.Module, pp_ranks: Collection[int]) -> bool:
             f"`{name_of(module)}` is to be checkpointed, but parts of it were placed on pipeline ranks {ranks}",
             hint="place it on one rank with smp.set_partition, or checkpoint the modules in it",
         )
-    _tell(module, f"lies on pipeline ranks {ranks}")
+    _warn_once(module, f"lies on pipeline ranks {ranks}")
     return True
 
 
-def _tell(module: nn.Module, why: str) -> None:
-    if module not in _told and (not state.initialized or state.rank == 0):
+def _warn_once(module: nn.Module, why: str) -> None:
+    if module not in _warned and (not state.initialized or state.rank == 0):
         warnings.warn(f"`{name_of(module)}` is not checkpointed: it {why}", UserWarning, stacklevel=2)
-    _told.add(module)
+    _warned.add(module)
 
 
 def _is_cache(argument: object) -> bool:

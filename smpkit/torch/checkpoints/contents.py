@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smpkit.torch.checkpoints.places import Box, boxes_in, boxes_of
+from smpkit.torch.checkpoints.places import Chunk, chunks_in, chunks_of
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.model_state import PARTIAL_KEY
 from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
@@ -28,14 +28,14 @@ __all__ = [
     "MODEL",
     "SCALER",
     "STATES",
-    "Entry",
+    "StateEntry",
     "model_entries",
     "nested",
+    "opaque_state_name",
     "optimizer_entries",
     "optimizer_parameters",
-    "optimizer_whole",
-    "own_place",
     "parameter_names",
+    "shard_positions",
 ]
 
 MODEL: Final = "model."
@@ -46,7 +46,7 @@ _MASTERS: Final = "masters"
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """One thing that this rank holds.
 
     Args:
@@ -54,7 +54,7 @@ class Entry:
         value: a tensor, or something else that `torch.save` takes.
         key: where it is in the file that its kind is written to: the keys of nested dicts.
         shape: of the whole tensor; None for other things.
-        boxes: what of the whole tensor it is.
+        chunks: what of the whole tensor it is.
         holders: the ranks that hold the same.
     """
 
@@ -62,7 +62,7 @@ class Entry:
     value: Any
     key: tuple[str | int, ...]
     shape: tuple[int, ...] | None
-    boxes: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
     holders: frozenset[int]
 
     @property
@@ -71,7 +71,7 @@ class Entry:
         return not self.name.startswith(MODEL) and self.key[:1] in ((_MASTERS,), (SCALER_KEY,))
 
 
-def model_entries(model: Model) -> list[Entry]:
+def model_entries(model: Model) -> list[StateEntry]:
     """Return what this rank holds of a model's state dict, tied weights under each of their names."""
     found = []
     for name, value in model.module.state_dict(keep_vars=True).items():
@@ -83,7 +83,7 @@ def model_entries(model: Model) -> list[Entry]:
     return found
 
 
-def optimizer_entries(optimizer: Optimizer, model: Model) -> list[Entry]:
+def optimizer_entries(optimizer: Optimizer, model: Model) -> list[StateEntry]:
     """Return what this rank holds of an optimizer's state.
 
     States are named by their parameter, because its number depends on the parameter groups. A state of its parameter's
@@ -91,13 +91,15 @@ def optimizer_entries(optimizer: Optimizer, model: Model) -> list[Entry]:
     """
     saved = optimizer.local_state_dict(gather_if_shard=False)
     del saved[PARTIAL_KEY]
-    if not _is_torchs(saved):
-        return [Entry(optimizer_whole(), saved, (), None, (), _holders(frozenset({state.pp_rank}), state.tp_rank))]
+    if not _has_torch_layout(saved):
+        return [
+            StateEntry(opaque_state_name(), saved, (), None, (), _holders(frozenset({state.pp_rank}), state.tp_rank))
+        ]
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     everywhere = _holders(frozenset(range(state.pp_size)), None)
-    found = [Entry(GROUPS, saved["param_groups"], ("param_groups",), None, (), everywhere)]
+    found = [StateEntry(GROUPS, saved["param_groups"], ("param_groups",), None, (), everywhere)]
     if SCALER_KEY in saved:
-        found.append(Entry(SCALER, saved[SCALER_KEY], (SCALER_KEY,), None, (), everywhere))
+        found.append(StateEntry(SCALER, saved[SCALER_KEY], (SCALER_KEY,), None, (), everywhere))
     for index, states in saved["state"].items():
         parameter, name = parameters[index], names[index]
         if not model.owns(parameter):
@@ -116,19 +118,19 @@ def parameter_names(optimizer: Optimizer, model: Model) -> list[str]:
     return [names.get(id(parameter), f"#{index}") for index, parameter in enumerate(optimizer_parameters(optimizer))]
 
 
-def optimizer_whole() -> str:
+def opaque_state_name() -> str:
     """Return the name of an optimizer's state that is not torch's: nobody knows how to divide it otherwise."""
-    return _here_only("optim.whole", (state.pp_rank, state.pp_size), (state.tp_rank, state.tp_size))
+    return _name_for_shard("optim.whole", (state.pp_rank, state.pp_size), (state.tp_rank, state.tp_size))
 
 
 def _state_name(name: str, key: object, value: object, parameter: torch.Tensor) -> str:
-    shared = not isinstance(value, torch.Tensor) or value.dim() == 0 or _lies_like(value, parameter)
-    if shared or not _is_divided(parameter):
+    shared = not isinstance(value, torch.Tensor) or value.dim() == 0 or _is_sharded_like(value, parameter)
+    if shared or not _is_sharded(parameter):
         return f"{name}.{key}"
-    return _here_only(f"{name}.{key}", *own_place(parameter))
+    return _name_for_shard(f"{name}.{key}", *shard_positions(parameter))
 
 
-def own_place(parameter: torch.Tensor) -> list[tuple[int, int]]:
+def shard_positions(parameter: torch.Tensor) -> list[tuple[int, int]]:
     """Return which part of how many this rank has of a parameter; nothing of one that is not divided."""
     places = []
     shard = shard_of(parameter)
@@ -139,21 +141,21 @@ def own_place(parameter: torch.Tensor) -> list[tuple[int, int]]:
     return places
 
 
-def _is_divided(parameter: torch.Tensor) -> bool:
-    return bool(own_place(parameter))
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return bool(shard_positions(parameter))
 
 
-def _lies_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Tell whether a state is divided as its parameter is."""
     return as_local(value).shape == as_local(parameter).shape  # type: ignore[no-any-return]
 
 
-def _here_only(name: str, *places: tuple[int, int]) -> str:
+def _name_for_shard(name: str, *places: tuple[int, int]) -> str:
     """Return the name of what only a rank at these places (which of how many) can use."""
     return name + "".join(f"@{index}of{size}" for index, size in places)
 
 
-def nested(entries: Iterable[Entry]) -> dict[Any, Any]:
+def nested(entries: Iterable[StateEntry]) -> dict[Any, Any]:
     """Return entries as the nested dicts that a file holds."""
     root: dict[Any, Any] = {}
     for entry in entries:
@@ -174,17 +176,17 @@ def _compact(value: Any) -> Any:
     return plain if plain.untyped_storage().nbytes() <= plain.nbytes else plain.clone()
 
 
-def _entry(name: str, value: Any, key: tuple[str | int, ...], like: Any, holders: frozenset[int]) -> Entry:
+def _entry(name: str, value: Any, key: tuple[str | int, ...], like: Any, holders: frozenset[int]) -> StateEntry:
     """Return an entry for a value that lies as `like` does, if it has its shape."""
     if not isinstance(value, torch.Tensor):
-        return Entry(name, value, key, None, (), holders)
+        return StateEntry(name, value, key, None, (), holders)
     local = as_local(value)
-    if _lies_like(value, like):
-        return Entry(name, local, key, tuple(whole_shape(like)), tuple(boxes_in(like)), holders)
-    return Entry(name, local, key, tuple(local.shape), tuple(boxes_of(local.shape, None)), holders)
+    if _is_sharded_like(value, like):
+        return StateEntry(name, local, key, tuple(whole_shape(like)), tuple(chunks_in(like)), holders)
+    return StateEntry(name, local, key, tuple(local.shape), tuple(chunks_of(local.shape, None)), holders)
 
 
-def _is_torchs(saved: Mapping[str, Any]) -> bool:
+def _has_torch_layout(saved: Mapping[str, Any]) -> bool:
     return isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list)
 
 
@@ -201,7 +203,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 def _holders_of(model: Model, value: object) -> frozenset[int]:
     """Return the ranks that hold the same of an entry of the model's state."""
     if isinstance(value, DTensor):
-        return _same_part(value)
+        return _ranks_with_same_shard(value)
     shard = shard_of(value) if isinstance(value, torch.Tensor) else None
     divided = shard is not None and shard.is_distributed
     return _holders(_pp_ranks(model, value), state.tp_rank if divided else None)
@@ -215,7 +217,7 @@ def _state_holders(model: Model, parameter: torch.Tensor) -> frozenset[int]:
     return _holders_of(model, parameter)
 
 
-def _same_part(tensor: DTensor) -> frozenset[int]:
+def _ranks_with_same_shard(tensor: DTensor) -> frozenset[int]:
     """Return the ranks that hold the same part of what sharded data parallelism divides."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None

@@ -22,19 +22,19 @@ from smpkit.errors import UsageError
 from smpkit.torch import checkpoint_files as files
 from smpkit.torch.checkpoints.contents import model_entries
 from smpkit.torch.checkpoints.loading import load_model
-from smpkit.torch.checkpoints.originals import Whole, whole_of
+from smpkit.torch.checkpoints.originals import FullState, full_state_of
 from smpkit.torch.checkpoints.safetensors import INDEX, SafetensorsReader, header_of
-from smpkit.torch.checkpoints.sharing import Sharing, find_sharing
-from smpkit.torch.checkpoints.together import Model, all_succeed, the_model
-from smpkit.torch.checkpoints.whole import Slot, write_slots
+from smpkit.torch.checkpoints.sharing import FileSystems, find_file_systems
+from smpkit.torch.checkpoints.together import Model, all_or_raise, wrapped_model
+from smpkit.torch.checkpoints.whole import FileSlot, write_slots
 from smpkit.torch.comm import allgather
 from smpkit.torch.tensor_parallel.replace import entry_of
 from smpkit.torch.tensor_parallel.whole_state import replaced_modules
-from smpkit.torch.unread import read_now
+from smpkit.torch.unread import run_deferred_loads
 
 __all__ = ["load_pretrained", "save_pretrained"]
 
-_OURS: Final = re.compile(
+_WEIGHT_FILES: Final = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin.*"
 )
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -57,18 +57,18 @@ def save_pretrained(
         CheckpointError: on all ranks, if one (named) cannot write its part.
         UsageError: there is no model, or `max_shard_size` is no size.
     """
-    model, target, limit = the_model(model), Path(folder).absolute(), _bytes_of(max_shard_size)
+    model, target, limit = wrapped_model(model), Path(folder).absolute(), _bytes_of(max_shard_size)
     failure = f"the model was not saved to {target}"
     save_id: str = allgather(files.new_save_id())[0]
-    sharing = find_sharing(target.parent, save_id, failure)
+    file_systems = find_file_systems(target.parent, save_id, failure)
     staged = files.staging_folder(target.parent, target.name, save_id)
     try:
-        all_succeed(failure, read_now)
-        whole = all_succeed(failure, lambda: _once(model, whole_of(model, translate=True)))
-        slots = all_succeed(failure, lambda: _lay_out(staged, target, model, whole, limit, sharing))
-        entries = all_succeed(failure, lambda: model_entries(model))
-        write_slots(slots, whole, entries, sharing, failure)
-        all_succeed(failure, lambda: _publish(staged, target, sharing))
+        all_or_raise(failure, run_deferred_loads)
+        full_state = all_or_raise(failure, lambda: _without_tied_names(model, full_state_of(model, translate=True)))
+        slots = all_or_raise(failure, lambda: _plan_files(staged, target, model, full_state, limit, file_systems))
+        entries = all_or_raise(failure, lambda: model_entries(model))
+        write_slots(slots, full_state, entries, file_systems, failure)
+        all_or_raise(failure, lambda: _publish(staged, target, file_systems))
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
@@ -88,10 +88,10 @@ def load_pretrained(folder: str | os.PathLike[str], model: Model | None = None, 
         CheckpointError: on all ranks, if there are no safetensors, or they belong to another model.
         UsageError: there is no model.
     """
-    wrapped, path = the_model(model), Path(folder)
-    all_succeed(
+    wrapped, path = wrapped_model(model), Path(folder)
+    all_or_raise(
         f"{path} was not loaded",
-        lambda: load_model(wrapped, SafetensorsReader(path, _Names(wrapped.module)), strict, prefix=""),
+        lambda: load_model(wrapped, SafetensorsReader(path, _NameMapping(wrapped.module)), strict, prefix=""),
     )
 
 
@@ -110,16 +110,18 @@ def _bytes_of(size: object) -> int:
     raise UsageError(f"max_shard_size is {size!r}", hint='use a number of bytes, or a size such as "5GB" or "200MB"')
 
 
-def _once(model: Model, whole: Whole) -> Whole:
+def _without_tied_names(model: Model, full_state: FullState) -> FullState:
     """Leave out the further names of tied weights, which `from_pretrained` ties again."""
     own = model.module.state_dict(keep_vars=True)
-    dropped, seen = set(_tied_names(model.module)) & whole.tensors.keys(), set()
-    for name in whole.tensors:
-        if name in own and name not in whole.translated and name not in dropped:
+    dropped, seen = set(_tied_names(model.module)) & full_state.tensors.keys(), set()
+    for name in full_state.tensors:
+        if name in own and name not in full_state.translated and name not in dropped:
             if id(own[name]) in seen:
                 dropped.add(name)
             seen.add(id(own[name]))
-    return Whole({name: each for name, each in whole.tensors.items() if name not in dropped}, whole.modules)
+    return FullState(
+        {name: each for name, each in full_state.tensors.items() if name not in dropped}, full_state.modules
+    )
 
 
 def _tied_names(root: nn.Module) -> Mapping[str, str]:
@@ -131,34 +133,36 @@ def _tied_names(root: nn.Module) -> Mapping[str, str]:
     return tied
 
 
-def _lay_out(staged: Path, target: Path, model: Model, whole: Whole, limit: int, sharing: Sharing) -> dict[str, Slot]:
+def _plan_files(
+    staged: Path, target: Path, model: Model, full_state: FullState, limit: int, file_systems: FileSystems
+) -> dict[str, FileSlot]:
     """Decide which tensor is where, on all ranks alike; make the files with room for them on each file system."""
-    parts = list(_parts(whole, limit))
+    parts = list(_split_by_size(full_state, limit))
     count = len(parts)
     numbered = [f"model-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
     names = numbered if count > 1 else ["model.safetensors"]
-    slots: dict[str, Slot] = {}
+    slots: dict[str, FileSlot] = {}
     headers = {}
     for name, part in zip(names, parts, strict=True):
         headers[name], places = header_of(part)
-        slots |= {key: Slot(staged / name, offset, *part[key]) for key, offset in places.items()}
-    if sharing.leads:
+        slots |= {key: FileSlot(staged / name, offset, *part[key]) for key, offset in places.items()}
+    if file_systems.is_leader:
         with files.as_checkpoint_error(f"{target} cannot be written"):
-            files.sweep(target.parent, staged.name.rsplit(".", 2)[1])
+            files.remove_leftovers(target.parent, staged.name.rsplit(".", 2)[1])
             staged.mkdir()
             for name, header in headers.items():
-                files.synced_write(staged / name, lambda file, header=header: file.write(header))  # type: ignore[misc]
+                files.fsync_write(staged / name, lambda file, header=header: file.write(header))  # type: ignore[misc]
             if count > 1:
-                _write_index(staged, whole, slots)
-            _write_config(staged, model.module, whole)
+                _write_index(staged, full_state, slots)
+            _write_config(staged, model.module, full_state)
     return slots
 
 
-def _parts(whole: Whole, limit: int) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+def _split_by_size(full_state: FullState, limit: int) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """Yield the tensors of one file after the other, none larger than `limit` unless one tensor is."""
     part: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     used = 0
-    for name, (shape, dtype) in whole.tensors.items():
+    for name, (shape, dtype) in full_state.tensors.items():
         size = torch.Size(shape).numel() * dtype.itemsize
         if part and used + size > limit:
             yield part
@@ -168,21 +172,21 @@ def _parts(whole: Whole, limit: int) -> Iterator[dict[str, tuple[tuple[int, ...]
     yield part
 
 
-def _write_index(staged: Path, whole: Whole, slots: Mapping[str, Slot]) -> None:
-    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in whole.tensors.values())
+def _write_index(staged: Path, full_state: FullState, slots: Mapping[str, FileSlot]) -> None:
+    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in full_state.tensors.values())
     weight_map = {name: slot.path.name for name, slot in slots.items()}
     text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
-    files.synced_write(staged / INDEX, lambda file: file.write(text.encode()))
+    files.fsync_write(staged / INDEX, lambda file: file.write(text.encode()))
 
 
-def _write_config(staged: Path, root: nn.Module, whole: Whole) -> None:
+def _write_config(staged: Path, root: nn.Module, full_state: FullState) -> None:
     """Write the configuration of a Hugging Face model, as `save_pretrained` would."""
     known: Any = getattr(root, "config", None)
     if known is None or not hasattr(known, "save_pretrained"):
         return
     config: Any = copy.deepcopy(known)
     config.architectures = [_original_class(root).__name__]
-    dtypes = {dtype for _, dtype in whole.tensors.values() if dtype.is_floating_point}
+    dtypes = {dtype for _, dtype in full_state.tensors.values() if dtype.is_floating_point}
     if len(dtypes) == 1:
         config.dtype = str(dtypes.pop()).removeprefix("torch.")
     config.save_pretrained(staged)
@@ -197,12 +201,12 @@ def _original_class(root: nn.Module) -> type[nn.Module]:
     return type(root) if entry is None else entry.original_class
 
 
-def _publish(staged: Path, target: Path, sharing: Sharing) -> None:
-    if not sharing.leads or not staged.exists():
+def _publish(staged: Path, target: Path, file_systems: FileSystems) -> None:
+    if not file_systems.is_leader or not staged.exists():
         return
     with files.as_checkpoint_error(f"{target} cannot be written"):
         for other in target.iterdir() if target.is_dir() else ():
-            if _OURS.fullmatch(other.name) or (staged / other.name).exists():
+            if _WEIGHT_FILES.fullmatch(other.name) or (staged / other.name).exists():
                 continue
             copy_it = shutil.copytree if other.is_dir() else shutil.copy2
             copy_it(other, staged / other.name)
@@ -213,7 +217,7 @@ def _publish(staged: Path, target: Path, sharing: Sharing) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Names:
+class _NameMapping:
     """How the names in a folder become those of a model, by the rules of `from_pretrained`.
 
     A file of the bare model fits one with a head, and the other way round: the name of the bare model (`transformer.`)

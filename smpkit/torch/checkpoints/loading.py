@@ -17,23 +17,23 @@ from smpkit.torch.checkpoints.contents import (
     MODEL,
     SCALER,
     STATES,
+    opaque_state_name,
     optimizer_parameters,
-    optimizer_whole,
-    own_place,
     parameter_names,
+    shard_positions,
 )
-from smpkit.torch.checkpoints.masters import Source, finer_sources, is_half
-from smpkit.torch.checkpoints.places import Box, boxes_in, copy_boxes
+from smpkit.torch.checkpoints.masters import TensorSource, fp32_sources, is_half
+from smpkit.torch.checkpoints.places import Chunk, chunks_in, copy_chunks
 from smpkit.torch.checkpoints.planner import Target, read_into
 from smpkit.torch.checkpoints.reader import PieceReader
-from smpkit.torch.checkpoints.renamed import Make, Renamed, read_whole, renamed_modules
+from smpkit.torch.checkpoints.renamed import KeyMapping, TensorFactory, key_mappings, read_whole
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.partitioning.delayed import allocate, is_delayed
 from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
 from smpkit.torch.sharded_tensors import as_local
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.module import whole_shape
-from smpkit.torch.unread import read_later
+from smpkit.torch.unread import defer_load
 
 __all__ = ["load_loss_scale", "load_model", "load_optimizer"]
 
@@ -57,39 +57,43 @@ def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MO
     own = model.module.state_dict(keep_vars=True)
     sources = _sources(model.module, own, reader, prefix, strict)
     if prefix == MODEL:
-        sources |= finer_sources(model.module, sources, reader)
+        sources |= fp32_sources(model.module, sources, reader)
     _check_shapes(own, sources, reader)
-    waits = model_waits(model)
-    later = [name for name, source in sources.items() if waits and (is_delayed(own[name]) or _lacks(reader, source))]
-    _fill(model, reader, {name: source for name, source in sources.items() if name not in later})
-    if later:
-        read_later(lambda: _fill(model, reader, {name: sources[name] for name in later}))
+    unpartitioned = awaits_partition(model)
+    deferred = [
+        name
+        for name, source in sources.items()
+        if unpartitioned and (is_delayed(own[name]) or _is_missing(reader, source))
+    ]
+    _fill(model, reader, {name: source for name, source in sources.items() if name not in deferred})
+    if deferred:
+        defer_load(lambda: _fill(model, reader, {name: sources[name] for name in deferred}))
     if state.optimizer is not None:
         state.optimizer.follow_model()
 
 
-def model_waits(model: Model) -> bool:
+def awaits_partition(model: Model) -> bool:
     """Tell whether the model is yet to be partitioned."""
     return model.pipeline is not None and not model.partitioned
 
 
-def _lacks(reader: PieceReader, source: Source) -> bool:
-    return isinstance(source, str) and reader.lacks(source)
+def _is_missing(reader: PieceReader, source: TensorSource) -> bool:
+    return isinstance(source, str) and reader.is_missing(source)
 
 
 def _sources(
     root: nn.Module, own: Mapping[str, Any], reader: PieceReader, prefix: str, strict: bool
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     """Return where each entry of the model's state comes from, by name.
 
     A tied weight may be in the checkpoint under any of its names (files of Hugging Face hold it under one).
     """
     there = {name.removeprefix(prefix) for name in reader.metadata.state_dict_metadata if name.startswith(prefix)}
-    found: dict[str, Source] = {name: prefix + name for name in own if name in there}
-    for renamed in renamed_modules(root, there):
-        there -= {renamed.prefix + name for name in renamed.theirs}
-        made = renamed.made(reader, lambda name: prefix + name)
-        found |= {name: make for name, make in made.items() if name in own}
+    found: dict[str, TensorSource] = {name: prefix + name for name in own if name in there}
+    for mapping in key_mappings(root, there):
+        there -= {mapping.prefix + name for name in mapping.in_checkpoint}
+        factories = mapping.factories(reader, lambda name: prefix + name)
+        found |= {name: factory for name, factory in factories.items() if name in own}
     first = {id(own[name]): name for name in reversed(list(found)) if isinstance(own[name], nn.Parameter)}
     found |= {name: found[first[id(value)]] for name, value in own.items() if name not in found and id(value) in first}
     missing, surplus = sorted(own.keys() - found.keys()), sorted(there - own.keys())
@@ -108,7 +112,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:5]) + more
 
 
-def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, Source], reader: PieceReader) -> None:
+def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: PieceReader) -> None:
     wrong = []
     for name, source in sources.items():
         if not isinstance(source, str):
@@ -126,7 +130,7 @@ def _text(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else str(list(shape))
 
 
-def _fill(model: Model, reader: PieceReader, sources: Mapping[str, Source]) -> None:
+def _fill(model: Model, reader: PieceReader, sources: Mapping[str, TensorSource]) -> None:
     own = model.module.state_dict(keep_vars=True)
     held = {
         name: own[name]
@@ -150,9 +154,9 @@ def _fill(model: Model, reader: PieceReader, sources: Mapping[str, Source]) -> N
         if isinstance(source, str):
             if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
                 allocate(tensor, state.device)
-            targets[source] = Target(as_local(tensor), boxes_in(value))
+            targets[source] = Target(as_local(tensor), chunks_in(value))
         else:
-            _fill_made(tensor, name, source())
+            _fill_from(tensor, name, source())
     found = read_into(reader, targets, [source for source in objects.values() if isinstance(source, str)])
     # What a module computes for its state dict, and its extra state, goes back through the module.
     others |= {name: found[source] for name, source in objects.items() if isinstance(source, str)}
@@ -162,7 +166,7 @@ def _fill(model: Model, reader: PieceReader, sources: Mapping[str, Source]) -> N
         state.optimizer.follow_model()  # its master weights do
 
 
-def _fill_made(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
+def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
     if whole.shape != whole_shape(tensor):
         raise CheckpointError(
             f"the checkpoint belongs to another model: `{name}` is {list(whole_shape(tensor))} here and "
@@ -170,7 +174,7 @@ def _fill_made(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
         )
     if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
         allocate(tensor, state.device)
-    copy_boxes(as_local(tensor), whole, boxes_in(tensor))
+    copy_chunks(as_local(tensor), whole, chunks_in(tensor))
 
 
 def _is_meta(value: object) -> bool:
@@ -188,13 +192,13 @@ def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> N
     """
     there = reader.metadata.state_dict_metadata
     if GROUPS not in there:
-        _load_whole(optimizer, reader)
+        _load_opaque(optimizer, reader)
         return
     groups = _groups(optimizer, read_into(reader, {}, [GROUPS])[GROUPS])
-    if model_waits(model):
+    if awaits_partition(model):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        read_later(lambda: _load_states(optimizer, model, reader, groups))
+        defer_load(lambda: _load_states(optimizer, model, reader, groups))
     else:
         _load_states(optimizer, model, reader, groups)
 
@@ -218,12 +222,12 @@ def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
             f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(own)}",
             hint="make the same parameter groups, or pass load_optimizer=False",
         )
-    return [{**theirs, "params": ours} for theirs, ours in zip(saved, own, strict=True)]
+    return [{**in_checkpoint, "params": ours} for in_checkpoint, ours in zip(saved, own, strict=True)]
 
 
 def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups: list[dict[str, Any]]) -> None:
     by_parameter = _states_by_parameter(reader)
-    made = _made_states(model.module, reader, by_parameter)
+    factories = _state_factories(model.module, reader, by_parameter)
     parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
     masters = _Masters(optimizer, model, reader)
     states: dict[int, dict[str, Any]] = {}
@@ -232,10 +236,10 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         if not model.owns(parameter):
             continue
-        for key, make in made.get(name, {}).items():
+        for key, factory in factories.get(name, {}).items():
             if key != MASTER_KEY or masters.has(parameter):
-                states.setdefault(index, {})[key] = _piece(make(), parameter)
-        for key, full in _usable(name, () if name in made else by_parameter.get(name, ()), parameter):
+                states.setdefault(index, {})[key] = _local_part(factory(), parameter)
+        for key, full in _usable(name, () if name in factories else by_parameter.get(name, ()), parameter):
             if key == MASTER_KEY and not masters.has(parameter):
                 continue
             item = reader.metadata.state_dict_metadata[full]
@@ -246,10 +250,10 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
                 objects.setdefault(full, []).append((index, key))
         source = masters.source_of(name, parameter) if MASTER_KEY not in states.get(index, {}) else None
         if isinstance(source, str):
-            targets[source] = Target(torch.empty_like(parameter, dtype=torch.float32), boxes_in(parameter))
+            targets[source] = Target(torch.empty_like(parameter, dtype=torch.float32), chunks_in(parameter))
             states.setdefault(index, {})[MASTER_KEY] = targets[source].tensor
         elif source is not None:
-            states.setdefault(index, {})[MASTER_KEY] = _piece(source(), parameter)
+            states.setdefault(index, {})[MASTER_KEY] = _local_part(source(), parameter)
     scalers = [name for name in (SCALER,) if name in reader.metadata.state_dict_metadata]
     found = read_into(reader, targets, [*objects, *scalers])
     for full, places in objects.items():
@@ -271,7 +275,7 @@ class _Masters:
     def has(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._ids
 
-    def source_of(self, name: str, parameter: torch.Tensor) -> Source | None:
+    def source_of(self, name: str, parameter: torch.Tensor) -> TensorSource | None:
         """Return the model's weight in the checkpoint, if it is finer than this one."""
         source = self._sources.get(name) if self.has(parameter) else None
         if isinstance(source, str):
@@ -280,35 +284,35 @@ class _Masters:
         return source
 
 
-def _made_states(
+def _state_factories(
     root: nn.Module, reader: PieceReader, by_parameter: Mapping[str, list[str]]
-) -> dict[str, dict[str, Make]]:
+) -> dict[str, dict[str, TensorFactory]]:
     """Return what makes the states of parameters that the checkpoint has under other names: by name and key."""
-    result: dict[str, dict[str, Make]] = {}
-    for renamed in renamed_modules(root, by_parameter):
-        fulls = [full for name in renamed.theirs for full in by_parameter[renamed.prefix + name]]
+    result: dict[str, dict[str, TensorFactory]] = {}
+    for mapping in key_mappings(root, by_parameter):
+        fulls = [full for name in mapping.in_checkpoint for full in by_parameter[mapping.prefix + name]]
         keys = {full.rpartition(".")[2]: full for full in fulls}
         for key, example in keys.items():
-            made = renamed.made(reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
+            factories = mapping.factories(reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
             item = reader.metadata.state_dict_metadata[example]
             if isinstance(item, TensorStorageMetadata) and not item.size:
                 # A count of steps, say: the same for all parameters of the module.
-                made = dict.fromkeys(_own_names(root, renamed), functools.partial(read_whole, reader, example))
-            for name, make in made.items():
-                result.setdefault(name, {})[key] = make
+                factories = dict.fromkeys(_own_names(root, mapping), functools.partial(read_whole, reader, example))
+            for name, factory in factories.items():
+                result.setdefault(name, {})[key] = factory
     return result
 
 
-def _own_names(root: nn.Module, renamed: Renamed) -> list[str]:
-    return [name for name, _ in root.named_parameters() if name.startswith(renamed.prefix)]
+def _own_names(root: nn.Module, mapping: KeyMapping) -> list[str]:
+    return [name for name, _ in root.named_parameters() if name.startswith(mapping.prefix)]
 
 
-def _piece(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of the state of a parameter."""
     if whole.dim() == 0 or whole.shape != whole_shape(parameter):
         return whole.clone()
     piece = torch.empty(as_local(parameter).shape, dtype=whole.dtype, device=parameter.device)
-    copy_boxes(piece, whole, boxes_in(parameter))
+    copy_chunks(piece, whole, chunks_in(parameter))
     return piece
 
 
@@ -327,7 +331,7 @@ def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterab
     Raises:
         CheckpointError: one is for another tensor-parallel degree only.
     """
-    here = "@".join(f"{index}of{size}" for index, size in own_place(parameter))
+    here = "@".join(f"{index}of{size}" for index, size in shard_positions(parameter))
     usable, foreign = {}, set()
     for full in states:
         key, _, place = full.removeprefix(f"{STATES}{name}.").partition("@")
@@ -349,14 +353,14 @@ def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
     shape = tuple(item.size)
     if shape and shape == tuple(whole_shape(parameter)):
         tensor = torch.empty(as_local(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
-        return Target(tensor, boxes_in(parameter))
+        return Target(tensor, chunks_in(parameter))
     zeros = (0,) * len(shape)
-    return Target(torch.empty(shape, dtype=item.properties.dtype, device="cpu"), [Box(zeros, shape, zeros)])
+    return Target(torch.empty(shape, dtype=item.properties.dtype, device="cpu"), [Chunk(zeros, shape, zeros)])
 
 
-def _load_whole(optimizer: Optimizer, reader: PieceReader) -> None:
+def _load_opaque(optimizer: Optimizer, reader: PieceReader) -> None:
     """Load the state of an optimizer whose state dict is of its own making, as it was saved."""
-    name = optimizer_whole()
+    name = opaque_state_name()
     if name not in reader.metadata.state_dict_metadata:
         if state.rank == 0:
             text = f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew"

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smpkit.torch.checkpoints.contents import MODEL, STATES
 from smpkit.torch.checkpoints.reader import PieceReader
-from smpkit.torch.checkpoints.renamed import Make, renamed_modules
+from smpkit.torch.checkpoints.renamed import TensorFactory, key_mappings
 from smpkit.torch.precision import MASTER_KEY
 
-__all__ = ["Source", "finer_sources", "is_half"]
+__all__ = ["TensorSource", "fp32_sources", "is_half"]
 
-Source: TypeAlias = str | Make
+TensorSource: TypeAlias = str | TensorFactory
 """The name in the checkpoint, or what makes the whole tensor."""
 
 
@@ -30,7 +30,7 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def finer_sources(root: nn.Module, sources: Mapping[str, Source], reader: PieceReader) -> dict[str, Source]:
+def fp32_sources(root: nn.Module, sources: Mapping[str, TensorSource], reader: PieceReader) -> dict[str, TensorSource]:
     """Return the masters in the checkpoint for those parameters, by name, that are not in half precision here.
 
     Masters that only another host has are left out: the rounded weights do.
@@ -40,15 +40,15 @@ def finer_sources(root: nn.Module, sources: Mapping[str, Source], reader: PieceR
     wanted = {name: parameter for name, parameter in wanted.items() if name in sources}
     if not masters or not wanted:
         return {}
-    found: dict[int, Source] = {}
+    found: dict[int, TensorSource] = {}
     for name, parameter in wanted.items():
         source = sources[name]
         if isinstance(source, str) and source.removeprefix(MODEL) in masters:
             found[id(parameter)] = masters[source.removeprefix(MODEL)]
     there = {name.removeprefix(MODEL) for name in reader.metadata.state_dict_metadata if name.startswith(MODEL)}
-    for renamed in renamed_modules(root, there):
-        made = renamed.made(reader, lambda name: masters.get(name, ""))
-        found |= {id(wanted[name]): make for name, make in made.items() if name in wanted}
+    for mapping in key_mappings(root, there):
+        factories = mapping.factories(reader, lambda name: masters.get(name, ""))
+        found |= {id(wanted[name]): factory for name, factory in factories.items() if name in wanted}
     return {name: found[id(parameter)] for name, parameter in wanted.items() if id(parameter) in found}
 
 
@@ -57,5 +57,5 @@ def _masters_in(reader: PieceReader) -> dict[str, str]:
     end = f".{MASTER_KEY}"
     items = reader.metadata.state_dict_metadata
     names = [name for name, item in items.items() if isinstance(item, TensorStorageMetadata)]
-    names = [name for name in names if name.startswith(STATES) and name.endswith(end) and not reader.lacks(name)]
+    names = [name for name in names if name.startswith(STATES) and name.endswith(end) and not reader.is_missing(name)]
     return {name.removeprefix(STATES).removesuffix(end): name for name in names}

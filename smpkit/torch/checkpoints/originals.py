@@ -23,24 +23,24 @@ from smpkit.torch.tensor_parallel.registry import Made, Translation
 from smpkit.torch.tensor_parallel.shards import shard_of
 from smpkit.torch.tensor_parallel.whole_state import joined, replaced_modules
 
-__all__ = ["Translated", "Whole", "whole_of"]
+__all__ = ["FullState", "TranslatedModule", "full_state_of"]
 
 
 @dataclass(frozen=True)
-class Translated:
+class TranslatedModule:
     """A module that took the place of another one.
 
     Args:
         prefix: what the names of its state begin with.
         source: the rank that writes what is made of it.
-        homes: the pipeline rank that provides each tensor of its state, where that is not the source's.
+        pp_sources: the pipeline rank that provides each tensor of its state, where that is not the source's.
     """
 
     prefix: str
     module: nn.Module
     translation: Translation
     source: int
-    homes: Mapping[str, int]
+    pp_sources: Mapping[str, int]
 
     @property
     def takes_part(self) -> bool:
@@ -48,12 +48,12 @@ class Translated:
         mine, theirs = (state.mesh.coordinates(rank) for rank in (state.rank, self.source))
         # What sharded data parallelism divides, all replicas bring together, each for itself.
         together = state.cfg.sharded_data_parallel_degree > 1
-        return mine.pp in {theirs.pp, *self.homes.values()} and (together or mine.rdp == theirs.rdp)
+        return mine.pp in {theirs.pp, *self.pp_sources.values()} and (together or mine.rdp == theirs.rdp)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what the translation makes, by name; computed without data."""
-        made = {name: make() for name, make in self._translated(_Shapes(self.module))}
+        made = {name: make() for name, make in self._translated(_MetaState(self.module))}
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
 
     @property
@@ -66,7 +66,7 @@ class Translated:
 
         Only the source gets values; the others, tensors without data.
         """
-        return self._translated(_Gathered(self.module, self.homes, state.mesh.coordinates(self.source).pp))
+        return self._translated(_GatheredState(self.module, self.pp_sources, state.mesh.coordinates(self.source).pp))
 
     def _translated(self, values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         for name, made in self.translation(values, self.module):
@@ -78,7 +78,7 @@ def _maker(made: Made) -> Callable[[], torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullState:
     """What the whole model's state dict has.
 
     Args:
@@ -87,7 +87,7 @@ class Whole:
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    modules: tuple[Translated, ...] = field(default=())
+    modules: tuple[TranslatedModule, ...] = field(default=())
 
     @cached_property
     def translated(self) -> frozenset[str]:
@@ -95,7 +95,7 @@ class Whole:
         return frozenset(name for module in self.modules for name in module.names)
 
 
-def whole_of(model: Model, *, translate: bool) -> Whole:
+def full_state_of(model: Model, *, translate: bool) -> FullState:
     """Return what the whole model's state dict has, the same on all ranks.
 
     Args:
@@ -110,18 +110,18 @@ def whole_of(model: Model, *, translate: bool) -> Whole:
     }
     for module in modules:
         tensors |= module.tensors
-    return Whole(tensors, modules)
+    return FullState(tensors, modules)
 
 
-def _translated_modules(model: Model) -> Iterator[Translated]:
+def _translated_modules(model: Model) -> Iterator[TranslatedModule]:
     for name, module, entry in replaced_modules(model.module):
         if entry.from_distributed is not None:
-            source, homes = _places_of(model, module)
+            source, pp_sources = _pp_sources_of(model, module)
             rank = state.mesh.rank(Coordinates(pp=source, tp=0, rdp=0))
-            yield Translated(f"{name}." if name else "", module, entry.from_distributed, rank, homes)
+            yield TranslatedModule(f"{name}." if name else "", module, entry.from_distributed, rank, pp_sources)
 
 
-def _places_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, int]]:
+def _pp_sources_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, int]]:
     """Return the pipeline rank that a module is put together on, and what of its state comes from which other one.
 
     That is the lowest rank that holds all of it; a module whose parts lie on several has none.
@@ -134,7 +134,7 @@ def _places_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, int]]
     return source, {name: min(ranks) for name, ranks in holders.items() if source not in ranks}
 
 
-class _Shapes(Mapping[str, torch.Tensor]):
+class _MetaState(Mapping[str, torch.Tensor]):
     """The whole state of a module, without data."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -153,16 +153,16 @@ class _Shapes(Mapping[str, torch.Tensor]):
         return len(self._values)
 
 
-class _Gathered(_Shapes):
+class _GatheredState(_MetaState):
     """The whole state of a module on the first of the tensor-parallel ranks that ask together, without data elsewhere.
 
     The last tensor is kept, because the parts of a packed one are asked for one after the other.
     """
 
-    def __init__(self, module: nn.Module, homes: Mapping[str, int], source: int) -> None:
+    def __init__(self, module: nn.Module, pp_sources: Mapping[str, int], source: int) -> None:
         super().__init__(module)
         self._module = module
-        self._homes = homes
+        self._homes = pp_sources
         self._source = source
         self._own = module.state_dict(keep_vars=True)
         self._last: tuple[str, torch.Tensor] | None = None
@@ -170,24 +170,24 @@ class _Gathered(_Shapes):
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
             self._last = None
-            self._last = name, self._brought(name)
+            self._last = name, self._fetched(name)
         return self._last[1]
 
-    def _brought(self, name: str) -> torch.Tensor:
+    def _fetched(self, name: str) -> torch.Tensor:
         """Return the tensor on the first rank of the source's, wherever in the pipeline it comes from."""
-        home = self._homes.get(name, self._source)
-        value = self._whole(name) if state.pp_rank == home else self._values[name]
-        if home == self._source or state.tp_rank > 0:
+        pp_source = self._homes.get(name, self._source)
+        value = self._full_tensor(name) if state.pp_rank == pp_source else self._values[name]
+        if pp_source == self._source or state.tp_rank > 0:
             return value
-        if state.pp_rank == home:
+        if state.pp_rank == pp_source:
             send(value, state.mesh.rank(Coordinates(self._source, 0, state.rdp_rank)))
             return self._values[name]
         if state.pp_rank == self._source:
-            whole: torch.Tensor = recv_from(state.mesh.rank(Coordinates(home, 0, state.rdp_rank)))
+            whole: torch.Tensor = recv_from(state.mesh.rank(Coordinates(pp_source, 0, state.rdp_rank)))
             return whole
         return value
 
-    def _whole(self, name: str) -> torch.Tensor:
+    def _full_tensor(self, name: str) -> torch.Tensor:
         value = as_whole(self._own[name])
         shard = shard_of(self._own[name])
         if shard is not None and shard.is_distributed:

@@ -1,4 +1,4 @@
-"""Fill boxes of local tensors from a checkpoint, whatever boxes that was saved in."""
+"""Fill chunks of local tensors from a checkpoint, whatever chunks that was saved in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.places import Box, view_of
+from smpkit.torch.checkpoints.places import Chunk, view_of
 from smpkit.torch.checkpoints.reader import PieceReader
 
 __all__ = ["Target", "read_into"]
@@ -30,18 +30,18 @@ class Target:
     """A tensor to fill, and what of the whole one it is."""
 
     tensor: torch.Tensor
-    boxes: Sequence[Box]
+    chunks: Sequence[Chunk]
 
 
 def read_into(reader: PieceReader, targets: Mapping[str, Target], objects: Iterable[str] = ()) -> dict[str, Any]:
     """Fill the targets, by their names in the checkpoint; return the other things that were asked for.
 
-    Reads nothing but the boxes. All names must be in the checkpoint.
+    Reads nothing but the chunks. All names must be in the checkpoint.
 
     Raises:
-        CheckpointError: a part of a box is not there, or a file is damaged.
+        CheckpointError: a part of a chunk is not there, or a file is damaged.
     """
-    planner = _BoxPlanner(targets, tuple(objects))
+    planner = _ChunkPlanner(targets, tuple(objects))
     planner.set_up_planner({}, reader.read_metadata())
     with torch.no_grad():
         try:
@@ -51,7 +51,7 @@ def read_into(reader: PieceReader, targets: Mapping[str, Target], objects: Itera
     return planner.objects
 
 
-class _BoxPlanner(LoadPlanner):
+class _ChunkPlanner(LoadPlanner):
     """Plans and receives what one rank reads; every rank reads for itself, so there is no global plan."""
 
     def __init__(self, targets: Mapping[str, Target], objects: Sequence[str]) -> None:
@@ -69,9 +69,11 @@ class _BoxPlanner(LoadPlanner):
         for name, target in self._targets.items():
             found = self._items[name]
             assert isinstance(found, TensorStorageMetadata)
-            boxes = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in target.boxes]
-            reads = create_read_items_for_chunk_list(name, found, boxes)
-            _check_covered(name, reads, target.boxes)
+            chunks = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in target.chunks
+            ]
+            reads = create_read_items_for_chunk_list(name, found, chunks)
+            _check_covered(name, reads, target.chunks)
             items += reads
         for name in self._wanted:
             index = MetadataIndex(name)
@@ -92,17 +94,17 @@ class _BoxPlanner(LoadPlanner):
         index = read_item.dest_index
         assert index.index is not None
         target = self._targets[index.fqn]
-        at = target.boxes[index.index].at
-        offsets = [first + offset for first, offset in zip(at, read_item.dest_offsets, strict=True)]
+        local_start = target.chunks[index.index].local_start
+        offsets = [first + offset for first, offset in zip(local_start, read_item.dest_offsets, strict=True)]
         return view_of(target.tensor, offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass  # it was written in place
 
 
-def _check_covered(name: str, reads: Sequence[ReadItem], boxes: Sequence[Box]) -> None:
+def _check_covered(name: str, reads: Sequence[ReadItem], chunks: Sequence[Chunk]) -> None:
     found = sum(math.prod(read.lengths) for read in reads)
-    wanted = sum(math.prod(box.sizes) for box in boxes)
+    wanted = sum(math.prod(chunk.sizes) for chunk in chunks)
     if found != wanted:
         raise CheckpointError(
             f"the checkpoint holds {found} of the {wanted} elements of `{name}` that this rank needs",

@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoint_files import read_index
-from smpkit.torch.checkpoints.contents import Entry
+from smpkit.torch.checkpoints.contents import StateEntry
 from smpkit.torch.checkpoints.places import view_of
 from smpkit.torch.saving import read_file
 
@@ -45,9 +45,9 @@ __all__ = [
     "PieceReader",
     "StateReader",
     "describe",
-    "merged",
+    "merge_pieces",
     "metadata_of",
-    "of_files",
+    "only_in_files",
 ]
 
 PIECES: Final = "pieces.json"
@@ -55,17 +55,17 @@ PIECES: Final = "pieces.json"
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a box of a tensor, or another thing, is.
+    """Where a chunk of a tensor, or another thing, is.
 
     Args:
         file: name of the file.
         key: where in the file.
-        at: offsets of the box in the tensor that is there.
+        local_start: offsets of the chunk in the tensor that is there.
     """
 
     file: str
     key: tuple[str | int, ...]
-    at: tuple[int, ...] = ()
+    local_start: tuple[int, ...] = ()
 
 
 class PieceReader(StorageReader):
@@ -91,7 +91,7 @@ class PieceReader(StorageReader):
     def _open(self, path: Path) -> Any:
         """Open a file, without reading all of it."""
 
-    def lacks(self, name: str) -> bool:
+    def is_missing(self, name: str) -> bool:
         """Tell whether a part of a tensor is in a file that is not in this folder."""
         return False
 
@@ -99,7 +99,7 @@ class PieceReader(StorageReader):
         """Raise CheckpointError if a file is not there that can be missing."""
 
     def _tensor(self, content: Any, key: Sequence[str | int], offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-        """Return a box of a tensor of an open file."""
+        """Return a chunk of a tensor of an open file."""
         return view_of(_find(content, key), offsets, sizes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -150,7 +150,9 @@ class PieceReader(StorageReader):
             buffer.seek(0)
             planner.load_bytes(item, buffer)
             return
-        offsets = [at + offset for at, offset in zip(piece.at, item.storage_offsets, strict=True)]
+        offsets = [
+            local_start + offset for local_start, offset in zip(piece.local_start, item.storage_offsets, strict=True)
+        ]
         source = self._tensor(content, piece.key, offsets, item.lengths)
         target = planner.resolve_tensor(item).detach()
         target.copy_(source)
@@ -173,24 +175,24 @@ class CheckpointReader(PieceReader):
     """
 
     _elsewhere: Mapping[str, str] = {}
-    _lacking: Container[str] | None = None
+    _missing: Container[str] | None = None
 
     def _describe(self) -> Metadata:
         index = read_index(self.folder)
-        self._elsewhere, self._lacking = index.elsewhere, None
+        self._elsewhere, self._missing = index.elsewhere, None
         files = frozenset(index.files) | index.elsewhere.keys()
         try:
-            said = json.loads((self.folder / PIECES).read_text())
-            return metadata_of(said, files)
+            spec = json.loads((self.folder / PIECES).read_text())
+            return metadata_of(spec, files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / PIECES} cannot be read: {error!r}") from error
 
-    def lacks(self, name: str) -> bool:
+    def is_missing(self, name: str) -> bool:
         """Tell whether a part of a tensor is in a file that lies on another host only."""
         pieces: Mapping[MetadataIndex, Piece] = self.metadata.storage_data
-        if self._lacking is None:
-            self._lacking = {index.fqn for index, piece in pieces.items() if self._is_absent(piece.file)}
-        return name in self._lacking
+        if self._missing is None:
+            self._missing = {index.fqn for index, piece in pieces.items() if self._is_absent(piece.file)}
+        return name in self._missing
 
     def _is_absent(self, file: str) -> bool:
         return file in self._elsewhere and not (self.folder / file).is_file()
@@ -220,58 +222,58 @@ class StateReader(PieceReader):
         self._values = values
 
     def _describe(self) -> Metadata:
-        said = {}
+        spec = {}
         for name, value in self._values.items():
             if isinstance(value, torch.Tensor):
                 zeros = (0,) * value.dim()
                 dtype = str(value.dtype).removeprefix("torch.")
                 piece = ["", [name], zeros, value.shape, zeros]
-                said[name] = {"dtype": dtype, "shape": value.shape, "pieces": [piece]}
+                spec[name] = {"dtype": dtype, "shape": value.shape, "pieces": [piece]}
             else:
-                said[name] = {"pieces": [["", [name]]]}
-        return metadata_of(said, frozenset({""}))
+                spec[name] = {"pieces": [["", [name]]]}
+        return metadata_of(spec, frozenset({""}))
 
     def _open(self, path: Path) -> Any:
         return self._values
 
 
-def describe(entries: Iterable[Entry], file: str) -> dict[str, Any]:
+def describe(entries: Iterable[StateEntry], file: str) -> dict[str, Any]:
     """Return what `pieces.json` says of entries that are written to one file."""
-    said: dict[str, Any] = {}
+    spec: dict[str, Any] = {}
     for entry in entries:
         if entry.shape is None:
-            said[entry.name] = {"pieces": [[file, entry.key]]}
+            spec[entry.name] = {"pieces": [[file, entry.key]]}
         else:
-            pieces = [[file, entry.key, box.offsets, box.sizes, box.at] for box in entry.boxes]
+            pieces = [[file, entry.key, chunk.offsets, chunk.sizes, chunk.local_start] for chunk in entry.chunks]
             dtype = str(entry.value.dtype).removeprefix("torch.")
-            said[entry.name] = {"dtype": dtype, "shape": entry.shape, "pieces": pieces}
-    return said
+            spec[entry.name] = {"dtype": dtype, "shape": entry.shape, "pieces": pieces}
+    return spec
 
 
-def of_files(pieces: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+def only_in_files(pieces: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
     """Return what of `describe` is about some of the files."""
-    left = {name: [each for each in said["pieces"] if each[0] in names] for name, said in pieces.items()}
+    left = {name: [each for each in spec["pieces"] if each[0] in names] for name, spec in pieces.items()}
     return {name: {**pieces[name], "pieces": each} for name, each in left.items() if each}
 
 
-def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what several ranks say together; of the same box the first counts."""
+def merge_pieces(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several ranks say together; of the same chunk the first counts."""
     whole: dict[str, Any] = {}
     for part in parts:
-        for name, said in part.items():
+        for name, spec in part.items():
             if name not in whole:
-                whole[name] = {**said, "pieces": list(said["pieces"])}
+                whole[name] = {**spec, "pieces": list(spec["pieces"])}
                 continue
-            known = {_box(piece) for piece in whole[name]["pieces"]}
-            whole[name]["pieces"] += [piece for piece in said["pieces"] if _box(piece) not in known]
+            known = {_chunk_offsets(piece) for piece in whole[name]["pieces"]}
+            whole[name]["pieces"] += [piece for piece in spec["pieces"] if _chunk_offsets(piece) not in known]
     return whole
 
 
-def _box(piece: Sequence[Any]) -> object:
+def _chunk_offsets(piece: Sequence[Any]) -> object:
     return tuple(piece[2]) if len(piece) > 2 else None
 
 
-def metadata_of(said: Mapping[str, Any], files: frozenset[str]) -> Metadata:
+def metadata_of(spec: Mapping[str, Any], files: frozenset[str]) -> Metadata:
     """Return what `pieces.json` says as torch's distributed checkpoints have it.
 
     Raises:
@@ -279,20 +281,20 @@ def metadata_of(said: Mapping[str, Any], files: frozenset[str]) -> Metadata:
     """
     items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     pieces: dict[MetadataIndex, Piece] = {}
-    for name, each in said.items():
-        boxes = []
-        for file, key, *box in each["pieces"]:
+    for name, each in spec.items():
+        chunks = []
+        for file, key, *chunk in each["pieces"]:
             if file not in files:
                 raise ValueError(f"{file} is no file of this checkpoint")
-            offsets, sizes, at = (tuple(map(int, numbers)) for numbers in box) if box else (None, None, ())
-            pieces[MetadataIndex(name, offsets)] = Piece(file, tuple(key), at)
+            offsets, sizes, local_start = (tuple(map(int, numbers)) for numbers in chunk) if chunk else (None, None, ())
+            pieces[MetadataIndex(name, offsets)] = Piece(file, tuple(key), local_start)
             if offsets is not None and sizes is not None:
-                boxes.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         if "shape" in each:
             dtype = getattr(torch, each["dtype"])
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{each['dtype']} is no dtype")
-            items[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(each["shape"]), boxes)
+            items[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(each["shape"]), chunks)
         else:
             items[name] = BytesStorageMetadata()
     # How torch's own tools nest what they read: {"model": {"wte.weight": ...}, ...}.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from smpkit.torch.checkpoints.places import Box
+from smpkit.torch.checkpoints.places import Chunk
 from smpkit.torch.checkpoints.planner import Target, read_into
 from smpkit.torch.checkpoints.reader import PieceReader
 from smpkit.torch.state import state
@@ -22,48 +22,48 @@ from smpkit.torch.tensor_parallel.registry import Translation
 from smpkit.torch.tensor_parallel.replace import twins_of
 from smpkit.torch.tensor_parallel.whole_state import replaced_modules
 
-__all__ = ["Make", "Renamed", "read_whole", "renamed_modules"]
+__all__ = ["KeyMapping", "TensorFactory", "key_mappings", "read_whole"]
 
-Make = Callable[[], torch.Tensor]
+TensorFactory = Callable[[], torch.Tensor]
 """Makes a whole tensor when it is wanted."""
 
 
 @dataclass(frozen=True)
-class Renamed:
+class KeyMapping:
     """One such module.
 
     Args:
         prefix: what its names begin with, here and there.
-        theirs: its names in the checkpoint, without the prefix.
+        in_checkpoint: its names in the checkpoint, without the prefix.
         module: the distributed module, which the translation asks for its sizes.
     """
 
     prefix: str
-    theirs: tuple[str, ...]
+    in_checkpoint: tuple[str, ...]
     module: nn.Module
     translation: Translation
 
-    def made(self, reader: PieceReader, full: Callable[[str], str]) -> dict[str, Make]:
+    def factories(self, reader: PieceReader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
         """Return what makes each whole tensor of the model's own state, by name.
 
         Args:
             full: the name in the checkpoint of what belongs to one of its names there. What is missing is left out.
         """
         items = reader.metadata.state_dict_metadata
-        names = {name: full(self.prefix + name) for name in self.theirs}
+        names = {name: full(self.prefix + name) for name in self.in_checkpoint}
         there = {name: each for name, each in names.items() if isinstance(items.get(each), TensorStorageMetadata)}
-        made = self.translation(_Read(reader, there), self.module)
-        return {self.prefix + name: each if callable(each) else _constant(each) for name, each in made}
+        factories = self.translation(_LazyTensors(reader, there), self.module)
+        return {self.prefix + name: each if callable(each) else _constant(each) for name, each in factories}
 
 
-def renamed_modules(root: nn.Module, names: Collection[str]) -> list[Renamed]:
+def key_mappings(root: nn.Module, names: Collection[str]) -> list[KeyMapping]:
     """Return the modules of a model that a checkpoint with these names has under others."""
     found = []
-    for prefix, module, ours, theirs, translation in _candidates(root):
+    for prefix, module, ours, in_checkpoint, translation in _candidates(root):
         inside = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-        known = theirs is None or set(inside) <= theirs
+        known = in_checkpoint is None or set(inside) <= in_checkpoint
         if translation is not None and inside and known and not set(inside) <= ours:
-            found.append(Renamed(prefix, inside, module, translation))
+            found.append(KeyMapping(prefix, inside, module, translation))
     return found
 
 
@@ -90,15 +90,15 @@ def read_whole(reader: PieceReader, name: str) -> torch.Tensor:
     assert isinstance(item, TensorStorageMetadata)
     tensor = torch.empty(item.size, dtype=item.properties.dtype, device="cpu")
     zeros = (0,) * tensor.dim()
-    read_into(reader, {name: Target(tensor, [Box(zeros, tuple(item.size), zeros)])})
+    read_into(reader, {name: Target(tensor, [Chunk(zeros, tuple(item.size), zeros)])})
     return tensor
 
 
-def _constant(tensor: torch.Tensor) -> Make:
+def _constant(tensor: torch.Tensor) -> TensorFactory:
     return lambda: tensor
 
 
-class _Read(Mapping[str, torch.Tensor]):
+class _LazyTensors(Mapping[str, torch.Tensor]):
     """Tensors that are read when they are asked for; the last is kept, because parts of it may be wanted in turn."""
 
     def __init__(self, reader: PieceReader, names: Mapping[str, str]) -> None:

@@ -14,13 +14,13 @@ from smpkit.torch import checkpoint_files as files
 from smpkit.torch.checkpoints.loading import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
 from smpkit.torch.checkpoints.save import USER_CONTENT
-from smpkit.torch.checkpoints.together import Model, Optimizer, all_succeed, the_model
+from smpkit.torch.checkpoints.together import Model, Optimizer, all_or_raise, wrapped_model
 from smpkit.torch.comm import allgather
 from smpkit.torch.model_state import PARTIAL_KEY
 from smpkit.torch.rendezvous import name_ranks
 from smpkit.torch.saving import read_file, read_mapped
 from smpkit.torch.state import state
-from smpkit.torch.unread import forget_unread
+from smpkit.torch.unread import drop_deferred_loads
 
 __all__ = ["latest_checkpoint", "resume_from_checkpoint"]
 
@@ -57,17 +57,17 @@ def resume_from_checkpoint(
         UsageError: there is no model.
     """
     states = load_sharded_optimizer_state or state.cfg.sharded_data_parallel_degree == 1
-    model, folder = the_model(), Path(path)
+    model, folder = wrapped_model(), Path(path)
     name = _choose(folder, tag, partial)
     optimizer = state.optimizer if load_optimizer else None
 
     def load() -> Any:
-        forget_unread()
+        drop_deferred_loads()
         if partial:
             return _load_partial(folder / name, model, optimizer, strict, states)
         return _load_full(folder, name, model, strict, translate_function)
 
-    return all_succeed(f"checkpoint `{name}` in {folder} was not loaded", load)
+    return all_or_raise(f"checkpoint `{name}` in {folder} was not loaded", load)
 
 
 def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str | None:
@@ -135,7 +135,7 @@ def _warn_if_not_newest(folder: Path, chosen: str, newest: str | None, partial: 
 
 def _load_partial(folder: Path, model: Model, optimizer: Optimizer | None, strict: bool, states: bool) -> Any:
     index = files.read_index(folder)
-    if problem := files.damage(folder, index):
+    if problem := files.find_damage(folder, index):
         raise CheckpointError(problem)
     reader = CheckpointReader(folder)
     content = read_file(folder / USER_CONTENT, "cpu") if USER_CONTENT in index.files else None

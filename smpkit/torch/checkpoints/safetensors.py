@@ -52,7 +52,7 @@ def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tup
     Raises:
         CheckpointError: the format has no name for a dtype.
     """
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    spec: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     # Wide numbers first, so that every tensor is aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name)):
@@ -60,12 +60,12 @@ def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tup
         if dtype not in _NAMES:
             raise CheckpointError(f"safetensors has no dtype {dtype} (`{name}`)")
         size = math.prod(shape) * dtype.itemsize
-        said[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        spec[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
-    text = json.dumps(said, separators=(",", ":")).encode()
+    text = json.dumps(spec, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    offsets = {name: start + each["data_offsets"][0] for name, each in said.items() if name != "__metadata__"}
+    offsets = {name: start + each["data_offsets"][0] for name, each in spec.items() if name != "__metadata__"}
     return len(text).to_bytes(8, "little") + text, offsets
 
 
@@ -82,15 +82,15 @@ class SafetensorsReader(PieceReader):
 
     def _describe(self) -> Metadata:
         headers = {name: _read_header(self.folder / name)[0] for name in self._files()}
-        homes = {key: (name, each) for name, header in headers.items() for key, each in header.items()}
-        said = {}
-        for key, name in self._rename(list(homes)).items():
-            file, each = homes[key]
+        found_in = {key: (name, each) for name, header in headers.items() for key, each in header.items()}
+        spec = {}
+        for key, name in self._rename(list(found_in)).items():
+            file, each = found_in[key]
             shape = [int(size) for size in each["shape"]]
             zeros = [0] * len(shape)
             dtype = str(_DTYPES[each["dtype"]]).removeprefix("torch.")
-            said[name] = {"dtype": dtype, "shape": shape, "pieces": [[file, [key], zeros, shape, zeros]]}
-        return metadata_of(said, frozenset(headers))
+            spec[name] = {"dtype": dtype, "shape": shape, "pieces": [[file, [key], zeros, shape, zeros]]}
+        return metadata_of(spec, frozenset(headers))
 
     def _files(self) -> list[str]:
         if (self.folder / INDEX).is_file():
@@ -138,10 +138,10 @@ def _bytes_of(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * _DTYPES[dtype].itemsize
 
 
-def _tensor(raw: torch.Tensor, start: int, said: Mapping[str, Any]) -> torch.Tensor:
-    begin, end = said["data_offsets"]
-    dtype = _DTYPES[said["dtype"]]
+def _tensor(raw: torch.Tensor, start: int, spec: Mapping[str, Any]) -> torch.Tensor:
+    begin, end = spec["data_offsets"]
+    dtype = _DTYPES[spec["dtype"]]
     part = raw[start + begin : start + end]
     if (start + begin) % dtype.itemsize:
         part = part.clone()  # somebody else's file may not be aligned
-    return part.view(dtype).view(said["shape"])
+    return part.view(dtype).view(spec["shape"])

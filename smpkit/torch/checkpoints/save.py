@@ -31,16 +31,16 @@ import torch
 
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch import checkpoint_files as files
-from smpkit.torch.checkpoints.contents import Entry, model_entries, nested, optimizer_entries
-from smpkit.torch.checkpoints.reader import PIECES, describe, merged, of_files
-from smpkit.torch.checkpoints.sharing import Sharing, find_sharing
-from smpkit.torch.checkpoints.together import Model, Optimizer, all_succeed, the_model
+from smpkit.torch.checkpoints.contents import StateEntry, model_entries, nested, optimizer_entries
+from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, only_in_files
+from smpkit.torch.checkpoints.sharing import FileSystems, find_file_systems
+from smpkit.torch.checkpoints.together import Model, Optimizer, all_or_raise, wrapped_model
 from smpkit.torch.checkpoints.whole import write_whole_file
 from smpkit.torch.comm import allgather
 from smpkit.torch.model_state import PARTIAL_KEY
 from smpkit.torch.saving import read_file
 from smpkit.torch.state import state
-from smpkit.torch.unread import read_now
+from smpkit.torch.unread import run_deferred_loads
 
 __all__ = ["USER_CONTENT", "save_checkpoint"]
 
@@ -76,20 +76,20 @@ def save_checkpoint(
     """
     files.check_tag(tag)
     _check_kept(num_kept_partial_checkpoints)
-    job = _Job(the_model(model), optimizer or state.optimizer, user_content)
+    job = _Job(wrapped_model(model), optimizer or state.optimizer, user_content)
     failure = f"checkpoint `{tag}` was not saved"
     save = _begin(Path(path), tag, partial, failure)
     try:
-        all_succeed(failure, read_now)
+        all_or_raise(failure, run_deferred_loads)
         if not partial:
-            write_whole_file(save.staged / tag, job.model, save.shared, failure, translate=translate_if_full)
-        own = all_succeed(failure, lambda: _write_parts(save, job))
+            write_whole_file(save.staged / tag, job.model, save.file_systems, failure, translate=translate_if_full)
+        own = all_or_raise(failure, lambda: _write_parts(save, job))
         parts = allgather(own)
-        all_succeed(failure, lambda: _publish(save, parts, job))
+        all_or_raise(failure, lambda: _publish(save, parts, job))
     except BaseException:
         _discard(save)
         raise
-    all_succeed(
+    all_or_raise(
         f"checkpoint `{tag}` is saved, but not marked as newest",
         lambda: _mark_newest(save, num_kept_partial_checkpoints),
     )
@@ -120,7 +120,7 @@ class _Save:
     tag: str
     partial: bool
     save_id: str
-    shared: Sharing
+    file_systems: FileSystems
 
     @property
     def name(self) -> str:
@@ -153,15 +153,15 @@ def _begin(path: Path, tag: str, partial: bool, failure: str) -> _Save:
                 hint="all ranks call smp.save_checkpoint with the same tag",
             )
     save_id = meant[0][2]
-    save = _Save(path, tag, partial, save_id, find_sharing(path, save_id, failure))
-    all_succeed(failure, lambda: _stage(save))
+    save = _Save(path, tag, partial, save_id, find_file_systems(path, save_id, failure))
+    all_or_raise(failure, lambda: _stage(save))
     return save
 
 
 def _stage(save: _Save) -> None:
-    if save.shared.leads:
+    if save.file_systems.is_leader:
         with files.as_checkpoint_error(f"{save.path} cannot be written to"):
-            files.sweep(save.path, save.save_id)
+            files.remove_leftovers(save.path, save.save_id)
             save.staged.mkdir(exist_ok=True)
 
 
@@ -175,18 +175,18 @@ def _write_parts(save: _Save, job: _Job) -> _Part:
         parts.append(_write_part(save, "optimizer", [entry for entry in entries if not entry.is_of_half_precision]))
         if half := [entry for entry in entries if entry.is_of_half_precision]:
             parts.append(_write_part(save, "fp16_states", half))
-    if save.shared.leads and job.user_content is not None:
+    if save.file_systems.is_leader and job.user_content is not None:
         name = USER_CONTENT if save.partial else f"user_content_{save.tag}"
         parts.append(_Part(sizes={name: _write_user_content(save.staged / name, job.user_content)}))
     sizes = {name: size for part in parts for name, size in part.sizes.items()}
-    return _Part(sizes=sizes, pieces=merged(part.pieces for part in parts))
+    return _Part(sizes=sizes, pieces=merge_pieces(part.pieces for part in parts))
 
 
-def _write_part(save: _Save, kind: str, entries: Sequence[Entry]) -> _Part:
+def _write_part(save: _Save, kind: str, entries: Sequence[StateEntry]) -> _Part:
     """Write the entries that this rank has to write on its file system; a file of each part of the model is made."""
-    own = [entry for entry in entries if save.shared.writer(entry.holders) == state.rank]
+    own = [entry for entry in entries if save.file_systems.writer(entry.holders) == state.rank]
     replicas = frozenset(rank for rank in range(state.size) if _place(rank) == _place(state.rank))
-    if not own and save.shared.writer(replicas) != state.rank:
+    if not own and save.file_systems.writer(replicas) != state.rank:
         return _Part()
     name = f"{kind}_{_rank_info(kind)}.pt"
     size = _write(save.staged / name, {**nested(own), PARTIAL_KEY: True})
@@ -207,7 +207,7 @@ def _place(rank: int) -> tuple[int, int]:
 
 def _write(path: Path, obj: Any) -> int:
     with files.as_checkpoint_error(f"{path.name} cannot be written"):
-        return files.synced_write(path, lambda file: torch.save(obj, file))
+        return files.fsync_write(path, lambda file: torch.save(obj, file))
 
 
 def _write_user_content(path: Path, content: Any) -> int:
@@ -215,7 +215,7 @@ def _write_user_content(path: Path, content: Any) -> int:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     with files.as_checkpoint_error(f"{path.name} cannot be written"):
-        size = files.synced_write(path, lambda file: file.write(buffer.getbuffer()))
+        size = files.fsync_write(path, lambda file: file.write(buffer.getbuffer()))
     try:
         read_file(path, "cpu")
     except CheckpointError as error:
@@ -232,7 +232,8 @@ def _publish(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
     Args:
         parts: of all ranks.
     """
-    if not save.shared.leads or not save.staged.exists():  # gone: another leader, who saw our marker late, was faster
+    # The folder is gone if another leader, who saw our marker late, has published it.
+    if not save.file_systems.is_leader or not save.staged.exists():
         return
     with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
         if save.partial:
@@ -244,16 +245,16 @@ def _publish(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
 
 def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
     """Write what the files of a partial checkpoint are, those on other file systems too."""
-    here = [part for rank, part in enumerate(parts) if rank in save.shared.here]
+    here = [part for rank, part in enumerate(parts) if rank in save.file_systems.here]
     sizes = {name: size for part in here for name, size in part.sizes.items()}
     elsewhere: dict[str, str] = {}
     there = []
     for rank, part in enumerate(parts):
         new = {name for name in part.sizes if name not in sizes and name not in elsewhere}
         elsewhere |= dict.fromkeys(new, f"rank {rank} on {part.host}")
-        there.append(of_files(part.pieces, new))
-    pieces = json.dumps(merged([*(part.pieces for part in here), *there])).encode()
-    sizes[PIECES] = files.synced_write(save.staged / PIECES, lambda file: file.write(pieces))
+        there.append(only_in_files(part.pieces, new))
+    pieces = json.dumps(merge_pieces([*(part.pieces for part in here), *there])).encode()
+    sizes[PIECES] = files.fsync_write(save.staged / PIECES, lambda file: file.write(pieces))
     files.write_index(save.staged, _index(save, sizes, elsewhere, job))
     if elsewhere:
         warnings.warn(
@@ -298,10 +299,10 @@ def _publish_full(save: _Save) -> None:
 
 def _mark_newest(save: _Save, kept: int | None) -> None:
     """Write `newest`, and only then remove what it makes superfluous."""
-    if not save.shared.leads:
+    if not save.file_systems.is_leader:
         return
     with files.as_checkpoint_error(f"{save.path / files.NEWEST} cannot be written"):
-        files.whole_write(save.path / files.NEWEST, lambda file: file.write(f"{save.name}\n".encode()))
+        files.atomic_write(save.path / files.NEWEST, lambda file: file.write(f"{save.name}\n".encode()))
     if save.partial and kept is not None:
         _prune(save, kept)
 

@@ -9,15 +9,15 @@ from functools import cached_property
 from pathlib import Path
 
 from smpkit.torch import checkpoint_files as files
-from smpkit.torch.checkpoints.together import all_succeed
+from smpkit.torch.checkpoints.together import all_or_raise
 from smpkit.torch.comm import allgather
 from smpkit.torch.state import state
 
-__all__ = ["Sharing", "find_sharing"]
+__all__ = ["FileSystems", "find_file_systems"]
 
 
 @dataclass(frozen=True)
-class Sharing:
+class FileSystems:
     """Who sees what.
 
     Args:
@@ -27,16 +27,16 @@ class Sharing:
     leaders: tuple[int, ...]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank makes things visible on its file system."""
         return self.leaders[state.rank] == state.rank
 
     @cached_property
     def here(self) -> frozenset[int]:
         """The ranks on this rank's file system."""
-        return self.on(self.leaders[state.rank])
+        return self.ranks_led_by(self.leaders[state.rank])
 
-    def on(self, leader: int) -> frozenset[int]:
+    def ranks_led_by(self, leader: int) -> frozenset[int]:
         """Return the ranks on the file system that a rank leads."""
         return frozenset(rank for rank, each in enumerate(self.leaders) if each == leader)
 
@@ -45,23 +45,23 @@ class Sharing:
         return min(holders & self.here, default=None)
 
 
-def find_sharing(path: Path, save_id: str, failure: str) -> Sharing:
+def find_file_systems(path: Path, save_id: str, failure: str) -> FileSystems:
     """Make the folder and find out, by markers in it, which ranks share it; all ranks call this.
 
     A file system that shows a marker late only makes a rank write what another one writes too.
     """
-    all_succeed(failure, lambda: _make_folder(path))
+    all_or_raise(failure, lambda: _make_folder(path))
     marker = path / f".rank_{state.rank}.{save_id}.tmp"
     try:
-        all_succeed(failure, _when(state.local_rank == 0, lambda: _touch(marker)))
+        all_or_raise(failure, _only_when(state.local_rank == 0, lambda: _touch(marker)))
         seen = [int(found.name.split(".")[1].removeprefix("rank_")) for found in path.glob(f".rank_*.{save_id}.tmp")]
-        return Sharing(tuple(allgather(min(seen, default=state.rank))))
+        return FileSystems(tuple(allgather(min(seen, default=state.rank))))
     finally:
         with contextlib.suppress(OSError):
             marker.unlink(missing_ok=True)
 
 
-def _when(condition: bool, do: Callable[[], None]) -> Callable[[], None]:
+def _only_when(condition: bool, do: Callable[[], None]) -> Callable[[], None]:
     return do if condition else lambda: None
 
 

@@ -1,4 +1,4 @@
-"""All ranks succeed, or all of them raise the same."""
+"""Run something on all ranks: all of them succeed, or all of them raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smpkit.errors import CheckpointError, SmpkitError, UsageError
 from smpkit.torch.comm import allgather
 from smpkit.torch.state import state
 
-__all__ = ["Model", "Optimizer", "all_succeed", "the_model"]
+__all__ = ["Model", "Optimizer", "all_or_raise", "wrapped_model"]
 
 _T = TypeVar("_T")
 
@@ -45,7 +45,7 @@ class Optimizer(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
 
-def the_model(model: Model | None = None) -> Model:
+def wrapped_model(model: Model | None = None) -> Model:
     """Return the model that is meant: the last one that was wrapped if none is given.
 
     Raises:
@@ -57,7 +57,7 @@ def the_model(model: Model | None = None) -> Model:
     return found  # type: ignore[no-any-return]
 
 
-def all_succeed(what: str, attempt: Callable[[], _T]) -> _T:
+def all_or_raise(what: str, attempt: Callable[[], _T]) -> _T:
     """Let every rank try; return the own result, or raise CheckpointError on all of them, naming those that failed."""
     cause: Exception | None = None
     try:

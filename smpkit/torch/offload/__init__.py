@@ -2,10 +2,10 @@
 
 ::
 
-    public.py ─► build.py ─► engine.py ─► scope.py     hooks: what is saved becomes a handle, and the tensor again
-                                 ├──────► departures.py  the way out;  arrivals.py: the way back
-                                 ├──────► record.py    one storage: where its bytes are
-                                 ├──────► prefetch.py  what backward needs next;  pace.py: how early to load it
+    public.py ─► build.py ─► engine.py ─► scope.py     saved-tensor hooks: pack to a handle, unpack to the tensor
+                                 ├──────► departures.py  copies to the host;  arrivals.py: back
+                                 ├──────► record.py    one saved storage: where its bytes are
+                                 ├──────► prefetch.py  the order of backward;  pace.py: tunes the lead
                                  ├──────► arena.py     host memory
                                  └──────► link.py      copies and events: cuda.py, or emulated.py on any machine
 """

@@ -15,13 +15,22 @@ import torch
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 
-__all__ = ["Offloader", "begin_action", "boundary", "current", "follow", "footprint", "install", "reserve"]
+__all__ = [
+    "Offloader",
+    "begin_action",
+    "current_offloader",
+    "follow",
+    "footprint",
+    "install",
+    "offload_inputs",
+    "reserve",
+]
 
 
 class Offloader(Protocol):
-    """What takes the boundaries of checkpointed calls away from the device."""
+    """What offloads the inputs of checkpointed calls."""
 
-    def boundary(self, name: str) -> AbstractContextManager[object]:
+    def offload_inputs(self, name: str) -> AbstractContextManager[object]:
         """Offload what is saved for backward inside."""
 
     def follow(self, actions: Sequence[Action]) -> None:
@@ -41,7 +50,7 @@ _engine: Offloader | None = None  # one per process, like the model; parked micr
 _NOTHING: Final = contextlib.nullcontext()
 
 
-def boundary(name: str) -> AbstractContextManager[object]:
+def offload_inputs(name: str) -> AbstractContextManager[object]:
     """Offload the tensors that autograd saves inside: enter it around a checkpointed call, whose inputs those are.
 
     Does nothing, at the price of one comparison, when nothing is to be offloaded.
@@ -50,7 +59,7 @@ def boundary(name: str) -> AbstractContextManager[object]:
         name: path of the checkpointed module as in `state_dict`, for reports and errors.
     """
     # A compiled model decides for itself what it saves; its graph must not have our hooks inside.
-    return _NOTHING if _engine is None or torch.compiler.is_compiling() else _engine.boundary(name)
+    return _NOTHING if _engine is None or torch.compiler.is_compiling() else _engine.offload_inputs(name)
 
 
 def follow(actions: Sequence[Action]) -> None:
@@ -71,9 +80,9 @@ def footprint() -> list[int]:
 
 
 def reserve(sizes: Sequence[int], live_microbatches: int) -> None:
-    """Have host memory for so many microbatches before a step begins: to pin it can wait for the device.
+    """Reserve host memory for so many microbatches before a step begins.
 
-    In the middle of a step two ranks that send to each other could then wait for each other.
+    Pinning may synchronize with the device; in the middle of a step, two ranks that send to each other could deadlock.
 
     Args:
         sizes: the footprint of one microbatch.
@@ -83,13 +92,13 @@ def reserve(sizes: Sequence[int], live_microbatches: int) -> None:
         _engine.reserve([*sizes] * live_microbatches)
 
 
-def current() -> Offloader | None:
-    """Return what `boundary` hands its tensors to."""
+def current_offloader() -> Offloader | None:
+    """Return what `offload_inputs` hands its tensors to."""
     return _engine
 
 
 def install(engine: Offloader | None) -> Offloader | None:
-    """Hand boundaries to `engine` from now on, or to nobody; returns who got them before."""
+    """Let `engine` offload from now on, or nobody; returns the engine before it."""
     global _engine
     previous, _engine = _engine, engine
     return previous

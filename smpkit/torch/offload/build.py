@@ -7,11 +7,11 @@ from typing import Final
 
 import torch
 
-from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.host import make_arena
 from smpkit.torch.offload.link import Link, link_for
 from smpkit.torch.offload.pace import Lead
-from smpkit.torch.offload.prefetch import Order
+from smpkit.torch.offload.prefetch import BackwardOrder
 
 __all__ = ["DEBUG", "make_engine"]
 
@@ -30,7 +30,7 @@ def make_engine(
     deadline_seconds: float = 600.0,
     rank: int = 0,
     num_sharers: int = 1,
-) -> Engine:
+) -> ActivationEngine:
     """Return an engine.
 
     Args:
@@ -48,5 +48,7 @@ def make_engine(
     if os.environ.get(DEBUG) == "1":
         from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 
-        return CheckedEngine(CheckedLink(link), arena, Order(horizon), lead=lead, min_bytes=min_bytes, rank=rank)
-    return Engine(link, arena, Order(horizon), lead=lead, min_bytes=min_bytes, rank=rank)
+        return CheckedEngine(
+            CheckedLink(link), arena, BackwardOrder(horizon), lead=lead, min_bytes=min_bytes, rank=rank
+        )
+    return ActivationEngine(link, arena, BackwardOrder(horizon), lead=lead, min_bytes=min_bytes, rank=rank)

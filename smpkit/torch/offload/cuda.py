@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smpkit.errors import DeadlineError, UsageError
 from smpkit.torch.offload.arena import ordinary_memory
-from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.link import CopyBatch, Event
 from smpkit.torch.offload.pages import PAGE, Progress, mapped_bytes, touch
 
 __all__ = ["CudaLink", "pinned_memory"]
@@ -31,7 +31,7 @@ _POLL_SECONDS: Final = 50e-6
 _progress: Final = Progress("pinning host memory")
 
 
-class _Mark:
+class _StreamEvent:
     """An event of a CUDA stream."""
 
     __slots__ = ("_is_done", "event")
@@ -43,11 +43,11 @@ class _Mark:
 
     def done(self) -> bool:
         """Return whether the stream has come here."""
-        self._is_done = self._is_done or _is_over(self.event)
+        self._is_done = self._is_done or _is_complete(self.event)
         return self._is_done
 
 
-class _Stall:
+class _StreamWait:
     """The time between two events around a wait: what the stream spent in it."""
 
     def __init__(self, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
@@ -75,7 +75,7 @@ class CudaLink:
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self._deadline_seconds = deadline_seconds
         self._out, self._back = _stream(self.device), _stream(self.device)
-        self.out_bytes_per_second, self.back_bytes_per_second = self._measured()
+        self.out_bytes_per_second, self.back_bytes_per_second = self._bandwidths()
 
     def stream(self) -> Hashable:
         """Return the stream that computes now."""
@@ -83,33 +83,33 @@ class CudaLink:
 
     def now(self, stream: Hashable = None) -> Event:
         """Return an event of all that a stream, None for the current one, has been given so far."""
-        return _Mark(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(self.device))
+        return _StreamEvent(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(self.device))
 
-    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         """Copy on the stream to the host."""
         return _copy(self._out, copies, after)
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         """Copy on the stream from the host."""
         return _copy(self._back, copies, after)
 
-    def wait(self, event: Event, what: str) -> _Stall:
+    def wait(self, event: Event, what: str) -> _StreamWait:
         """Let the current stream wait; events around it measure what that costs."""
         first = self.stamp()
-        _order(torch.cuda.current_stream(self.device), event)
-        return _Stall(first, self.stamp())
+        _wait_event(torch.cuda.current_stream(self.device), event)
+        return _StreamWait(first, self.stamp())
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
         """Let the stream whose allocator gets memory back wait."""
         assert isinstance(stream, torch.cuda.Stream)
-        _order(stream, event)
+        _wait_event(stream, event)
 
-    def used(self, data: Tensor, stream: Hashable) -> None:
+    def record_stream(self, data: Tensor, stream: Hashable) -> None:
         """Let the allocator look for `stream` to come here, unless it is the memory's own: of that it takes no note."""
         assert isinstance(stream, torch.cuda.Stream)
         data.record_stream(stream)
 
-    def settle(self, event: Event, what: str) -> None:
+    def synchronize(self, event: Event, what: str) -> None:
         """Wait here, looking again and again: a device that hangs must not hang this thread."""
         deadline = time.monotonic() + self._deadline_seconds
         while not event.done():
@@ -134,10 +134,10 @@ class CudaLink:
 
     def close(self) -> None:
         """Complete what was given."""
-        for name, lane in (("out", self._out), ("back", self._back)):
-            self.settle(_Mark(lane), f"closing the copy stream {name}")
+        for name, stream in (("out", self._out), ("back", self._back)):
+            self.synchronize(_StreamEvent(stream), f"closing the copy stream {name}")
 
-    def _measured(self) -> tuple[float, float]:
+    def _bandwidths(self) -> tuple[float, float]:
         """Return bytes per second out and back; measured once for all links of a device."""
         if self.device not in _speeds:
             _speeds[self.device] = self._measure()
@@ -154,38 +154,38 @@ class CudaLink:
         release()
         return speeds
 
-    def _speed(self, lane: torch.cuda.Stream, source: Tensor, target: Tensor) -> float:
+    def _speed(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> float:
         """Return the best of some copies: other ranks of this machine measure at the same time."""
-        marks = [_event(keeps_time=True) for _ in range(1 + _MEASURED_COPIES)]
+        events = [_event(keeps_time=True) for _ in range(1 + _MEASURED_COPIES)]
         computed = self.stamp()
-        with torch.cuda.stream(lane):
+        with torch.cuda.stream(stream):
             # The allocator gives memory that the computing stream may still be using.
-            lane.wait_event(computed)
+            stream.wait_event(computed)
             target.copy_(source, non_blocking=True)  # the first copy pays for what the driver puts off
-            marks[0].record(lane)
-            for mark in marks[1:]:
+            events[0].record(stream)
+            for event in events[1:]:
                 target.copy_(source, non_blocking=True)
-                mark.record(lane)
-        self.settle(_Mark(lane), "measuring the link")
-        seconds = [1e-3 * float(first.elapsed_time(last)) for first, last in pairwise(marks)]
+                event.record(stream)
+        self.synchronize(_StreamEvent(stream), "measuring the link")
+        seconds = [1e-3 * float(first.elapsed_time(last)) for first, last in pairwise(events)]
         return source.numel() / min(seconds)
 
 
-def _copy(lane: torch.cuda.Stream, copies: Copies, after: Sequence[Event]) -> Event:
-    with torch.cuda.stream(lane):
+def _copy(stream: torch.cuda.Stream, copies: CopyBatch, after: Sequence[Event]) -> Event:
+    with torch.cuda.stream(stream):
         for event in after:
-            _order(lane, event)
-        copies.make(non_blocking=True)
-    return _Mark(lane)
+            _wait_event(stream, event)
+        copies.run(non_blocking=True)
+    return _StreamEvent(stream)
 
 
-def _order(stream: torch.cuda.Stream, event: Event) -> None:
-    if isinstance(event, _Mark) and not event.done():
+def _wait_event(stream: torch.cuda.Stream, event: Event) -> None:
+    if isinstance(event, _StreamEvent) and not event.done():
         stream.wait_event(event.event)
 
 
 def _seconds_between(first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
-    return 1e-3 * float(first.elapsed_time(last)) if _is_over(last) else None
+    return 1e-3 * float(first.elapsed_time(last)) if _is_complete(last) else None
 
 
 # torch leaves its streams and events untyped: these few lines are where that ends.
@@ -199,13 +199,13 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _is_over(event: torch.cuda.Event) -> bool:
+def _is_complete(event: torch.cuda.Event) -> bool:
     # While a CUDA graph is captured, to ask is forbidden, and the capture would fail.
     return not torch.cuda.is_current_stream_capturing() and bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
-    """Return host memory of exactly this size that copies run from and to at full speed (see `arena.HostMemory`).
+    """Return host memory of exactly this size that copies run from and to at full speed (see `arena.HostAllocator`).
 
     All of it is one registration: a copy must not cross from one to the next. The driver looks up every page, so they
     are large where they can be, and there before it comes; log lines at INFO tell how far that is, where it takes long.
@@ -221,7 +221,7 @@ def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     start = time.perf_counter()
     if error := int(cudart.cudaHostRegister(tensor.data_ptr(), -(-num_bytes // PAGE) * PAGE, 0)):
-        _forget_last_error()
+        _clear_last_error()
         raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {error}")
     _progress.add(0, time.perf_counter() - start)
 
@@ -232,7 +232,7 @@ def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
     return tensor, release
 
 
-def _forget_last_error() -> None:
+def _clear_last_error() -> None:
     """Let a failed call of the CUDA runtime be over: it stays this thread's last error until somebody asks for that.
 
     Torch asks after each kernel that it launches, and would take it for the kernel's. So this launches one for it.

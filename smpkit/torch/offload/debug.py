@@ -1,8 +1,9 @@
 """An engine that checks itself (`SMPKIT_OFFLOAD_DEBUG=1`): the order of accesses, what was stored, what is left over.
 
-Every stream, copy lane and this thread has a vector clock: how much of each other's work is known to be complete before
-what it does next. An event carries the clock of where it was recorded, and a wait joins it. So whether two accesses are
-ordered does not depend on how long they happened to take: a missing edge is found even where it did no harm this time.
+Every stream, copy thread and this thread has a vector clock: how much of each other's work is known to be complete
+before what it does next. An event carries the clock of where it was recorded, and a wait joins it. So whether two
+accesses are ordered does not depend on how long they happened to take: a missing edge is found even where it did no
+harm this time.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from smpkit.torch.offload.engine import Engine
-from smpkit.torch.offload.link import Copies, Event, Link, Wait
-from smpkit.torch.offload.record import Group, Record
+from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.link import CopyBatch, Event, Link, Wait
+from smpkit.torch.offload.record import Group, SavedStorage
 from smpkit.torch.offload.report import StepReport
-from smpkit.torch.offload.scope import Handle, Scope
+from smpkit.torch.offload.scope import HookContext, SavedTensorHandle
 
 __all__ = ["CheckedEngine", "CheckedLink", "RaceError"]
 
@@ -38,7 +39,7 @@ class RaceError(AssertionError):
 class _Access:
     what: str
     is_write: bool
-    lane: Hashable
+    timeline: Hashable
     tick: int
     begin: int
     end: int
@@ -48,19 +49,19 @@ class _Access:
 class Clocks:
     """Who knows what to be complete, and who last touched which bytes."""
 
-    lanes: dict[Hashable, Clock] = field(default_factory=dict)
+    timelines: dict[Hashable, Clock] = field(default_factory=dict)
     host: Clock = field(default_factory=dict)
     """What this thread has seen complete; all that it enqueues later comes after."""
     accesses: list[_Access] = field(default_factory=list)
-    found: RaceError | None = None
+    first_race: RaceError | None = None
     """The first race, in case that it is raised where nobody hears it: in a destructor."""
 
-    def step(self, lane: Hashable, *known: Clock) -> Clock:
-        """Let a lane do one more thing, after `known`; return its clock."""
-        clock = self.lanes.setdefault(lane, {})
+    def step(self, timeline: Hashable, *known: Clock) -> Clock:
+        """Advance a timeline by one operation, after `known`; return its clock."""
+        clock = self.timelines.setdefault(timeline, {})
         for other in (self.host, *known):
             _join(clock, other)
-        clock[lane] = clock.get(lane, 0) + 1
+        clock[timeline] = clock.get(timeline, 0) + 1
         return dict(clock)
 
     def allocated(self, tensor: Tensor) -> None:
@@ -68,24 +69,26 @@ class Clocks:
         begin, end = _span(tensor)
         self.accesses = [each for each in self.accesses if each.end <= begin or end <= each.begin]
 
-    def touch(self, lane: Hashable, tensor: Tensor, what: str, *, is_write: bool) -> None:
-        """Note an access by the present work of a lane, and check it against those before it.
+    def touch(self, timeline: Hashable, tensor: Tensor, what: str, *, is_write: bool) -> None:
+        """Note an access by the present work of a timeline, and check it against those before it.
 
         Raises:
             RaceError: an earlier one may still run.
         """
-        clock = self.lanes[lane]
+        clock = self.timelines[timeline]
         begin, end = _span(tensor)
         kept = []
         for each in self.accesses:
             meets = each.begin < end and begin < each.end
-            if meets and (is_write or each.is_write) and clock.get(each.lane, 0) < each.tick:
-                self.found = self.found or RaceError(f"offload race: {what} is not ordered after: {each.what}")
-                raise self.found
+            if meets and (is_write or each.is_write) and clock.get(each.timeline, 0) < each.tick:
+                self.first_race = self.first_race or RaceError(
+                    f"offload race: {what} is not ordered after: {each.what}"
+                )
+                raise self.first_race
             # A write that comes after everything else is all that a later access must be compared with.
             if not (meets and is_write and begin <= each.begin and each.end <= end):
                 kept.append(each)
-        self.accesses = [*kept, _Access(what, is_write, lane, clock[lane], begin, end)]
+        self.accesses = [*kept, _Access(what, is_write, timeline, clock[timeline], begin, end)]
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -93,11 +96,11 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _join(clock: Clock, other: Clock) -> None:
-    for lane, tick in other.items():
-        clock[lane] = max(clock.get(lane, 0), tick)
+    for timeline, tick in other.items():
+        clock[timeline] = max(clock.get(timeline, 0), tick)
 
 
-class _Stamped:
+class _ClockedEvent:
     """An event with the clock of where it was recorded."""
 
     def __init__(self, inner: Event, clock: Clock, clocks: Clocks) -> None:
@@ -135,14 +138,14 @@ class CheckedLink:
     def now(self, stream: Hashable = None) -> Event:
         """Return an event with the stream's clock."""
         clock = self.clocks.step(self.stream() if stream is None else stream)
-        return _Stamped(self.inner.now(stream), clock, self.clocks)
+        return _ClockedEvent(self.inner.now(stream), clock, self.clocks)
 
-    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
-        """Check and copy: the lane reads the device's bytes and writes the host's."""
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
+        """Check and copy: the copy reads the device's bytes and writes the host's."""
         return self._copy("out", copies, after, what)
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
-        """Check and copy: the lane reads the host's bytes and writes the device's."""
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
+        """Check and copy: the copy reads the host's bytes and writes the device's."""
         return self._copy("back", copies, after, what)
 
     def wait(self, event: Event, what: str) -> Wait:
@@ -155,13 +158,13 @@ class CheckedLink:
         self.clocks.step(stream, _clock(event))
         self.inner.before_reuse(_inner(event), stream)
 
-    def used(self, data: Tensor, stream: Hashable) -> None:
+    def record_stream(self, data: Tensor, stream: Hashable) -> None:
         """Tell the inner link."""
-        self.inner.used(data, stream)
+        self.inner.record_stream(data, stream)
 
-    def settle(self, event: Event, what: str) -> None:
+    def synchronize(self, event: Event, what: str) -> None:
         """Let this thread know what the event knows."""
-        self.inner.settle(_inner(event), what)
+        self.inner.synchronize(_inner(event), what)
         _join(self.clocks.host, _clock(event))
 
     def stamp(self) -> Any:
@@ -176,34 +179,34 @@ class CheckedLink:
         """Close the inner link."""
         self.inner.close()
 
-    def _copy(self, lane: str, copies: Copies, after: Sequence[Event], what: str) -> Event:
-        clock = self.clocks.step(lane, *map(_clock, after))
+    def _copy(self, timeline: str, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
+        clock = self.clocks.step(timeline, *map(_clock, after))
         for source, target in copies:
-            self.clocks.touch(lane, source, f"the copy {lane} of {what} (read)", is_write=False)
-            self.clocks.touch(lane, target, f"the copy {lane} of {what} (write)", is_write=True)
-        copy = self.inner.send if lane == "out" else self.inner.fetch
-        return _Stamped(copy(copies, [_inner(event) for event in after], what), clock, self.clocks)
+            self.clocks.touch(timeline, source, f"the copy {timeline} of {what} (read)", is_write=False)
+            self.clocks.touch(timeline, target, f"the copy {timeline} of {what} (write)", is_write=True)
+        copy = self.inner.send if timeline == "out" else self.inner.fetch
+        return _ClockedEvent(copy(copies, [_inner(event) for event in after], what), clock, self.clocks)
 
 
 def _clock(event: Event) -> Clock:
-    return event.clock if isinstance(event, _Stamped) else {}
+    return event.clock if isinstance(event, _ClockedEvent) else {}
 
 
 def _inner(event: Event) -> Event:
-    return event.inner if isinstance(event, _Stamped) else event
+    return event.inner if isinstance(event, _ClockedEvent) else event
 
 
-class CheckedScope(Scope):
+class CheckedHookContext(HookContext):
     """Hooks that compare what comes back with what was saved."""
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _pack(self, tensor: Tensor) -> SavedTensorHandle:
         return super()._pack(tensor), _fingerprint(tensor), self._name
 
-    def _unpack(self, handle: Handle) -> Tensor:
+    def _unpack(self, handle: SavedTensorHandle) -> Tensor:
         inner, saved, name = handle
         tensor = super()._unpack(inner)
         if isinstance(self._engine, CheckedEngine) and len(inner) != 3:
-            self._engine.settle(inner[0])
+            self._engine.synchronize(inner[0])
         if saved is not None and (back := _fingerprint(tensor)) != saved:
             raise RaceError(f"a tensor of `{name}` came back as {back}, and was saved as {saved}")
         return tensor
@@ -217,10 +220,10 @@ def _fingerprint(tensor: Tensor) -> Hashable:
     return tuple(tensor.size()), tensor.dtype, hashlib.blake2b(content.numpy().data, digest_size=8).hexdigest()
 
 
-class CheckedEngine(Engine):
+class CheckedEngine(ActivationEngine):
     """An engine over a `CheckedLink`."""
 
-    scope_type = CheckedScope
+    context_type = CheckedHookContext
     link: CheckedLink
 
     def end_step(self) -> StepReport:
@@ -230,61 +233,61 @@ class CheckedEngine(Engine):
             RaceError: host memory is still taken.
         """
         report = super().end_step()
-        if self.link.clocks.found is not None:
-            raise self.link.clocks.found
+        if self.link.clocks.first_race is not None:
+            raise self.link.clocks.first_race
         if not self._groups and (left := self.arena.num_blocks):
             raise RaceError(f"{left} blocks of host memory ({self.arena.used_bytes} bytes) belong to no graph any more")
         return report
 
-    def settle(self, record: Record) -> None:
-        """Wait for what a record waits for, behind the checker's back: it must not learn an order from this."""
-        for event in (record.out, record.load):
+    def synchronize(self, saved: SavedStorage) -> None:
+        """Wait for what a storage waits for, behind the checker's back: it must not learn an order from this."""
+        for event in (saved.d2h_event, saved.h2d_event):
             if event is not None:
-                self.link.inner.settle(_inner(event), "the checker")
+                self.link.inner.synchronize(_inner(event), "the checker")
 
-    def send(self, group: Group, records: Sequence[Record]) -> None:
+    def send(self, group: Group, storages: Sequence[SavedStorage]) -> None:
         """Note that compute has written what is about to leave."""
-        for record in records:
-            if record.data is not None:
-                self.link.clocks.allocated(record.data)
-                self._touch(record.stream, record.data, f"computing what {group} saves", is_write=True)
-        super().send(group, records)
+        for saved in storages:
+            if saved.data is not None:
+                self.link.clocks.allocated(saved.data)
+                self._touch(saved.stream, saved.data, f"computing what {group} saves", is_write=True)
+        super().send(group, storages)
 
-    def bring(self, group: Group, record: Record) -> Tensor:
+    def restore(self, group: Group, saved: SavedStorage) -> Tensor:
         """Note that compute reads what came back."""
-        data = super().bring(group, record)
+        data = super().restore(group, saved)
         self._touch(self.link.stream(), data, f"the backward of {group}", is_write=False)
         return data
 
-    def bury(self, record: Record) -> None:
+    def retire(self, saved: SavedStorage) -> None:
         """Poison what is free: who reads it too late, or before it is written, gets NaN."""
-        host = None if record.block is None else record.host
+        host = None if saved.block is None else saved.host
         with contextlib.suppress(RaceError):  # this runs in a destructor; the end of the step raises it
-            super().bury(record)
+            super().retire(saved)
         if host is not None:
-            self.settle(record)
+            self.synchronize(saved)
             host.flatten().view(torch.uint8).fill_(_POISON)
 
-    def _move(self, record: Record, data: Tensor, stream: Hashable) -> Tensor:
+    def _copy_to_stream(self, saved: SavedStorage, data: Tensor, stream: Hashable) -> Tensor:
         self._touch(stream, data, "taking bytes over from another stream", is_write=False)
-        moved = super()._move(record, data, stream)
+        moved = super()._copy_to_stream(saved, data, stream)
         self.link.clocks.allocated(moved)
         return moved
 
-    def _room(self, record: Record) -> Tensor:
-        data = super()._room(record)
+    def _allocate(self, saved: SavedStorage) -> Tensor:
+        data = super()._allocate(saved)
         data.flatten().view(torch.uint8).fill_(_POISON)
         self.link.clocks.allocated(data)
         self._touch(self.link.stream(), data, "taking device memory", is_write=True)
         return data
 
-    def _drop(self, records: Iterable[Record]) -> None:
+    def _drop(self, storages: Iterable[SavedStorage]) -> None:
         """Note that the allocator may give the memory to the next user on the stream, who writes to it."""
-        records = list(records)
-        for record in records:
-            if record.data is not None and record.load is None:
-                self._touch(record.stream, record.data, "using memory again that was offloaded", is_write=True)
-        super()._drop(records)
+        storages = list(storages)
+        for saved in storages:
+            if saved.data is not None and saved.h2d_event is None:
+                self._touch(saved.stream, saved.data, "using memory again that was offloaded", is_write=True)
+        super()._drop(storages)
 
     def _touch(self, stream: Hashable, data: Tensor, what: str, *, is_write: bool) -> None:
         self.link.clocks.step(stream)

@@ -1,4 +1,4 @@
-"""The way out: from a saved storage to host memory, and back into the hands of the allocators when nobody needs it."""
+"""Device to host: copy saved storages out, and free device and host memory when nothing uses it any more."""
 
 from __future__ import annotations
 
@@ -11,95 +11,95 @@ from typing import Final
 import torch
 
 from smpkit.torch.offload.arena import ALIGNMENT, Arena
-from smpkit.torch.offload.link import Copies, Event, Link
-from smpkit.torch.offload.pace import Lead, Pace
-from smpkit.torch.offload.prefetch import Order
-from smpkit.torch.offload.record import Group, Record, State
-from smpkit.torch.offload.report import Ledger
+from smpkit.torch.offload.link import CopyBatch, Event, Link
+from smpkit.torch.offload.pace import Lead, PrefetchTuner
+from smpkit.torch.offload.prefetch import BackwardOrder
+from smpkit.torch.offload.record import Group, SavedStorage, StorageState
+from smpkit.torch.offload.report import OffloadStats
 
-__all__ = ["Departures"]
+__all__ = ["DeviceToHost"]
 
 _log = logging.getLogger("smpkit")
 
-_LEAST_HELD: Final = 2
-_ON_ITS_WAY: Final = State.COPYING | State.LOADING
+_MIN_HELD: Final = 2
+_IN_FLIGHT: Final = StorageState.COPYING | StorageState.LOADING
 
 
-class Departures:
-    """Sends records to the host, and lets go of device and host memory when that is safe.
+class DeviceToHost:
+    """Copies saved storages to the host, and frees device and host memory when that is safe.
 
     Args:
         link: the device's.
         arena: where the bytes go.
         order: predicts what backward needs next.
-        lead: see `Pace`.
+        lead: see `PrefetchTuner`.
         rank: for reports.
     """
 
-    def __init__(self, link: Link, arena: Arena, order: Order, lead: Lead, rank: int) -> None:
+    def __init__(self, link: Link, arena: Arena, order: BackwardOrder, lead: Lead, rank: int) -> None:
         self.link = link
         self.arena = arena
         self.order = order
-        self.pace = Pace(link, lead)
-        self.ledger = Ledger(rank)
-        self.records: dict[Hashable, Record] = {}
+        self.tuner = PrefetchTuner(link, lead)
+        self.stats = OffloadStats(rank)
+        self.storages: dict[Hashable, SavedStorage] = {}
         """By storage, to know one that is saved again."""
-        self.nothing = torch.empty(0, device=link.device)
-        self._spent_bytes = 0
+        self.empty = torch.empty(0, device=link.device)
+        self._consumed_bytes = 0
         """On the device, of what backward has got and may still use; ours no more."""
         self._copying: deque[weakref.ref[Group]] = deque()
         self._warned = False
 
-    def send(self, group: Group, records: Sequence[Record]) -> None:
-        """Begin to copy records of a group to the host; they stay if it has no room, or if they would soon be back.
+    def send(self, group: Group, storages: Sequence[SavedStorage]) -> None:
+        """Begin to copy storages of a group to the host; they stay if it has no room, or if they would soon be back.
 
         Either way they are held from now on.
         """
-        sizes = [record.num_bytes for record in records]
-        self.ledger.hold(sum(sizes))
-        if not group.stays:
-            self._depart(group, records, sizes)
+        sizes = [saved.num_bytes for saved in storages]
+        self.stats.hold(sum(sizes))
+        if not group.stays_on_device:
+            self._copy_to_host(group, storages, sizes)
 
-    def _depart(self, group: Group, records: Sequence[Record], sizes: Sequence[int]) -> None:
-        """Begin to copy records of a group to one block; where there is none so large, half of them after the other."""
+    def _copy_to_host(self, group: Group, storages: Sequence[SavedStorage], sizes: Sequence[int]) -> None:
+        """Begin to copy storages to one block; where there is none so large, half of them after the other."""
         # Each rounded up, as `aligned` does. All here are lists, not generators, which take longer.
         block = self.arena.take(sum([-(-num_bytes // ALIGNMENT) for num_bytes in sizes]) * ALIGNMENT)
         if block is None:
-            if len(records) == 1:
-                self._keep(group, records[0])
+            if len(storages) == 1:
+                self._keep_on_device(group, storages[0])
                 return
-            middle = len(records) // 2
-            self._depart(group, records[:middle], sizes[:middle])
-            self._depart(group, records[middle:], sizes[middle:])
+            middle = len(storages) // 2
+            self._copy_to_host(group, storages[:middle], sizes[:middle])
+            self._copy_to_host(group, storages[middle:], sizes[middle:])
             return
-        sources = [record.data for record in records if record.data is not None]  # all: they are on the device
-        targets = block.shaped([record.form for record in records])
+        sources = [saved.data for saved in storages if saved.data is not None]  # all: they are on the device
+        targets = block.views_of([saved.spec for saved in storages])
         # Nearly always the current stream alone. Another one may be joined only later than this.
-        after = [self.link.now(stream) for stream in {record.stream for record in records}]
+        after = [self.link.now(stream) for stream in {saved.stream for saved in storages}]
         after += block.free_after
-        block.num_users, block.last_uses = len(records), []
-        for record, host in zip(records, targets, strict=True):
-            record.block, record.host = block, host  # before the copy, which may fail: they give the block back
-        event = self.link.send(Copies(sources, targets), after, group.what)
-        copying = State.COPYING
-        for record in records:
-            record.state, record.out = copying, event
-        self.ledger.bytes_out += sum(sizes)
+        block.num_users, block.last_uses = len(storages), []
+        for saved, host in zip(storages, targets, strict=True):
+            saved.block, saved.host = block, host  # before the copy, which may fail: they give the block back
+        event = self.link.send(CopyBatch(sources, targets), after, group.label)
+        copying = StorageState.COPYING
+        for saved in storages:
+            saved.state, saved.d2h_event = copying, event
+        self.stats.bytes_out += sum(sizes)
         self._copying.append(weakref.ref(group))
 
-    def bury(self, record: Record) -> None:
-        """Take over what a record leaves behind: its block, once nobody reads or writes it any more."""
-        if self.records.get(record.key) is record:
-            del self.records[record.key]
-        last = record.load or record.out
-        if record.state & _ON_ITS_WAY and last is not None:
-            self.link.before_reuse(last, record.stream)
-        if record.data is not None:
-            record.witness = self.nothing  # the copy that is under way, or a user, may have the data
-            self.ledger.let_go(record.num_bytes)
-            self._drop((record,))
-        record.state = State.DEAD
-        block = record.block
+    def retire(self, saved: SavedStorage) -> None:
+        """Retire a storage that no graph needs: free its memory, once no copy uses it any more."""
+        if self.storages.get(saved.key) is saved:
+            del self.storages[saved.key]
+        last = saved.h2d_event or saved.d2h_event
+        if saved.state & _IN_FLIGHT and last is not None:
+            self.link.before_reuse(last, saved.stream)
+        if saved.data is not None:
+            saved.version_alias = self.empty  # the copy that is under way, or a user, may have the data
+            self.stats.release(saved.num_bytes)
+            self._drop((saved,))
+        saved.state = StorageState.DEAD
+        block = saved.block
         if block is None:
             return
         uses = block.last_uses
@@ -108,78 +108,78 @@ class Departures:
         # Graphs die in any thread: whoever takes the last one away, and nobody else, gives the block back.
         block.num_users = left = block.num_users - 1
         if not left:
-            self.arena.give(block, uses)
+            self.arena.free(block, uses)
 
-    def _poll(self) -> None:
+    def _release_copied(self) -> None:
         """Release device memory whose copy is complete.
 
         Without a plan, backward may begin any time, and with the latest groups: those are held. On a device that this
         thread runs ahead of, two are held at least, so that their copies have time to end before anyone waits for them.
         """
-        held = 0 if self.order.is_planned else self.pace.lead
+        held = 0 if self.order.is_planned else self.tuner.lead
         if self.link.is_stream_ordered:
-            held = max(held, _LEAST_HELD)
+            held = max(held, _MIN_HELD)
         copying = self._copying
         while copying:
             group = copying[0]()
-            if group is not None and not group.is_pinned and self._must_wait(group, held):
+            if group is not None and not group.is_held and self._is_unfinished(group, held):
                 return
             copying.popleft()
 
-    def _must_wait(self, group: Group, held: int) -> bool:
-        return self.order.is_recent(group.index, held) or not self._release(group)
+    def _is_unfinished(self, group: Group, held: int) -> bool:
+        return self.order.is_recent(group.index, held) or not self._release_group(group)
 
-    def _release(self, group: Group) -> bool:
+    def _release_group(self, group: Group) -> bool:
         """Let go of a group's device memory; return whether that could be done without blocking this thread."""
-        copying, host = State.COPYING, State.HOST
+        copying, host = StorageState.COPYING, StorageState.HOST
         complete: Event | None = None
-        released = list[Record]()
+        released = list[SavedStorage]()
         num_bytes = 0
         is_complete = True
-        for record in group.needs:
-            if record.state != copying:
+        for saved in group.storages:
+            if saved.state != copying:
                 continue
-            out = record.out
-            assert out is not None
-            if out is not complete:
-                if out.done():
-                    complete = out
+            d2h_event = saved.d2h_event
+            assert d2h_event is not None
+            if d2h_event is not complete:
+                if d2h_event.done():
+                    complete = d2h_event
                 elif self.link.is_stream_ordered:
                     # This thread is ahead of the device: let the allocator's stream wait, or nothing would be free.
-                    self.link.before_reuse(out, record.stream)
+                    self.link.before_reuse(d2h_event, saved.stream)
                 else:
                     is_complete = False
                     break
-            num_bytes += record.num_bytes
-            record.state = host
-            released.append(record)
+            num_bytes += saved.num_bytes
+            saved.state = host
+            released.append(saved)
         self._drop(released)
-        self.ledger.let_go(num_bytes)
+        self.stats.release(num_bytes)
         return is_complete
 
-    def _drop(self, records: Iterable[Record]) -> None:
-        """Let go of device memory; it may be used again by the records' streams at once."""
-        nothing = self.nothing
+    def _drop(self, storages: Iterable[SavedStorage]) -> None:
+        """Let go of device memory; it may be used again by the storages' streams at once."""
+        empty = self.empty
         is_shared = self.link.is_stream_ordered
-        for record in records:
-            data, witness = record.data, record.witness
-            if is_shared and record.load is None and data is not None:
+        for saved in storages:
+            data, version_alias = saved.data, saved.version_alias
+            if is_shared and saved.h2d_event is None and data is not None:
                 # Without us its graph would have held it until backward, and the user may have taken it from a stream
                 # that counts on that.
-                self.link.used(data, record.stream)
-            if witness is data:
-                witness.data = nothing
-            record.data = None
+                self.link.record_stream(data, saved.stream)
+            if version_alias is data:
+                version_alias.data = empty
+            saved.data = None
 
-    def _count_out(self) -> None:
-        """Count what backward has got no more: it has gone on to another layer."""
-        spent, self._spent_bytes = self._spent_bytes, 0
+    def _count_consumed(self) -> None:
+        """Stop counting what the previous layer's backward used."""
+        spent, self._consumed_bytes = self._consumed_bytes, 0
         if spent:
-            self.ledger.let_go(spent)
+            self.stats.release(spent)
 
-    def _keep(self, group: Group, record: Record) -> None:
-        """Leave a record on the device for good, because the host has no room."""
-        self.ledger.kept_bytes += record.num_bytes
+    def _keep_on_device(self, group: Group, saved: SavedStorage) -> None:
+        """Leave a storage on the device for good, because the host has no room."""
+        self.stats.kept_bytes += saved.num_bytes
         if not self._warned:
             self._warned = True
             budget = self.arena.budget_bytes

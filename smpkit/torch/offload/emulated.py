@@ -3,7 +3,7 @@
 Order, overlap, memory and failures of the engine show on it as on a GPU, on any machine::
 
     compute  F0  F1  F2  B2  B1  B0        (the thread that calls; a wait blocks it)
-    out        0   1   2                    a copy keeps its lane for latency + bytes / rate,
+    out        0   1   2                    a copy keeps its thread for latency + bytes / rate,
     back               1   0                and writes at the end of that time
 """
 
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import DeadlineError, SmpkitError, UsageError
-from smpkit.torch.offload.link import DONE, Copies, Event
+from smpkit.torch.offload.link import DONE, CopyBatch, Event
 
-__all__ = ["Blocked", "EmulatedLink", "Ticket"]
+__all__ = ["CopyEvent", "EmulatedLink", "ThreadWait"]
 
 _IDLE_SECONDS: Final = 0.2
-"""A lane without work for so long ends its thread; the next copy starts another. So none is left behind."""
+"""A copy thread without work for so long ends; the next copy starts another. So none is left behind."""
 
 
-class Ticket:
+class CopyEvent:
     """The event of a copy that a thread makes."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Blocked:
+class ThreadWait:
     """How long a thread stood still in a wait."""
 
     seconds: float
@@ -98,8 +98,8 @@ class EmulatedLink:
         self._deadline_seconds = deadline_seconds
         self._in_place = math.isinf(out_bytes_per_second) and math.isinf(back) and not latency_seconds + jitter_seconds
         times = (latency_seconds, jitter_seconds, deadline_seconds)
-        self._out = _Lane("offload-out", out_bytes_per_second, *times, seed)
-        self._back = _Lane("offload-back", back, *times, seed + 1)
+        self._out = _CopyThread("offload-out", out_bytes_per_second, *times, seed)
+        self._back = _CopyThread("offload-back", back, *times, seed + 1)
 
     def stream(self) -> Hashable:
         """Return the one stream there is: the caller's own thread of control."""
@@ -109,29 +109,29 @@ class EmulatedLink:
         """Return a complete event: what this thread was given it has done."""
         return DONE
 
-    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
-        """Copy on the lane to the host."""
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
+        """Copy on the thread to the host."""
         return self._copy(self._out, copies, after, what)
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
-        """Copy on the lane from the host."""
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
+        """Copy on the thread from the host."""
         return self._copy(self._back, copies, after, what)
 
-    def wait(self, event: Event, what: str) -> Blocked:
+    def wait(self, event: Event, what: str) -> ThreadWait:
         """Block this thread until `event`."""
         start = time.perf_counter()
-        self.settle(event, what)
-        return Blocked(time.perf_counter() - start)
+        self.synchronize(event, what)
+        return ThreadWait(time.perf_counter() - start)
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
         """Do nothing: a copy under way holds what it copies."""
 
-    def used(self, data: Tensor, stream: Hashable) -> None:
+    def record_stream(self, data: Tensor, stream: Hashable) -> None:
         """Do nothing: there is one stream."""
 
-    def settle(self, event: Event, what: str) -> None:
+    def synchronize(self, event: Event, what: str) -> None:
         """Block this thread until `event`."""
-        if isinstance(event, Ticket):
+        if isinstance(event, CopyEvent):
             _await(event, what, self._deadline_seconds)
 
     def stamp(self) -> float:
@@ -147,36 +147,36 @@ class EmulatedLink:
         self._out.close()
         self._back.close()
 
-    def _copy(self, lane: _Lane, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def _copy(self, copy_thread: _CopyThread, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         if self._in_place:
-            copies.make()
+            copies.run()
             return DONE
-        job = _Job(copies, tuple(event for event in after if not event.done()), what, Ticket())
-        lane.put(job)
-        return job.ticket
+        job = _CopyJob(copies, tuple(event for event in after if not event.done()), what, CopyEvent())
+        copy_thread.put(job)
+        return job.event
 
 
-def _await(ticket: Ticket, what: str, deadline_seconds: float) -> None:
-    if not ticket.wait(deadline_seconds):
+def _await(event: CopyEvent, what: str, deadline_seconds: float) -> None:
+    if not event.wait(deadline_seconds):
         raise DeadlineError(
             f"{what} waited {deadline_seconds:g} s for a copy between device and host memory",
             hint="is the machine out of memory or stopped? Raise `timeout_seconds` if the link is only slow",
         )
-    if isinstance(ticket.error, DeadlineError):
-        raise ticket.error
-    if ticket.error is not None:
-        raise SmpkitError(f"{what} was not copied between device and host memory: {ticket.error}") from ticket.error
+    if isinstance(event.error, DeadlineError):
+        raise event.error
+    if event.error is not None:
+        raise SmpkitError(f"{what} was not copied between device and host memory: {event.error}") from event.error
 
 
 @dataclass(frozen=True)
-class _Job:
-    copies: Copies
+class _CopyJob:
+    copies: CopyBatch
     after: tuple[Event, ...]
     what: str
-    ticket: Ticket
+    event: CopyEvent
 
 
-class _Lane:
+class _CopyThread:
     """One direction: a thread while there is work."""
 
     def __init__(
@@ -192,14 +192,14 @@ class _Lane:
         self._bytes_per_second = bytes_per_second
         self._latency_seconds, self._jitter_seconds = latency_seconds, jitter_seconds
         self._deadline_seconds = deadline_seconds
-        self._dice = random.Random(seed)  # noqa: S311 - for delays
-        self._jobs: deque[_Job] = deque()
+        self._random = random.Random(seed)  # noqa: S311 - for delays
+        self._jobs: deque[_CopyJob] = deque()
         self._work = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._free_at = 0.0
 
-    def put(self, job: _Job) -> None:
+    def put(self, job: _CopyJob) -> None:
         """Queue a copy, and wake or start the thread."""
         with self._work:
             self._closing = False
@@ -223,10 +223,10 @@ class _Lane:
             try:
                 self._copy(job)
             except BaseException as error:
-                job.ticket.end(error)
-            del job  # or an idle lane would hold the last tensors
+                job.event.end(error)
+            del job  # or an idle thread would hold the last tensors
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _CopyJob | None:
         """Return the next copy; None ends the thread."""
         with self._work:
             if not self._jobs and not self._closing:
@@ -236,17 +236,17 @@ class _Lane:
             self._thread = None
             return None
 
-    def _copy(self, job: _Job) -> None:
+    def _copy(self, job: _CopyJob) -> None:
         for event in job.after:
-            if isinstance(event, Ticket):
+            if isinstance(event, CopyEvent):
                 _await(event, job.what, self._deadline_seconds)
         num_bytes = sum(source.nbytes for source, _ in job.copies)
         start = max(time.perf_counter(), self._free_at)
-        jitter = self._dice.uniform(0, self._jitter_seconds) if self._jitter_seconds else 0.0
+        jitter = self._random.uniform(0, self._jitter_seconds) if self._jitter_seconds else 0.0
         self._free_at = start + self._latency_seconds + jitter + num_bytes / self._bytes_per_second
         _sleep_until(self._free_at)
-        job.copies.make()
-        job.ticket.end()
+        job.copies.run()
+        job.event.end()
 
 
 def _sleep_until(moment: float) -> None:

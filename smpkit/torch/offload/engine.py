@@ -24,23 +24,23 @@ from torch import Tensor
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 from smpkit.torch.offload.arena import Arena, aligned
-from smpkit.torch.offload.arrivals import Arrivals
-from smpkit.torch.offload.forms import Forms
+from smpkit.torch.offload.arrivals import HostToDevice
+from smpkit.torch.offload.forms import SpecCache
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.pace import Lead
-from smpkit.torch.offload.prefetch import Order
+from smpkit.torch.offload.prefetch import BackwardOrder
 from smpkit.torch.offload.record import Group
 from smpkit.torch.offload.report import StepReport
-from smpkit.torch.offload.scope import Scope
+from smpkit.torch.offload.scope import HookContext
 
-__all__ = ["Engine"]
+__all__ = ["ActivationEngine"]
 
 GROUP_BYTES: Final = 64 << 20
-_WIDE: Final = frozenset({torch.float32, torch.float64})
+_CASTABLE_DTYPES: Final = frozenset({torch.float32, torch.float64})
 """Types that autocast makes narrower ones of."""
 
 
-class Engine(Arrivals):
+class ActivationEngine(HostToDevice):
     """Offloads what is saved inside its scopes.
 
     Args:
@@ -52,53 +52,53 @@ class Engine(Arrivals):
         rank: for reports.
     """
 
-    scope_type: type[Scope] = Scope
+    context_type: type[HookContext] = HookContext
 
     def __init__(
         self,
         link: Link,
         arena: Arena,
-        order: Order | None = None,
+        order: BackwardOrder | None = None,
         *,
         lead: Lead = "auto",
         min_bytes: int | None = None,
         rank: int = 0,
     ) -> None:
-        super().__init__(link, arena, order or Order(), lead, rank)
+        super().__init__(link, arena, order or BackwardOrder(), lead, rank)
         self.min_bytes = link.min_bytes if min_bytes is None else min_bytes
         self.parameters: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that never leave. Known weakly: what is freed leaves its address to others, which may leave."""
-        self.forms = Forms()
+        self.specs = SpecCache()
         self.on_step: Callable[[StepReport], object] | None = None
-        self.num_boundaries = 0
+        self.num_checkpointed_calls = 0
         """How many checkpointed calls there have been."""
-        self.boundary_sizes: dict[str, int] = {}
-        """How many storages left with the latest boundary of each name; the next is sent when it has as many."""
+        self.num_inputs_of: dict[str, int] = {}
+        """How many storages left with the latest call of each name; the next is sent when it has as many."""
         self._microbatch: int | None = None
 
     # --- what is offloaded -------------------------------------------------------------------------------------------
 
-    def boundary(self, name: str) -> AbstractContextManager[object]:
+    def offload_inputs(self, name: str) -> AbstractContextManager[object]:
         """Offload what autograd saves inside, as one group: the inputs of a checkpointed call.
 
         Does nothing inside another checkpointed call, whose recomputation makes these tensors again.
         """
-        self.num_boundaries += 1
+        self.num_checkpointed_calls += 1
         # What leaves the first time leaves together as later, in one block: that is what `footprint` predicts from.
-        return self.scope_type(self, name, None, self.boundary_sizes.get(name, sys.maxsize))
+        return self.context_type(self, name, None, self.num_inputs_of.get(name, sys.maxsize))
 
-    def everything(self, name: str, group_bytes: int = GROUP_BYTES) -> Scope:
-        """Offload all that autograd saves inside, in groups that end at `Scope.next_layer` or when they are large."""
-        return self.scope_type(self, name, group_bytes)
+    def offload_saved_tensors(self, name: str, group_bytes: int = GROUP_BYTES) -> HookContext:
+        """Offload all that autograd saves inside, in groups that end at `next_layer` or when they are large."""
+        return self.context_type(self, name, group_bytes)
 
-    def keep(self, tensors: Iterable[Tensor]) -> None:
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Never offload these tensors (parameters, buffers) or views of them; replaces what was said before."""
         self.parameters, are_wide = {}, False
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self.parameters[storage._cdata] = weakref.ref(storage)
-            are_wide = are_wide or tensor.dtype in _WIDE
-        self.forms.doubt(casts=are_wide)
+            are_wide = are_wide or tensor.dtype in _CASTABLE_DTYPES
+        self.specs.check_half_precision(may_be_casts=are_wide)
 
     # --- the life of a step ------------------------------------------------------------------------------------------
 
@@ -110,17 +110,17 @@ class Engine(Arrivals):
         """Note that a pipeline's action begins, and load what comes soon."""
         self._microbatch = microbatch
         self.order.begin(kind, segment, microbatch)
-        self._using = -1
+        self._current_group = -1
         self._prefetch(())
 
     def footprint(self) -> list[int]:
         """Return the sizes of the blocks that the graphs take which are alive now, were everything on the host."""
         seen, sizes = set[int](), list[int]()
         for index in sorted(self._groups):
-            group = self._alive(index)
-            own = [] if group is None else [record for record in group.needs if id(record) not in seen]
+            group = self._live_group(index)
+            own = [] if group is None else [saved for saved in group.storages if id(saved) not in seen]
             seen.update(map(id, own))
-            sizes.append(sum(aligned(record.num_bytes) for record in own))
+            sizes.append(sum(aligned(saved.num_bytes) for saved in own))
         return [size for size in sizes if size]
 
     def reserve(self, sizes: Sequence[int]) -> None:
@@ -133,13 +133,13 @@ class Engine(Arrivals):
 
     def end_step(self) -> StepReport:
         """Close the accounts of a step; graphs may outlive it."""
-        self._microbatch, self._using = None, -1
+        self._microbatch, self._current_group = None, -1
         self.order.end()
-        self._count_out()
-        self._poll()
+        self._count_consumed()
+        self._release_copied()
         self._evict_unused()
-        self.pace.end_step()
-        report = self.ledger.end_step(self.pace.lead, self.arena.peak_bytes)
+        self.tuner.end_step()
+        report = self.stats.end_step(self.tuner.lead, self.arena.peak_bytes)
         self.arena.reset_peak()
         if self.on_step is not None:
             self.on_step(report)
@@ -147,10 +147,10 @@ class Engine(Arrivals):
 
     def abandon_step(self) -> None:
         """Forget a step that an exception ended; its graphs give back what they hold when they go."""
-        self._microbatch, self._using = None, -1
+        self._microbatch, self._current_group = None, -1
         self.order.end()
-        self._count_out()
-        for index in list(self._ahead):
+        self._count_consumed()
+        for index in list(self._prefetched):
             self._evict(index)
 
     def close(self) -> None:
@@ -162,10 +162,10 @@ class Engine(Arrivals):
 
     def new_group(self, name: str) -> Group:
         """Start what the next layer saves."""
-        group = Group(self.order.add(), name, self._microbatch, self._forget)
+        group = Group(self.order.add(), name, self._microbatch, self._drop_group)
         self._groups[group.index] = weakref.ref(group)
-        group.stays = self.order.returns_within(self.pace.lead)
-        self._poll()
-        self.pace.note(0)
+        group.stays_on_device = self.order.is_needed_within(self.tuner.lead)
+        self._release_copied()
+        self.tuner.begin_layer(0)
         self._prefetch(())
         return group

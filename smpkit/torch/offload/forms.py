@@ -6,39 +6,43 @@ from typing import Final
 
 import torch
 
-from smpkit.torch.offload.arena import Form
+from smpkit.torch.offload.arena import ContiguousSpec
 
-__all__ = ["CASTS", "Forms"]
+__all__ = ["AUTOCAST_DTYPES", "SpecCache"]
 
-CASTS: Final = frozenset({torch.float16, torch.bfloat16})
+AUTOCAST_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 """Types that autocast makes of parameters."""
-_ORDINARY: Final = CASTS | {
+_PLAIN_DTYPES: Final = AUTOCAST_DTYPES | {
     *(torch.float32, torch.float64),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
 """Types of which no tensor is quantized or conjugated."""
-_MOST: Final = 1024
+_MAX_SIZES: Final = 1024
 
 
-class Forms:
-    """Keeps forms, to compare them without looking inside: lists of them are compared whenever a layer leaves."""
+class SpecCache:
+    """Interns specs, so that lists of them, which are compared for every layer, compare by identity."""
 
     def __init__(self) -> None:
-        self.ordinary: dict[torch.dtype, dict[torch.Size, Form]] = {dtype: {} for dtype in _ORDINARY}
+        self.always_offloadable: dict[torch.dtype, dict[torch.Size, ContiguousSpec]] = {
+            dtype: {} for dtype in _PLAIN_DTYPES
+        }
         """By size, of the types of which every tensor may leave."""
-        self._others: dict[torch.dtype, dict[torch.Size, Form]] = {}
+        self._others: dict[torch.dtype, dict[torch.Size, ContiguousSpec]] = {}
 
-    def doubt(self, *, casts: bool) -> None:
-        """Say whether there are parameters whose casts may be among tensors of half precision."""
-        there, here = (self.ordinary, self._others) if casts else (self._others, self.ordinary)
-        for dtype in CASTS & there.keys():
+    def check_half_precision(self, *, may_be_casts: bool) -> None:
+        """Check fp16 and bf16 tensors from now on if they may be autocast copies of parameters."""
+        there, here = (
+            (self.always_offloadable, self._others) if may_be_casts else (self._others, self.always_offloadable)
+        )
+        for dtype in AUTOCAST_DTYPES & there.keys():
             here[dtype] = there.pop(dtype)
 
-    def form(self, dtype: torch.dtype, size: torch.Size) -> Form:
-        """Return the form for this type and size."""
-        alike = self.ordinary.get(dtype)
-        if alike is None:
-            alike = self._others.setdefault(dtype, {})
-        if len(alike) >= _MOST:  # the sizes of one's data vary without end
-            alike.clear()
-        return alike.setdefault(size, (dtype, size))
+    def spec(self, dtype: torch.dtype, size: torch.Size) -> ContiguousSpec:
+        """Return the spec of this dtype and size."""
+        specs_by_size = self.always_offloadable.get(dtype)
+        if specs_by_size is None:
+            specs_by_size = self._others.setdefault(dtype, {})
+        if len(specs_by_size) >= _MAX_SIZES:  # the sizes of one's data vary without end
+            specs_by_size.clear()
+        return specs_by_size.setdefault(size, (dtype, size))

@@ -9,7 +9,7 @@ from typing import Final
 from smpkit.torch import devices
 from smpkit.torch.offload.arena import Arena, ordinary_memory
 from smpkit.torch.offload.link import Link
-from smpkit.torch.offload.pages import Supply
+from smpkit.torch.offload.pages import SlabProvider
 
 __all__ = ["available_bytes", "make_arena"]
 
@@ -36,8 +36,8 @@ def make_arena(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Ar
         from smpkit.torch.offload.cuda import pinned_memory
 
         # A thread begins at the first GPU: a context there would take half a GiB for each process.
-        supply = Supply(pinned_memory, partial(devices.make_current, link.device))
-        return Arena(budget_bytes, pinned_memory, settle=link.close, supply=supply)
+        provider = SlabProvider(pinned_memory, partial(devices.make_current, link.device))
+        return Arena(budget_bytes, pinned_memory, synchronize=link.close, provider=provider)
     return Arena(budget_bytes, ordinary_memory)
 
 

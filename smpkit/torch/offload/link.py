@@ -1,4 +1,4 @@
-"""What the engine needs of a device: two lanes for copies beside the stream that computes, and events between them."""
+"""What the engine needs of a device: two copy streams beside the stream that computes, and events between them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["DONE", "Copies", "Event", "Link", "Wait", "link_for"]
+__all__ = ["DONE", "CopyBatch", "Event", "Link", "Wait", "link_for"]
 
 
-class Copies:
+class CopyBatch:
     """Copies to be made together: contiguous tensors, each target of its source's type and size."""
 
     __slots__ = ("sources", "targets")
@@ -23,7 +23,7 @@ class Copies:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self.sources, self.targets, strict=True)
 
-    def make(self, *, non_blocking: bool = False) -> None:
+    def run(self, *, non_blocking: bool = False) -> None:
         """Make them on the current stream, in one call of torch: a call for each takes twice the processor time."""
         if len(self.sources) == 1:
             self.targets[0].copy_(self.sources[0], non_blocking=non_blocking)
@@ -33,7 +33,7 @@ class Copies:
 
 
 class Event(Protocol):
-    """A point in the work of a stream or lane."""
+    """A point in the work of a stream."""
 
     def done(self) -> bool:
         """Return whether that work is complete, as this thread sees it now."""
@@ -69,10 +69,10 @@ class Link(Protocol):
     def now(self, stream: Hashable = None) -> Event:
         """Return an event of all that a stream, None for the current one, has been given so far."""
 
-    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         """Copy from the device to the host when `after` is complete; `what` is named in errors."""
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         """Copy from the host to the device when `after` is complete."""
 
     def wait(self, event: Event, what: str) -> Wait:
@@ -81,10 +81,10 @@ class Link(Protocol):
     def before_reuse(self, event: Event, stream: Hashable) -> None:
         """Let memory of `stream` that is freed from now on be used again after `event` only."""
 
-    def used(self, data: Tensor, stream: Hashable) -> None:
+    def record_stream(self, data: Tensor, stream: Hashable) -> None:
         """Let memory that is about to be freed and may belong to another stream's allocator wait for `stream` then."""
 
-    def settle(self, event: Event, what: str) -> None:
+    def synchronize(self, event: Event, what: str) -> None:
         """Let this thread wait for `event`; raises DeadlineError, and errors of the copy."""
 
     def stamp(self) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from smpkit.torch.offload.cores import own_cores
 
-__all__ = ["LARGE_PAGE", "PAGE", "SLAB", "Progress", "Supply", "mapped_bytes", "touch", "zero_bytes", "zeros"]
+__all__ = ["LARGE_PAGE", "PAGE", "SLAB", "Progress", "SlabProvider", "mapped_bytes", "touch", "zero_bytes", "zeros"]
 
 Slab = tuple[Tensor, Callable[[], object]]
 """Bytes, and what gives them back to the system."""
@@ -37,7 +37,7 @@ SLAB: Final = 1 << 30
 """The most that is made ready between two looks at the clock, and the most that the arena takes at a time."""
 _PIECE: Final = 64 << 20
 _POLL_SECONDS: Final = 2e-3
-_MOST_THREADS: Final = 8
+_MAX_THREADS: Final = 8
 """More do not help: the system hands out pages under locks."""
 
 
@@ -85,7 +85,7 @@ def touch(memory: Tensor, progress: Callable[[int, float], object] | None = None
         progress: told of how many bytes are ready in how many seconds, each 1 GiB at most.
     """
     num_pieces = -(-memory.nbytes // _PIECE)
-    num_threads = min(_MOST_THREADS, own_cores(), num_pieces)
+    num_threads = min(_MAX_THREADS, own_cores(), num_pieces)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="smpkit-pages") as pool:
         each = pool.map if num_threads > 1 else map
         for slab in torch.split(memory, SLAB):
@@ -112,21 +112,21 @@ class Progress:
         self._every_seconds = every_seconds
         self._lock = threading.Lock()
         self._num_bytes = 0
-        self._seconds = self._said_at = 0.0
+        self._seconds = self._logged_at = 0.0
 
     def add(self, num_bytes: int, seconds: float) -> None:
         """Count work that has been done, and say so when it is time."""
         with self._lock:
             self._num_bytes += num_bytes
             self._seconds += seconds
-            if self._seconds - self._said_at < self._every_seconds:
+            if self._seconds - self._logged_at < self._every_seconds:
                 return
-            self._said_at = self._seconds
+            self._logged_at = self._seconds
             gib = self._num_bytes / 2**30
             _log.info("%s: %.1f GiB in %.0f s (%.2f GiB/s)", self._what, gib, self._seconds, gib / self._seconds)
 
 
-class Awaited(Protocol):
+class Completable(Protocol):
     """A copy."""
 
     def done(self) -> bool:
@@ -134,13 +134,13 @@ class Awaited(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Spent:
+class _ToRelease:
     num_bytes: int
     release: Callable[[], object]
-    after: tuple[Awaited, ...]
+    after: tuple[Completable, ...]
 
 
-class Supply:
+class SlabProvider:
     """Makes one slab of memory ready, in a thread, before anybody needs it; and gives slabs back, in the same thread.
 
     To pin memory takes longer than a layer's forward, and the driver may wait for the device: neither belongs into a
@@ -155,16 +155,16 @@ class Supply:
         self._memory = memory
         self._begin = begin
         self._changed = threading.Condition()
-        self._wanted = self._request = 0
+        self._requested = self._request = 0
         """How much is on its way to be ready, and the number of that request."""
-        self._making = (0, 0)
+        self._in_progress = (0, 0)
         """The same of what the thread is at, which may be wanted no more."""
         self._ready: Slab | None = None
-        self._spent: list[_Spent] = []
+        self._to_release: list[_ToRelease] = []
         self._error: Exception | None = None
-        self._is_dry = False
+        self._is_exhausted = False
         """The system had no more."""
-        self._is_over = False
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
 
@@ -172,21 +172,21 @@ class Supply:
     def num_bytes(self) -> int:
         """How much is ready, or on the way to be."""
         with self._changed:
-            return self._wanted if self._ready is None else self._ready[0].nbytes
+            return self._requested if self._ready is None else self._ready[0].nbytes
 
     @property
     def held_bytes(self) -> int:
         """The same, and what has not gone back yet."""
         with self._changed:
-            wanted = (self._wanted, self._request) if self._wanted else (0, 0)
-            stray = self._making[0] if self._making != wanted else 0
-            return self.num_bytes + stray + sum(each.num_bytes for each in self._spent)
+            wanted = (self._requested, self._request) if self._requested else (0, 0)
+            abandoned = self._in_progress[0] if self._in_progress != wanted else 0
+            return self.num_bytes + abandoned + sum(each.num_bytes for each in self._to_release)
 
     def prepare(self, num_bytes: int) -> None:
         """Begin to make a slab ready, unless there is one, or the system had no more when it was last asked."""
         with self._changed:
-            if not (self._is_over or self._is_dry or self._wanted or self._ready):
-                self._wanted = num_bytes
+            if not (self._is_closed or self._is_exhausted or self._requested or self._ready):
+                self._requested = num_bytes
                 self._request += 1
                 self._wake()
 
@@ -197,14 +197,14 @@ class Supply:
             RuntimeError: the thread has failed; its error is the cause.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._wanted)
+            self._changed.wait_for(lambda: not self._requested)
             error, self._error = self._error, None
             if error is not None:
                 raise RuntimeError("the thread that prepares host memory has failed") from error
             slab, self._ready = self._ready, None
             return slab
 
-    def give_back(self, num_bytes: int, release: Callable[[], object], after: Iterable[Awaited] = ()) -> None:
+    def give_back(self, num_bytes: int, release: Callable[[], object], after: Iterable[Completable] = ()) -> None:
         """Give memory back to the system, in the thread, when no copy uses it any more.
 
         Args:
@@ -213,8 +213,8 @@ class Supply:
             after: its last readers and writers.
         """
         with self._changed:
-            self._spent.append(_Spent(num_bytes, release, tuple(after)))
-            if self._is_over:
+            self._to_release.append(_ToRelease(num_bytes, release, tuple(after)))
+            if self._is_closed:
                 self._release()
             else:
                 self._wake()
@@ -222,7 +222,7 @@ class Supply:
     def drop(self) -> None:
         """Give back what is ready, and what is on its way as soon as it is."""
         with self._changed:
-            self._wanted = 0
+            self._requested = 0
             slab, self._ready = self._ready, None
             if slab is not None:
                 self.give_back(slab[0].nbytes, slab[1])
@@ -233,7 +233,7 @@ class Supply:
             return  # a fork has neither the thread nor the memory, and the lock may be held for good
         with self._changed:
             self.drop()
-            self._is_over = True
+            self._is_closed = True
             self._changed.notify_all()
         # The collector may close an arena in any thread, this one too.
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -252,30 +252,30 @@ class Supply:
                 pass
         except Exception as error:  # raised again where somebody hears it
             with self._changed:
-                self._error, self._is_over, self._wanted = error, True, 0
+                self._error, self._is_closed, self._requested = error, True, 0
                 self._changed.notify_all()
 
     def _work(self) -> bool:
         """Do what was asked for; return whether there may be more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._wanted or self._spent)
-            if self._spent:  # copies do not say when they are over
-                self._changed.wait_for(lambda: self._wanted, _POLL_SECONDS)
-            self._making = wanted, request = (0 if self._is_over else self._wanted), self._request
-        slab = self._made(wanted) if wanted else None
+            self._changed.wait_for(lambda: self._is_closed or self._requested or self._to_release)
+            if self._to_release:  # copies do not say when they are over
+                self._changed.wait_for(lambda: self._requested, _POLL_SECONDS)
+            self._in_progress = wanted, request = (0 if self._is_closed else self._requested), self._request
+        slab = self._allocated(wanted) if wanted else None
         with self._changed:
-            self._making = (0, 0)
-            self._is_dry = self._is_dry or (wanted > 0 and slab is None)
-            if request == self._request and (self._wanted or slab is None):
-                self._ready, self._wanted = slab or self._ready, 0
+            self._in_progress = (0, 0)
+            self._is_exhausted = self._is_exhausted or (wanted > 0 and slab is None)
+            if request == self._request and (self._requested or slab is None):
+                self._ready, self._requested = slab or self._ready, 0
             elif slab is not None:
-                self._spent.append(_Spent(wanted, slab[1], ()))
+                self._to_release.append(_ToRelease(wanted, slab[1], ()))
             self._changed.notify_all()
         self._release()
         with self._changed:
-            return not self._is_over or bool(self._spent)
+            return not self._is_closed or bool(self._to_release)
 
-    def _made(self, num_bytes: int) -> Slab | None:
+    def _allocated(self, num_bytes: int) -> Slab | None:
         try:
             return self._memory(num_bytes)
         except (MemoryError, OSError):
@@ -284,8 +284,8 @@ class Supply:
     def _release(self) -> None:
         """Give back what no copy uses any more."""
         with self._changed:
-            done = [each for each in self._spent if all(event.done() for event in each.after)]
+            done = [each for each in self._to_release if all(event.done() for event in each.after)]
         for each in done:
             each.release()
         with self._changed:
-            self._spent = [each for each in self._spent if each not in done]
+            self._to_release = [each for each in self._to_release if each not in done]

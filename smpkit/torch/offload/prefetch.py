@@ -16,13 +16,13 @@ from itertools import islice
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
 
-__all__ = ["Order"]
+__all__ = ["BackwardOrder"]
 
 _Task = tuple[int, int]
 """Segment and microbatch."""
 
 
-class Order:
+class BackwardOrder:
     """Knows the groups of all graphs that are alive, and predicts when backward needs them.
 
     Args:
@@ -32,9 +32,9 @@ class Order:
     def __init__(self, horizon: int | None = None) -> None:
         self.horizon = horizon
         self._actions: Sequence[Action] = ()
-        self._place = -1
+        self._position = -1
         self._task: _Task | None = None
-        self._passed = 0
+        self._num_done = 0
         self._layers: dict[int, int] = {}
         """How many groups a forward of each segment makes."""
         self._groups: dict[_Task, list[int]] = {}
@@ -43,7 +43,7 @@ class Order:
         self._count = 0
         self._base = 0
         self._last_used: int | None = None
-        self._after: dict[int, int] = {}
+        self._followed_by: dict[int, int] = {}
         """Without actions: which group followed which in an earlier backward, counted from the first of its forward."""
 
     # --- what happens ------------------------------------------------------------------------------------------------
@@ -51,26 +51,26 @@ class Order:
     def follow(self, actions: Sequence[Action]) -> None:
         """Predict from these actions of this rank, whose first comes next; none: from what forward did."""
         self._actions = actions
-        self._place = -1
+        self._position = -1
 
     def begin(self, kind: Kind, segment: int, microbatch: int) -> None:
         """Note that an action begins."""
-        if self._task is not None and self._passed:
-            self._layers[self._task[0]] = self._passed
-        self._passed = 0
+        if self._task is not None and self._num_done:
+            self._layers[self._task[0]] = self._num_done
+        self._num_done = 0
         self._task = (segment, microbatch)
-        following = range(self._place + 1, len(self._actions))
+        following = range(self._position + 1, len(self._actions))
         action = Action(kind, segment, microbatch)
-        found = next((place for place in following if self._actions[place] == action), None)
+        found = next((position for position in following if self._actions[position] == action), None)
         if found is None:  # the step left its plan, so the plan says nothing about what comes
             self._actions = ()
         else:
-            self._place = found
+            self._position = found
 
     def end(self) -> None:
         """Note that the step is over."""
-        self._actions, self._place, self._task, self._passed = (), -1, None, 0
-        self._groups = {task: live for task, groups in self._groups.items() if (live := self._alive(groups))}
+        self._actions, self._position, self._task, self._num_done = (), -1, None, 0
+        self._groups = {task: live for task, groups in self._groups.items() if (live := self._still_live(groups))}
 
     def add(self) -> int:
         """Return the number of a new group, which belongs to the present forward."""
@@ -79,24 +79,24 @@ class Order:
         self._live.append(index)
         if self._task is not None:
             self._groups.setdefault(self._task, []).append(index)
-            self._passed += 1
+            self._num_done += 1
         self._last_used = None  # forward goes on: what backward needed last says nothing about what it needs next
         return index
 
-    def use(self, index: int) -> None:
+    def begin_backward(self, index: int) -> None:
         """Note that backward has come to a group."""
         if index in self._used:  # the graph was kept, and backward comes again
             self._used.clear()
         last, self._last_used = self._last_used, index
         if last is not None and last >= self._base:
-            self._after[last - self._base] = index - self._base
+            self._followed_by[last - self._base] = index - self._base
         self._used.add(index)
 
     def drop(self, index: int) -> None:
         """Note that a group is gone with its graph."""
-        place = bisect_left(self._live, index)
-        if self._live[place : place + 1] == [index]:
-            del self._live[place]
+        position = bisect_left(self._live, index)
+        if self._live[position : position + 1] == [index]:
+            del self._live[position]
         self._used.discard(index)
         if not self._live:
             self._base, self._last_used = self._count, None
@@ -118,47 +118,47 @@ class Order:
         """Return whether a group is among the last `count` that forward has made."""
         return index > self._count - 1 - count
 
-    def returns_within(self, lead: int) -> bool:
+    def is_needed_within(self, lead: int) -> bool:
         """Return whether the group that was added last is needed again within `lead` layers of the plan."""
         if not self._actions:
             return False
-        distance = left = self._left()
-        for action in self._ahead():
+        distance = left = self._num_left()
+        for action in self._next_actions():
             task = (action.segment, action.microbatch)
             if action.kind is Kind.BACKWARD and task == self._task:
                 return distance + left + 1 <= lead
-            distance += len(self._groups.get(task, ())) if action.kind is Kind.BACKWARD else self._expected(action)
+            distance += len(self._groups.get(task, ())) if action.kind is Kind.BACKWARD else self._num_expected(action)
             if distance >= lead:
                 return False
         return False
 
-    def _expected(self, action: Action) -> int:
+    def _num_expected(self, action: Action) -> int:
         """Return how many layers an action that has not begun has."""
         return self._layers.get(action.segment, 0) if action.kind is Kind.FORWARD else 0
 
-    def _left(self) -> int:
+    def _num_left(self) -> int:
         """Return how many layers of the present forward are still to come."""
         assert self._task is not None
-        return max(0, self._layers.get(self._task[0], 0) - self._passed)
+        return max(0, self._layers.get(self._task[0], 0) - self._num_done)
 
-    def _ahead(self) -> Iterator[Action]:
+    def _next_actions(self) -> Iterator[Action]:
         """Yield the actions after the present one that the horizon allows to load for."""
-        stop = None if self.horizon is None else self._place + 1 + self.horizon
-        return islice(self._actions, self._place + 1, stop)
+        stop = None if self.horizon is None else self._position + 1 + self.horizon
+        return islice(self._actions, self._position + 1, stop)
 
     def _planned(self, lead: int) -> Iterator[int]:
         distance = 0
-        if self._place >= 0:
-            now = self._actions[self._place]
+        if self._position >= 0:
+            now = self._actions[self._position]
             if now.kind is Kind.FORWARD:
-                distance = self._left()
+                distance = self._num_left()
             elif now.kind is Kind.BACKWARD:
                 yield from islice(self._remaining((now.segment, now.microbatch)), lead)
                 distance = sum(1 for _ in self._remaining((now.segment, now.microbatch)))
-        for action in self._ahead():
+        for action in self._next_actions():
             if distance >= lead:
                 return
-            distance += self._expected(action)
+            distance += self._num_expected(action)
             # A weight half of a backward needs nothing back: the input half has brought it.
             for index in (
                 () if action.kind is not Kind.BACKWARD else self._remaining((action.segment, action.microbatch))
@@ -170,32 +170,32 @@ class Order:
 
     def _remaining(self, task: _Task) -> Iterator[int]:
         """Yield the groups of a task that backward has not come to, in its order."""
-        live = self._alive(self._groups.get(task, ()))
+        live = self._still_live(self._groups.get(task, ()))
         return (index for index in reversed(live) if index not in self._used)
 
     def _reversed(self, lead: int) -> Iterator[int]:
         index = self._last_used
         seen = set[int]()
         while index is not None and len(seen) < lead:
-            index = self._following(index)
+            index = self._predicted_next(index)
             if index is None or index in seen:
                 return
             seen.add(index)
             yield index
 
-    def _following(self, index: int) -> int | None:
+    def _predicted_next(self, index: int) -> int | None:
         """Return what backward is expected to need after a group: what it needed last time, else the one before it."""
-        learnt = self._after.get(index - self._base)
-        if learnt is not None and self._is_waiting(learnt + self._base):
-            return learnt + self._base
-        place = bisect_left(self._live, index) - 1
-        while place >= 0 and self._live[place] in self._used:
-            place -= 1
-        return self._live[place] if place >= 0 else None
+        recorded = self._followed_by.get(index - self._base)
+        if recorded is not None and self._is_waiting(recorded + self._base):
+            return recorded + self._base
+        position = bisect_left(self._live, index) - 1
+        while position >= 0 and self._live[position] in self._used:
+            position -= 1
+        return self._live[position] if position >= 0 else None
 
     def _is_waiting(self, index: int) -> bool:
-        return bool(self._alive([index])) and index not in self._used
+        return bool(self._still_live([index])) and index not in self._used
 
-    def _alive(self, groups: Sequence[int]) -> list[int]:
+    def _still_live(self, groups: Sequence[int]) -> list[int]:
         live = self._live
-        return [g for g in groups if (place := bisect_left(live, g)) < len(live) and live[place] == g]
+        return [g for g in groups if (position := bisect_left(live, g)) < len(live) and live[position] == g]

@@ -17,7 +17,7 @@ from smpkit.torch.offload.engine import GROUP_BYTES
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.pace import Lead, check_lead
 from smpkit.torch.offload.report import OffloadReport
-from smpkit.torch.offload.scope import Scope
+from smpkit.torch.offload.scope import HookContext
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -83,37 +83,37 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
             link=link,
             deadline_seconds=deadline_seconds,
         )
-        self._scope: Scope | None = None
+        self._context: HookContext | None = None
         self._hooks: list[RemovableHandle] = []
         self._layers = list(_layers_of(model))
         self._is_counting = False
 
     def __enter__(self) -> Self:
-        if self._scope is not None:
+        if self._context is not None:
             raise UsageError("these activations are offloaded already", hint="enter the object once at a time")
         self._end_step()
         self._is_counting = True
-        self._engine.keep(_tensors_of(self._model))
-        scope = self._engine.everything(type(self._model).__name__, GROUP_BYTES)
-        scope.__enter__()  # where hooks on saved tensors are forbidden this raises, and nothing has begun
-        self._scope = scope
-        self._hooks = [layer.register_forward_pre_hook(_Named(scope, name)) for name, layer in self._layers]
+        self._engine.exclude(_tensors_of(self._model))
+        context = self._engine.offload_saved_tensors(type(self._model).__name__, GROUP_BYTES)
+        context.__enter__()  # where hooks on saved tensors are forbidden this raises, and nothing has begun
+        self._context = context
+        self._hooks = [layer.register_forward_pre_hook(_LayerHook(context, name)) for name, layer in self._layers]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        scope, self._scope = self._scope, None
+        context, self._context = self._context, None
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if scope is not None:
-            scope.__exit__(kind, error, traceback)
+        if context is not None:
+            context.__exit__(kind, error, traceback)
 
     def report(self) -> OffloadReport:
         """Return what was moved, held and waited for so far; each time the object was entered counts as a step."""
         self._end_step()
-        return self._engine.ledger.report()
+        return self._engine.stats.report()
 
     def close(self) -> None:
         """Give the host memory back; graphs that were made inside must not be used any more."""
@@ -125,14 +125,14 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
             self._engine.end_step()
 
 
-class _Named:
-    """Tells the scope which layer begins (a forward pre-hook)."""
+class _LayerHook:
+    """Tells the hook context which layer begins (a forward pre-hook)."""
 
-    def __init__(self, scope: Scope, name: str) -> None:
-        self._scope, self._name = scope, name
+    def __init__(self, context: HookContext, name: str) -> None:
+        self._context, self._name = context, name
 
     def __call__(self, _module: nn.Module, _args: Any) -> None:
-        self._scope.next_layer(self._name)
+        self._context.next_layer(self._name)
 
 
 def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload.arena import Block, Form
+from smpkit.torch.offload.arena import Block, ContiguousSpec
 from smpkit.torch.offload.link import Event
 
-__all__ = ["Group", "Record", "State", "check_version"]
+__all__ = ["Group", "SavedStorage", "StorageState", "check_version"]
 
 
-class State:
-    """Where the bytes of a record are. Bits, not an enumeration: these are looked at for every saved tensor."""
+class StorageState:
+    """Where the bytes of a storage are. Bits, not an enumeration: these are looked at for every saved tensor."""
 
     LIVE: Final = 1
     """On the device."""
@@ -39,24 +39,24 @@ class State:
 
 
 _NEXT: Final = {
-    State.LIVE: State.COPYING | State.HOST | State.DEAD,
-    State.COPYING: State.HOST | State.DEAD,
-    State.HOST: State.LOADING | State.DEAD,
-    State.LOADING: State.LIVE | State.HOST | State.DEAD,
-    State.DEAD: 0,
+    StorageState.LIVE: StorageState.COPYING | StorageState.HOST | StorageState.DEAD,
+    StorageState.COPYING: StorageState.HOST | StorageState.DEAD,
+    StorageState.HOST: StorageState.LOADING | StorageState.DEAD,
+    StorageState.LOADING: StorageState.LIVE | StorageState.HOST | StorageState.DEAD,
+    StorageState.DEAD: 0,
 }
-_NAMES: Final = {value: name for name, value in vars(State).items() if name.isupper()}
+_NAMES: Final = {value: name for name, value in vars(StorageState).items() if name.isupper()}
 
 
-class Record:
+class SavedStorage:
     """A storage (or a piece gathered from one) whose bytes come and go.
 
     Args:
         key: what the engine finds it by when the same storage is saved again.
         storage: the storage that was saved; held weakly, so a later one at the same address is not taken for it.
-        witness: an alias of the saved tensor, which shares its version counter; without data, unless it is `data`.
+        version_alias: of the saved tensor, whose version counter it shares; without data, unless it is `data`.
         data: what is on the device; held until its copy is complete, whatever the user lets go of.
-        form: of `data`, here and whenever it is back.
+        spec: of `data`, here and whenever it is back.
         num_bytes: how many.
         stream: the stream whose allocator gets the memory back.
         group: the index of the group that it is saved in.
@@ -64,41 +64,41 @@ class Record:
 
     __slots__ = (
         "block",
+        "d2h_event",
         "data",
-        "form",
-        "handles",
+        "h2d_event",
         "host",
         "key",
         "last_group",
-        "load",
         "num_bytes",
         "num_groups",
-        "out",
-        "pending",
+        "num_handles",
+        "num_pending",
+        "spec",
         "state",
         "storage",
         "stream",
         "version",
-        "witness",
+        "version_alias",
     )
 
     def __init__(
         self,
         key: Hashable,
         storage: torch.UntypedStorage,
-        witness: Tensor,
+        version_alias: Tensor,
         data: Tensor,
-        form: Form,
+        spec: ContiguousSpec,
         num_bytes: int,
         stream: Hashable,
         group: int,
     ) -> None:
         self.key = key
         self.storage = weakref.ref(storage)
-        self.witness = witness
-        self.version = witness._version
+        self.version_alias = version_alias
+        self.version = version_alias._version
         self.data: Tensor | None = data
-        self.form = form
+        self.spec = spec
         self.num_bytes = num_bytes
         self.stream = stream
         self.state: int = 1  # State.LIVE; two lookups less
@@ -106,9 +106,9 @@ class Record:
         """Of what left together, a piece each."""
         self.host: Tensor | None = None
         """The piece of the block, a tensor like `data`."""
-        self.out: Event | None = None
-        self.load: Event | None = None
-        self.handles = self.pending = 1
+        self.d2h_event: Event | None = None
+        self.h2d_event: Event | None = None
+        self.num_handles = self.num_pending = 1
         """How often it was saved, and how many of those backward has not asked for yet in this pass."""
         self.num_groups = 1
         """How many groups need it: it is dead when the last of them is."""
@@ -120,73 +120,83 @@ class Record:
         assert _NEXT[self.state] & state, f"a saved storage cannot go from {_NAMES[self.state]} to {_NAMES[state]}"
         self.state = state
 
-    def part(self, nothing: Tensor) -> None:
-        """Make the witness one of its own: `data` goes to others, and must not be emptied when the record lets go."""
-        if self.witness is self.data:
-            self.witness = self.data.detach()
-            self.witness.data = nothing
+    def detach_version_alias(self, empty: Tensor) -> None:
+        """Make the version alias a tensor of its own: `data` goes to others, and must not be emptied with it."""
+        if self.version_alias is self.data:
+            self.version_alias = self.data.detach()
+            self.version_alias.data = empty
 
 
 class Group:
-    """What is saved together and needed together: the boundary of one layer, for one microbatch.
+    """What is saved together and needed together: the inputs of one layer, for one microbatch.
 
     Args:
         index: counts groups in the order of forward.
         name: of the layer.
         microbatch: which one; None outside a step.
-        forget: called with the group when no graph needs it any more.
+        on_release: called with the group when no graph needs it any more.
     """
 
-    __slots__ = ("__weakref__", "forget", "index", "is_pinned", "microbatch", "name", "needs", "stays", "what")
+    __slots__ = (
+        "__weakref__",
+        "index",
+        "is_held",
+        "label",
+        "microbatch",
+        "name",
+        "on_release",
+        "stays_on_device",
+        "storages",
+    )
 
-    def __init__(self, index: int, name: str, microbatch: int | None, forget: Callable[[Group], None]) -> None:
+    def __init__(self, index: int, name: str, microbatch: int | None, on_release: Callable[[Group], None]) -> None:
         self.index = index
         self.name = name
         self.microbatch = microbatch
-        self.forget = forget
-        self.needs: list[Record] = []
-        self.is_pinned = False
+        self.on_release = on_release
+        self.storages: list[SavedStorage] = []
+        self.is_held = False
         """Its device copies are waited for, and are not released any more."""
-        self.stays = False
+        self.stays_on_device = False
         """Needed again so soon that it does not leave at all."""
-        self.what = f"`{name}`" if microbatch is None else f"`{name}` (microbatch {microbatch})"
+        self.label = f"`{name}`" if microbatch is None else f"`{name}` (microbatch {microbatch})"
 
-    def add(self, record: Record) -> bool:
-        """Note that the group needs a record, once; return False if it is dead, and nobody can need it any more."""
-        if record.last_group == self.index:
+    def add(self, saved: SavedStorage) -> bool:
+        """Note that the group needs a storage, once; return False if it is dead, and nobody can need it any more."""
+        if saved.last_group == self.index:
             return True
-        # A destructor may have run since the record was found; now that it is counted, none will end it.
-        record.num_groups += 1
-        if record.state == State.DEAD:
+        # A destructor may have run since the storage was found; now that it is counted, none will end it.
+        saved.num_groups += 1
+        if saved.state == StorageState.DEAD:
             return False
-        record.last_group = self.index
-        if record in self.needs:
-            record.num_groups -= 1
+        saved.last_group = self.index
+        if saved in self.storages:
+            saved.num_groups -= 1
         else:
-            self.needs.append(record)
+            self.storages.append(saved)
         return True
 
     @property
     def num_bytes(self) -> int:
         """What it needs on the device."""
-        return sum(record.num_bytes for record in self.needs)
+        return sum(saved.num_bytes for saved in self.storages)
 
     def __str__(self) -> str:
-        return self.what
+        return self.label
 
     def __del__(self) -> None:
-        self.forget(self)
+        self.on_release(self)
 
 
-def check_version(witness: Tensor, version: int, where: str) -> None:
+def check_version(version_alias: Tensor, version: int, where: str) -> None:
     """Raise if a saved tensor was changed in place since it was saved.
 
     Raises:
         UsageError: as plain autograd raises; it leaves the question to hooks where there are some.
     """
-    if witness._version != version:
+    if version_alias._version != version:
         raise UsageError(
             f"a tensor that {where} saved for backward was changed in place afterwards"
-            f" (it is at version {witness._version}, and was saved at {version})",
+            f" (it is at version {version_alias._version}, and was saved at {version})",
             hint="write `x = x + y` instead of `x += y`, or clone the tensor first",
         )

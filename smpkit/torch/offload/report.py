@@ -8,10 +8,10 @@ from typing import Final
 
 from smpkit.torch.offload.link import Wait
 
-__all__ = ["Ledger", "OffloadReport", "Stall", "StepReport"]
+__all__ = ["OffloadReport", "OffloadStats", "Stall", "StepReport"]
 
 _STEPS_KEPT: Final = 100
-_LEAST_SECONDS: Final = 20e-6
+_MIN_SECONDS: Final = 20e-6
 """A shorter wait is the price of asking."""
 
 
@@ -78,7 +78,7 @@ def _text(num_bytes: int) -> str:
 
 
 @dataclass
-class Ledger:
+class OffloadStats:
     """Counts while steps run; the engine's bookkeeper."""
 
     rank: int = 0
@@ -102,11 +102,11 @@ class Ledger:
         if held > self.peak_device_bytes:  # noqa: PLR1730 - often called
             self.peak_device_bytes = held
 
-    def let_go(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Count them out again; callable from destructors."""
         self._freed.append(num_bytes)
 
-    def waited(self, layer: str, microbatch: int | None, wait: Wait) -> None:
+    def add_wait(self, layer: str, microbatch: int | None, wait: Wait) -> None:
         """Note that compute may have stood still."""
         self._waits.append((layer, microbatch, wait))
 
@@ -114,7 +114,7 @@ class Ledger:
         """Close a step, and start the next one's counts."""
         self.hold(0)
         known = [(layer, microbatch, wait.seconds) for layer, microbatch, wait in self._waits]
-        stalls = tuple(Stall(layer, mb, s) for layer, mb, s in known if s is not None and s >= _LEAST_SECONDS)
+        stalls = tuple(Stall(layer, mb, s) for layer, mb, s in known if s is not None and s >= _MIN_SECONDS)
         report = StepReport(
             self.num_steps,
             self.bytes_out,

@@ -12,11 +12,11 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch import recorder
-from smpkit.torch.checkpointing.foreign import adopt
+from smpkit.torch.checkpointing.foreign import patch_torch_checkpoint
 from smpkit.torch.deadline import waiting
 from smpkit.torch.offload import active
 from smpkit.torch.offload.build import make_engine
-from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.record import Group
 from smpkit.torch.offload.report import OffloadReport, StepReport
 from smpkit.torch.state import state
@@ -25,7 +25,7 @@ __all__ = ["Offloading", "offload_report"]
 
 
 class Offloading:
-    """Offloads the boundaries of checkpointed layers, for as long as the model is used."""
+    """Offloads the inputs of checkpointed layers, for as long as the model is used."""
 
     def __init__(self) -> None:
         cfg = state.cfg
@@ -39,15 +39,15 @@ class Offloading:
         )
         self._engine.on_step = _record
         self._engine.on_stall = _record_stall
-        self._asked = False
+        self._has_checked = False
         active.install(self._engine)
-        adopt()
+        patch_torch_checkpoint()
         _forget_at_shutdown()
 
     def begin_step(self, module: nn.Module) -> None:
         """Learn which tensors are the model's own."""
         tensors = (*module.parameters(), *module.buffers())
-        self._engine.keep(tensor for tensor in tensors if tensor.device == self._engine.link.device)
+        self._engine.exclude(tensor for tensor in tensors if tensor.device == self._engine.link.device)
 
     def begin_microbatch(self, index: int) -> None:
         """Note which microbatch runs, where there is no pipeline."""
@@ -56,9 +56,9 @@ class Offloading:
     def end_step(self, *, trains: bool) -> None:
         """Close the accounts of a step; after the first that trains, say if there is nothing to offload."""
         self._engine.end_step()
-        if trains and not self._asked:
-            self._asked = True
-            if not self._found_any() and state.pp_rank == 0 and state.dp_rank == 0:
+        if trains and not self._has_checked:
+            self._has_checked = True
+            if not self._any_layer_is_checkpointed() and state.pp_rank == 0 and state.dp_rank == 0:
                 warnings.warn(
                     "offload_activations has no effect: no layer is checkpointed; "
                     "call smp.set_activation_checkpointing(layers) or smp.checkpoint(layer, ...)",
@@ -72,11 +72,11 @@ class Offloading:
 
     def report(self) -> OffloadReport:
         """Return what was moved, held and waited for so far."""
-        return self._engine.ledger.report()
+        return self._engine.stats.report()
 
-    def _found_any(self) -> bool:
+    def _any_layer_is_checkpointed(self) -> bool:
         """Return whether any rank of this pipeline has checkpointed layers; all of them ask, once."""
-        found = torch.tensor([self._engine.num_boundaries], device="cpu")
+        found = torch.tensor([self._engine.num_checkpointed_calls], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
             with waiting("the first step with offloading", group):
@@ -119,11 +119,11 @@ def _record_stall(group: Group, start_ns: int, end_ns: int) -> None:
         current_recorder.on_work(f"wait for the activation of {group}", start_ns, end_ns)
 
 
-def _forget() -> None:
-    if isinstance(engine := active.install(None), Engine):
+def _close_engine() -> None:
+    if isinstance(engine := active.install(None), ActivationEngine):
         engine.close()
 
 
 def _forget_at_shutdown() -> None:
-    if _forget not in state.reset_hooks:
-        state.reset_hooks.append(_forget)
+    if _close_engine not in state.reset_hooks:
+        state.reset_hooks.append(_close_engine)

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from smpkit.torch.offload.arena import Form
-from smpkit.torch.offload.forms import CASTS
-from smpkit.torch.offload.record import Group, Record, check_version
+from smpkit.torch.offload.arena import ContiguousSpec
+from smpkit.torch.offload.forms import AUTOCAST_DTYPES
+from smpkit.torch.offload.record import Group, SavedStorage, check_version
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from smpkit.torch.offload.engine import Engine
+    from smpkit.torch.offload.engine import ActivationEngine
 
-__all__ = ["Scope"]
+__all__ = ["HookContext"]
 
 # Whether this runs inside `torch.func.jvp`, `vmap` and the like. Those take every operation for the user's: a copy
 # would be one that changes a captured tensor, which they refuse.
@@ -37,13 +37,13 @@ _STRIDED: Final = torch.strided
 _SPARSE_USE: Final = 2
 """A view that covers no more than 1/2 of its storage is gathered, so that it does not take the storage with it."""
 
-Handle = tuple[Any, ...]
-"""Of what left `(record, group)`, for another view of it than the first `(record, group, dtype, size, stride, offset)`;
-`(tensor, witness, version)` of what stayed."""
+SavedTensorHandle = tuple[Any, ...]
+"""Of what left `(saved, group)`, for another view of it than the first `(saved, group, dtype, size, stride, offset)`;
+`(tensor, version_alias, version)` of what stayed."""
 
 
-class Scope(contextlib.AbstractContextManager["Scope"]):
-    """Where saved tensors go while it is entered.
+class HookContext(contextlib.AbstractContextManager["HookContext"]):
+    """Offloads saved tensors while it is entered (a context of saved-tensor hooks).
 
     Args:
         engine: what moves them.
@@ -52,27 +52,29 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         expected: without `group_bytes`, how many storages are awaited before the first leave; one by one after that.
     """
 
-    def __init__(self, engine: Engine, name: str, group_bytes: int | None = None, expected: int = 1) -> None:
+    def __init__(self, engine: ActivationEngine, name: str, group_bytes: int | None = None, expected: int = 1) -> None:
         self._engine = engine
         self._name = name
         self._group_bytes = group_bytes
         self._group: Group | None = None
-        self._waiting: list[Record] = []
+        self._unsent: list[SavedStorage] = []
         self._num_bytes = 0
-        self._most_bytes, self._most = (sys.maxsize, expected) if group_bytes is None else (group_bytes, sys.maxsize)
+        self._max_bytes, self._max_storages = (
+            (sys.maxsize, expected) if group_bytes is None else (group_bytes, sys.maxsize)
+        )
         self._num_sent = 0
         self._device = engine.link.device
-        self._empty = engine.nothing
+        self._empty = engine.empty
         self._index = self._empty.get_device()
         self._hooks: saved_tensors_hooks | None = None
         # Looked up once, and not for every tensor.
-        self._records, self._stream = engine.records, engine.link.stream
+        self._storages, self._stream = engine.storages, engine.link.stream
         self._parameters = engine.parameters
-        self._forms, self._form = engine.forms.ordinary, engine.forms.form
-        self._least_bytes = max(1, engine.min_bytes)
+        self._specs, self._spec = engine.specs.always_offloadable, engine.specs.spec
+        self._min_bytes = max(1, engine.min_bytes)
 
     def __enter__(self) -> Self:
-        if not _others_save():
+        if not _hooks_of_others_are_active():
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
         return self
@@ -85,7 +87,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             self._hooks = None
         self.next_layer(self._name)
         if self._group_bytes is None and self._num_sent:
-            self._engine.boundary_sizes[self._name] = self._num_sent
+            self._engine.num_inputs_of[self._name] = self._num_sent
 
     def next_layer(self, name: str) -> None:
         """End the group: what is saved from now on belongs to another layer."""
@@ -96,17 +98,17 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
 
     def flush(self) -> None:
         """Send what waits."""
-        waiting, self._waiting, self._num_bytes = self._waiting, [], 0
+        waiting, self._unsent, self._num_bytes = self._unsent, [], 0
         if waiting and self._group is not None:
             if self._group_bytes is None:
-                self._most = 1
+                self._max_storages = 1
             self._num_sent += len(waiting)
             with _outside_transforms():
                 self._engine.send(self._group, waiting)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _pack(self, tensor: Tensor) -> SavedTensorHandle:
         """Return a handle that does not keep the tensor on the device."""
         # What nearly all tensors need is written out here: a call for each step would cost as much as the steps.
         if (
@@ -115,107 +117,107 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             or tensor.get_device() != self._index
             or tensor.is_neg()
             or tensor.is_nested
-            or ((alike := self._forms.get(tensor.dtype)) is None and self._must_stay(tensor))
+            or ((specs_by_size := self._specs.get(tensor.dtype)) is None and self._must_stay(tensor))
         ):
-            return self._stay(tensor)
+            return self._keep_here(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
-        record = self._records.get(key)
-        if record is not None and record.storage() is storage and record.version == tensor._version:
-            return self._save_again(tensor, storage, record)
+        saved = self._storages.get(key)
+        if saved is not None and saved.storage() is storage and saved.version == tensor._version:
+            return self._pack_again(tensor, storage, saved)
         num_bytes = storage.nbytes()
-        if num_bytes != tensor.nbytes or not tensor.is_contiguous() or num_bytes < self._least_bytes:
-            return self._take_part(tensor, storage)
+        if num_bytes != tensor.nbytes or not tensor.is_contiguous() or num_bytes < self._min_bytes:
+            return self._pack_view(tensor, storage)
         base = tensor._base
         if (
             (key in self._parameters and self._parameters[key]() is storage)
-            or (base is not None and type(base) is not Tensor)  # this and the next are `_is_not_ours`
+            or (base is not None and type(base) is not Tensor)  # this and the next are `_cannot_leave`
             or _transforms_are_active()
             or (_is_capturing() if self._index >= 0 else not tensor.is_cpu)
         ):
-            return self._stay(tensor)
-        witness = tensor.detach()
+            return self._keep_here(tensor)
+        version_alias = tensor.detach()
         size = tensor.shape
-        form = (alike.get(size) if alike else None) or self._form(tensor.dtype, size)
-        group = self._group or self._begin()
-        record = Record(key, storage, witness, witness, form, num_bytes, self._stream(), group.index)
-        self._records[key] = record
-        group.needs.append(record)
-        waiting = self._waiting
-        waiting.append(record)
+        spec = (specs_by_size.get(size) if specs_by_size else None) or self._spec(tensor.dtype, size)
+        group = self._group or self._begin_group()
+        saved = SavedStorage(key, storage, version_alias, version_alias, spec, num_bytes, self._stream(), group.index)
+        self._storages[key] = saved
+        group.storages.append(saved)
+        waiting = self._unsent
+        waiting.append(saved)
         self._num_bytes += num_bytes
-        if self._num_bytes >= self._most_bytes or len(waiting) >= self._most:
+        if self._num_bytes >= self._max_bytes or len(waiting) >= self._max_storages:
             self._send()
-        return record, group
+        return saved, group
 
-    def _save_again(self, tensor: Tensor, storage: torch.UntypedStorage, record: Record) -> Handle:
+    def _pack_again(self, tensor: Tensor, storage: torch.UntypedStorage, saved: SavedStorage) -> SavedTensorHandle:
         """Refer to a storage that left before, or is about to."""
         # Asked first: a new group would put loads and stamps into the graph that is captured.
-        if (self._index >= 0 and _is_capturing()) or not (group := self._group or self._begin()).add(record):
-            return self._take_part(tensor, storage)
-        record.handles += 1
-        record.pending += 1
-        if record.form == (tensor.dtype, tensor.size()) and tensor.is_contiguous():
-            return record, group
-        return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        if (self._index >= 0 and _is_capturing()) or not (group := self._group or self._begin_group()).add(saved):
+            return self._pack_view(tensor, storage)
+        saved.num_handles += 1
+        saved.num_pending += 1
+        if saved.spec == (tensor.dtype, tensor.size()) and tensor.is_contiguous():
+            return saved, group
+        return saved, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def _take_part(self, tensor: Tensor, storage: torch.UntypedStorage) -> Handle:
+    def _pack_view(self, tensor: Tensor, storage: torch.UntypedStorage) -> SavedTensorHandle:
         """Take over a storage of which the tensor is a view, or a copy of the view."""
         key, num_bytes = storage._cdata, storage.nbytes()
-        if (key in self._parameters and self._parameters[key]() is storage) or self._is_not_ours(tensor):
-            return self._stay(tensor)
+        if (key in self._parameters and self._parameters[key]() is storage) or self._cannot_leave(tensor):
+            return self._keep_here(tensor)
         if tensor.nbytes * _SPARSE_USE <= num_bytes:
-            return self._gather(tensor, storage)
-        if num_bytes < self._least_bytes or (self._index >= 0 and _is_capturing()):
-            return self._stay(tensor)
-        witness = tensor.detach()
-        witness.data = self._empty
+            return self._pack_sparse_view(tensor, storage)
+        if num_bytes < self._min_bytes or (self._index >= 0 and _is_capturing()):
+            return self._keep_here(tensor)
+        version_alias = tensor.detach()
+        version_alias.data = self._empty
         data = torch.empty(0, dtype=_UINT8, device=self._device).set_(storage)
-        form = self._form(_UINT8, data.size())
-        record, group = self._take_over(key, storage, witness, data, form, num_bytes)
-        return record, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        spec = self._spec(_UINT8, data.size())
+        saved, group = self._register(key, storage, version_alias, data, spec, num_bytes)
+        return saved, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def _gather(self, tensor: Tensor, storage: torch.UntypedStorage) -> Handle:
+    def _pack_sparse_view(self, tensor: Tensor, storage: torch.UntypedStorage) -> SavedTensorHandle:
         """Take a copy of a view that is a small part of its storage, which may then go."""
         key = (storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-        record = self._records.get(key)
+        saved = self._storages.get(key)
         if (
-            record is not None
-            and record.storage() is storage
-            and record.version == tensor._version
+            saved is not None
+            and saved.storage() is storage
+            and saved.version == tensor._version
             and not (self._index >= 0 and _is_capturing())
-            and (group := self._group or self._begin()).add(record)
+            and (group := self._group or self._begin_group()).add(saved)
         ):
-            record.handles += 1
-            record.pending += 1
-            return record, group
+            saved.num_handles += 1
+            saved.num_pending += 1
+            return saved, group
         alias = tensor.detach()
         gathered = alias.clone(memory_format=torch.contiguous_format)
         alias.data = self._empty
         num_bytes = gathered.numel() * gathered.element_size()
-        if num_bytes < self._least_bytes or (self._index >= 0 and _is_capturing()):
+        if num_bytes < self._min_bytes or (self._index >= 0 and _is_capturing()):
             return gathered, alias, alias._version
-        return self._take_over(key, storage, alias, gathered, self._form(tensor.dtype, tensor.size()), num_bytes)
+        return self._register(key, storage, alias, gathered, self._spec(tensor.dtype, tensor.size()), num_bytes)
 
-    def _take_over(
+    def _register(
         self,
         key: Hashable,
         storage: torch.UntypedStorage,
-        witness: Tensor,
+        version_alias: Tensor,
         data: Tensor,
-        form: Form,
+        spec: ContiguousSpec,
         num_bytes: int,
-    ) -> tuple[Record, Group]:
+    ) -> tuple[SavedStorage, Group]:
         """Hold data, to be known when it is saved again, and send it now or with its group."""
-        group = self._group or self._begin()
-        record = Record(key, storage, witness, data, form, num_bytes, self._stream(), group.index)
-        self._records[key] = record
-        group.needs.append(record)
-        self._waiting.append(record)
-        self._num_bytes += record.num_bytes
-        if self._num_bytes >= self._most_bytes or len(self._waiting) >= self._most:
+        group = self._group or self._begin_group()
+        saved = SavedStorage(key, storage, version_alias, data, spec, num_bytes, self._stream(), group.index)
+        self._storages[key] = saved
+        group.storages.append(saved)
+        self._unsent.append(saved)
+        self._num_bytes += saved.num_bytes
+        if self._num_bytes >= self._max_bytes or len(self._unsent) >= self._max_storages:
             self._send()
-        return record, group
+        return saved, group
 
     def _send(self) -> None:
         """Send what waits, as that is enough."""
@@ -224,7 +226,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         else:
             self.next_layer(self._name)
 
-    def _stay(self, tensor: Tensor) -> Handle:
+    def _keep_here(self, tensor: Tensor) -> SavedTensorHandle:
         """Leave a tensor where it is, as autograd itself would keep it."""
         with _outside_transforms():
             alias = tensor.detach()
@@ -232,7 +234,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
 
     def _must_stay(self, tensor: Tensor) -> bool:
         """Return whether a tensor of a type that is not ordinary here is more, or less, than its bytes."""
-        return tensor.is_conj() or tensor.is_quantized or (tensor.dtype in CASTS and self._is_cast(tensor))
+        return tensor.is_conj() or tensor.is_quantized or (tensor.dtype in AUTOCAST_DTYPES and self._is_cast(tensor))
 
     def _is_cast(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter in another type, or a view of that.
@@ -251,7 +253,7 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
         known = self._parameters.get(storage._cdata)
         return known is not None and known() is storage
 
-    def _is_not_ours(self, tensor: Tensor) -> bool:
+    def _cannot_leave(self, tensor: Tensor) -> bool:
         """Return whether a tensor is nothing that could be copied and be given up.
 
         Views of parameters that the model does not know stay: FSDP makes such for a layer's forward, and resizes their
@@ -264,43 +266,43 @@ class Scope(contextlib.AbstractContextManager["Scope"]):
             or _transforms_are_active()
         )
 
-    def _begin(self) -> Group:
+    def _begin_group(self) -> Group:
         with _outside_transforms():
             group = self._group = self._engine.new_group(self._name)
         return group
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _unpack(self, handle: Handle) -> Tensor:
+    def _unpack(self, handle: SavedTensorHandle) -> Tensor:
         """Return the saved tensor."""
         if len(handle) == 3:
-            tensor, witness, version = handle
-            if witness._version != version:
-                check_version(witness, version, f"`{self._name}`")
+            tensor, version_alias, version = handle
+            if version_alias._version != version:
+                check_version(version_alias, version, f"`{self._name}`")
             return cast("Tensor", tensor)
-        record, group = handle[:2]
-        if record.witness._version != record.version:
-            check_version(record.witness, record.version, group.what)
-        restored: Tensor = self._engine.bring(group, record)
+        saved, group = handle[:2]
+        if saved.version_alias._version != saved.version:
+            check_version(saved.version_alias, saved.version, group.label)
+        restored: Tensor = self._engine.restore(group, saved)
         if len(handle) > 2:
             _, _, dtype, size, stride, offset = handle
             storage = restored.untyped_storage()
             restored = torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride)
-        record.pending -= 1
-        if record.pending <= 0:
-            self._engine.let_go(record)
+        saved.num_pending -= 1
+        if saved.num_pending <= 0:
+            self._engine.release(saved)
         return restored
 
 
-def _others_save() -> bool:
-    """Return whether saved tensors are somebody else's here.
+def _hooks_of_others_are_active() -> bool:
+    """Return whether hooks of somebody else are active.
 
     Inside a checkpointed call they are torch's: it drops them and makes them again in backward. There, as in anything
     that backward runs, a copy to the host would be work for nothing.
     """
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     owner = None if top is None else getattr(top[0], "__self__", top)
-    return not (owner is None or isinstance(owner, Scope)) or torch._C._current_graph_task_id() != -1
+    return not (owner is None or isinstance(owner, HookContext)) or torch._C._current_graph_task_id() != -1
 
 
 def _outside_transforms() -> AbstractContextManager[object]:

@@ -14,24 +14,24 @@ from smpkit.torch.offload_model import huggingface
 from smpkit.torch.offload_model.shard import ModelShard
 from smpkit.torch.offload_model.slicing import Balance, slice_ends
 
-__all__ = ["Chain", "make_chain"]
+__all__ = ["SlicedModel", "slice_model"]
 
 
 @dataclass(frozen=True)
-class Chain:
+class SlicedModel:
     """A model as slices.
 
-    `splat`: a tuple that one slice returns becomes the positional arguments of the next, as in FairScale's lists; the
-    layers of an `nn.Sequential` get what the layer before returned as one argument.
+    `unpack_tuple`: a tuple that one slice returns becomes the positional arguments of the next, as in FairScale's
+    lists; the layers of an `nn.Sequential` get what the layer before returned as one argument.
     """
 
     module: nn.Module
     """What is registered, so that its state dict has the expected names."""
     slices: list[ModelShard]
-    splat: bool
+    unpack_tuple: bool
 
 
-def make_chain(model: Any, layers: Sequence[str] | None, num_slices: int, balance: Balance) -> Chain:
+def slice_model(model: Any, layers: Sequence[str] | None, num_slices: int, balance: Balance) -> SlicedModel:
     """Take a model apart.
 
     Args:
@@ -44,19 +44,19 @@ def make_chain(model: Any, layers: Sequence[str] | None, num_slices: int, balanc
         UsageError: a path that leads nowhere.
     """
     if layers is not None:
-        return _named(model, layers, num_slices, balance)
+        return _from_paths(model, layers, num_slices, balance)
     if not isinstance(model, nn.Module) and not model:
         raise TypeError("`model` argument to `OffloadModel` cannot be None.")
     if isinstance(model, list):
-        return _listed(model)
+        return _from_list(model)
     if isinstance(model, nn.Sequential):
         if len(model) == 0:
             raise TypeError("`model` argument to `OffloadModel` cannot be None.")
-        slices = _cut(list(model), num_slices, balance)
-        return Chain(nn.Sequential(*slices), slices, splat=False)
-    stages = huggingface.stages(model)
-    if stages is not None:
-        return Chain(model, _cut(stages, num_slices, balance), splat=False)
+        slices = _slice_layers(list(model), num_slices, balance)
+        return SlicedModel(nn.Sequential(*slices), slices, unpack_tuple=False)
+    known_layers = huggingface.known_layers(model)
+    if known_layers is not None:
+        return SlicedModel(model, _slice_layers(known_layers, num_slices, balance), unpack_tuple=False)
     raise TypeError(
         "`model` argument to `OffloadModel` must be of type `nn.Sequential`."
         f" It is a {type(model).__name__}: give the paths of the layers that it calls one after the other"
@@ -77,18 +77,18 @@ def _check_layers(layers: Sequence[nn.Module]) -> None:
             )
 
 
-def _listed(modules: list[Any]) -> Chain:
+def _from_list(modules: list[Any]) -> SlicedModel:
     wrong = next((module for module in modules if not isinstance(module, nn.Module)), None)
     if wrong is not None:
         raise TypeError(
             f"`model` argument to `OffloadModel` must be of type `nn.Sequential`. It is a list with {wrong!r} in it."
         )
     _check_layers(modules)
-    slices = [ModelShard(module, index, chained=False) for index, module in enumerate(modules)]
-    return Chain(nn.Sequential(*slices), slices, splat=True)
+    slices = [ModelShard(module, index, sequential=False) for index, module in enumerate(modules)]
+    return SlicedModel(nn.Sequential(*slices), slices, unpack_tuple=True)
 
 
-def _named(model: Any, paths: Sequence[str], num_slices: int, balance: Balance) -> Chain:
+def _from_paths(model: Any, paths: Sequence[str], num_slices: int, balance: Balance) -> SlicedModel:
     if not isinstance(model, nn.Module) or isinstance(paths, str) or not paths:
         raise UsageError(
             f"layers is {paths!r} of a {type(model).__name__}; it must be a list of module paths of a module",
@@ -111,14 +111,14 @@ def _named(model: Any, paths: Sequence[str], num_slices: int, balance: Balance) 
             f"{len(outside)} parameters lie in none of the layers, the first is `{outside[0]}`",
             hint="name the modules that hold them, in the order in which they are called",
         )
-    return Chain(model, _cut(found, num_slices, balance), splat=False)
+    return SlicedModel(model, _slice_layers(found, num_slices, balance), unpack_tuple=False)
 
 
-def _cut(layers: Sequence[nn.Module], num_slices: int, balance: Balance) -> list[ModelShard]:
+def _slice_layers(layers: Sequence[nn.Module], num_slices: int, balance: Balance) -> list[ModelShard]:
     _check_layers(layers)
     ends = slice_ends(layers, num_slices, balance)
     starts = [0, *ends[:-1]]
     return [
-        ModelShard(nn.Sequential(*layers[start:end]), index, chained=True)
+        ModelShard(nn.Sequential(*layers[start:end]), index, sequential=True)
         for index, (start, end) in enumerate(zip(starts, ends, strict=True))
     ]

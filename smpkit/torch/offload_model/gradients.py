@@ -15,26 +15,26 @@ from torch import Tensor, nn
 
 from smpkit.torch.offload.link import DONE, Event
 from smpkit.torch.offload_model.layout import Layout
-from smpkit.torch.offload_model.transfers import HostMemory, Transfers
+from smpkit.torch.offload_model.transfers import HostBuffers, Transfers
 from smpkit.torch.offload_model.weights import SliceWeights
 
-__all__ = ["Gradients", "Landing", "OwnGradients"]
+__all__ = ["BufferedGradients", "GradientCopy", "InPlaceGradients"]
 
 
 @dataclass
-class Landing:
+class GradientCopy:
     """The gradients of one slice on their way to the host."""
 
     index: int
     flat: dict[nn.Parameter, Tensor]
-    """By parameter, in the order of the layout, with its padding if there is one; readable after `arrived`. Parameters
+    """By parameter, in the order of the layout, with its padding if there is one; readable after `event`. Parameters
     that were not used are not here, and torch's optimizers leave such alone."""
-    arrived: Event
+    event: Event
     norm: Tensor | None = None
     """Of all of them, computed on the device, where that costs least; None if nobody asked for it."""
 
 
-class Gradients:
+class BufferedGradients:
     """Collects the gradients of slices.
 
     Args:
@@ -45,7 +45,7 @@ class Gradients:
     """
 
     def __init__(
-        self, slices: Sequence[SliceWeights], device: torch.device, transfers: Transfers, memory: HostMemory
+        self, slices: Sequence[SliceWeights], device: torch.device, transfers: Transfers, memory: HostBuffers
     ) -> None:
         self.wants_norm = False
         """Whether somebody clips."""
@@ -54,25 +54,25 @@ class Gradients:
         self._transfers = transfers
         self._memory = memory
         self._buffers: list[Tensor] = []
-        self._leaving: list[Event] = [DONE, DONE]
+        self._copies_to_host: list[Event] = [DONE, DONE]
         self._layouts: dict[int, Layout] = {}
         self._views: dict[int, list[Tensor]] = {}
         self._versions: list[int] = []
-        self._hosts: list[Tensor] = []
+        self._host_buffers: list[Tensor] = []
 
     def reserve(self) -> None:
         """Have host memory for the gradients of all slices before a backward, which has no time to pin it."""
-        if not self._hosts and _can_count():
-            sizes = [self._see(index).num_bytes for index in range(len(self._slices))]
-            self._hosts = [self._memory.zeros(num_bytes) for num_bytes in sizes if num_bytes]
+        if not self._host_buffers and _can_count():
+            sizes = [self._trained_layout(index).num_bytes for index in range(len(self._slices))]
+            self._host_buffers = [self._memory.zeros(num_bytes) for num_bytes in sizes if num_bytes]
 
     def prepare(self) -> None:
         """Before a backward: see which parameters are trained now, and have buffers that are large enough."""
-        layouts = [self._see(index) for index in range(len(self._slices))]
+        layouts = [self._trained_layout(index) for index in range(len(self._slices))]
         needed = [max((layout.num_bytes for layout in layouts[parity::2]), default=0) for parity in (0, 1)]
         if [buffer.nbytes for buffer in self._buffers] != needed:
             self._views.clear()
-            for event in self._leaving:  # a copy may still read what the allocator gets back here
+            for event in self._copies_to_host:  # a copy may still read what the allocator gets back here
                 self._transfers.link.before_reuse(event, self._transfers.link.stream())
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in needed]
 
@@ -80,7 +80,7 @@ class Gradients:
         """Return the places of the gradients of a slice."""
         return self._layouts[index]
 
-    def _see(self, index: int) -> Layout:
+    def _trained_layout(self, index: int) -> Layout:
         trained = [parameter for parameter in self._slices[index].layout.parameters if parameter.requires_grad]
         known = self._layouts.get(index)
         if (
@@ -92,52 +92,54 @@ class Gradients:
             self._views.pop(index, None)
         return known
 
-    def begin(self, index: int, stand_ins: Sequence[nn.Parameter]) -> None:
-        """Make the stand-ins' gradients views of the slice's buffer on the device, zeros."""
+    def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
+        """Make the device parameters' gradients views of the slice's buffer on the device, zeros."""
         layout = self.layout(index)
         buffer = self._buffers[index % 2][: layout.num_bytes]
         # The gradients of slice index + 2 may still be leaving this buffer.
-        self._transfers.link.wait(self._leaving[index % 2], f"the gradients of slice {index + 2}")
+        self._transfers.link.wait(self._copies_to_host[index % 2], f"the gradients of slice {index + 2}")
         buffer.zero_()
         if index not in self._views:
             # `.data` gives each a version counter of its own: it tells which parameters have got a gradient.
             self._views[index] = [view.data for view in layout.views(buffer)]
         self._versions = [view._version for view in self._views[index]]
-        trained = [stand_in for stand_in in stand_ins if stand_in.requires_grad]
-        for stand_in, view in zip(trained, self._views[index], strict=True):
-            stand_in.grad = view
+        trained = [device_parameter for device_parameter in device_parameters if device_parameter.requires_grad]
+        for device_parameter, view in zip(trained, self._views[index], strict=True):
+            device_parameter.grad = view
 
-    def send(self, index: int, stand_ins: Sequence[nn.Parameter]) -> Landing:
+    def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
         """Start to copy the slice's gradients to the host."""
         layout, views = self.layout(index), self._views[index]
         used = [view._version != before for view, before in zip(views, self._versions, strict=True)]
-        for stand_in in stand_ins:
-            stand_in.grad = None
+        for device_parameter in device_parameters:
+            device_parameter.grad = None
         source = self._buffers[index % 2][: layout.num_bytes]
-        target = self._host(layout.num_bytes)
+        target = self._host_buffer(layout.num_bytes)
         after = (self._transfers.link.now(),)
         what = f"the gradients of slice {index}"
-        self._leaving[index % 2] = arrived = self._transfers.send("gradients_out", source, target, after, what)
-        rows = zip(layout.parameters, layout.places, used, strict=True)
-        flat = {parameter: place.padded(target) for parameter, place, wanted in rows if wanted}
-        return Landing(index, flat, arrived, _norm(views) if self.wants_norm else None)
+        self._copies_to_host[index % 2] = event = self._transfers.send("gradients_out", source, target, after, what)
+        rows = zip(layout.parameters, layout.slots, used, strict=True)
+        flat = {parameter: slot.padded(target) for parameter, slot, wanted in rows if wanted}
+        return GradientCopy(index, flat, event, _norm(views) if self.wants_norm else None)
 
-    def landed(self, landings: Sequence[Landing], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def wait_by_parameter(
+        self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """Wait for gradients, and return them by parameter; one that several slices use has the sum."""
-        for landing in landings:
-            self._transfers.link.settle(landing.arrived, f"the gradients of slice {landing.index}")
-        return _by_parameter(landings, parameters)
+        for gradient_copy in gradient_copies:
+            self._transfers.link.synchronize(gradient_copy.event, f"the gradients of slice {gradient_copy.index}")
+        return _by_parameter(gradient_copies, parameters)
 
-    def _host(self, num_bytes: int) -> Tensor:
+    def _host_buffer(self, num_bytes: int) -> Tensor:
         """Return memory on the host that nobody holds a part of, such as a parameter's `.grad`; slices share it."""
         if not _can_count():
             pinned = self._device.type == "cuda"
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        fitting = [buffer for buffer in self._hosts if buffer.nbytes >= num_bytes and _is_free(buffer)]
+        fitting = [buffer for buffer in self._host_buffers if buffer.nbytes >= num_bytes and _is_free(buffer)]
         buffer = min(fitting, key=lambda each: each.nbytes, default=None)
         if buffer is None:
             buffer = self._memory.zeros(num_bytes)
-            self._hosts.append(buffer)
+            self._host_buffers.append(buffer)
         return buffer[:num_bytes]  # a view: while it lives the buffer is not free
 
     @property
@@ -146,7 +148,7 @@ class Gradients:
         return sum(buffer.nbytes for buffer in self._buffers)
 
 
-class OwnGradients:
+class InPlaceGradients:
     """Collects the gradients of slices where the device is the host: nothing to gather, copy or send.
 
     Args:
@@ -166,30 +168,32 @@ class OwnGradients:
     def prepare(self) -> None:
         """Before a backward: nothing."""
 
-    def begin(self, index: int, stand_ins: Sequence[nn.Parameter]) -> None:
-        """Let autograd make the stand-ins' gradients; a backward that failed may have left some."""
+    def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
+        """Let autograd make the device parameters' gradients; a backward that failed may have left some."""
         del index
-        for stand_in in stand_ins:
-            stand_in.grad = None
+        for device_parameter in device_parameters:
+            device_parameter.grad = None
 
-    def send(self, index: int, stand_ins: Sequence[nn.Parameter]) -> Landing:
+    def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
         """Take the slice's gradients."""
         flat = {}
-        for parameter, stand_in in zip(self._slices[index].layout.parameters, stand_ins, strict=True):
-            if stand_in.grad is not None:
-                flat[parameter] = stand_in.grad.to_dense().reshape(-1)
-                stand_in.grad = None
-        return Landing(index, flat, DONE, _norm(list(flat.values())) if self.wants_norm else None)
+        for parameter, device_parameter in zip(self._slices[index].layout.parameters, device_parameters, strict=True):
+            if device_parameter.grad is not None:
+                flat[parameter] = device_parameter.grad.to_dense().reshape(-1)
+                device_parameter.grad = None
+        return GradientCopy(index, flat, DONE, _norm(list(flat.values())) if self.wants_norm else None)
 
-    def landed(self, landings: Sequence[Landing], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def wait_by_parameter(
+        self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """Return gradients by parameter; one that several slices use has the sum."""
-        return _by_parameter(landings, parameters)
+        return _by_parameter(gradient_copies, parameters)
 
 
-def _by_parameter(landings: Sequence[Landing], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+def _by_parameter(gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]) -> list[Tensor | None]:
     found: dict[int, Tensor] = {}
-    for landing in landings:
-        for parameter, flat in landing.flat.items():
+    for gradient_copy in gradient_copies:
+        for parameter, flat in gradient_copy.flat.items():
             gradient = flat[: parameter.numel()].view(parameter.shape).to(parameter.dtype)
             known = found.get(id(parameter))
             found[id(parameter)] = gradient if known is None else known + gradient

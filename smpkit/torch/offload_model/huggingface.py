@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from smpkit.errors import UnsupportedError, UsageError
 
-__all__ = ["KNOWN", "stages"]
+__all__ = ["KNOWN", "known_layers"]
 
 
 class _Family(NamedTuple):
@@ -54,7 +54,7 @@ _FAMILIES: Final = {
 }
 """Each has a test that says it trains to the bit as the plain model."""
 KNOWN: Final = tuple(_FAMILIES)
-"""The classes of transformers that `stages` takes apart."""
+"""The classes of transformers that `known_layers` takes apart."""
 
 
 class _Call(NamedTuple):
@@ -64,24 +64,24 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Order:
-    """Which call is whose block's; no container, so that nobody looks for tensors in it at every border."""
+class _CallOrder:
+    """Which call is whose block's; no container, so that nobody looks for tensors in it at every slice boundary."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
 
 
-class _Stream(NamedTuple):
-    """What goes from block to block: only `hidden` changes, so only it is kept at every slice's border."""
+class _BlockInput(NamedTuple):
+    """What goes from block to block: only `hidden` changes, so only it is kept at every slice boundary."""
 
     hidden: Tensor
     calls: tuple[_Call, ...]
     """Those that differ: most models call all blocks alike."""
-    order: _Order
+    order: _CallOrder
     labels: Tensor | None
 
 
-def stages(model: Any) -> list[nn.Module] | None:
+def known_layers(model: Any) -> list[nn.Module] | None:
     """Return the layers of a Hugging Face model of a known family; None for any other object.
 
     Raises:
@@ -101,7 +101,7 @@ def stages(model: Any) -> list[nn.Module] | None:
     behind = [module for module in (attrgetter(path)(model) for path in family.ending) if module is not None]
     before = list(_others(model, {id(module) for module in (*blocks, *behind)}))
     return [
-        _Start(model, family, before),
+        _BeforeBlocks(model, family, before),
         *(_Block(block, number) for number, block in enumerate(blocks)),
         _Head(model, behind),
     ]
@@ -115,7 +115,7 @@ def _others(module: nn.Module, taken: set[int]) -> Iterator[nn.Module]:
             yield from _others(child, taken) if mixed else (child,)
 
 
-class _Start(nn.Module):
+class _BeforeBlocks(nn.Module):
     """Embeddings, masks and positions, as the model makes them."""
 
     def __init__(self, model: Any, family: _Family, before: list[nn.Module]) -> None:
@@ -133,7 +133,7 @@ class _Start(nn.Module):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
         **options: Any,
-    ) -> _Stream:
+    ) -> _BlockInput:
         _check_options(options)
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "token_type_ids": token_type_ids}
         given = {name: value for name, value in named.items() if value is not None}
@@ -143,14 +143,14 @@ class _Start(nn.Module):
         owner._modules[self._name] = nn.ModuleList([recorder] * len(blocks))
         try:
             root(input_ids, use_cache=False, **given)
-        except _AllCalledError:
-            return _Stream(recorder.hidden, tuple(recorder.calls), recorder.order, labels)
+        except _BlocksDoneError:
+            return _BlockInput(recorder.hidden, tuple(recorder.calls), recorder.order, labels)
         finally:
             owner._modules[self._name] = blocks
         raise recorder.left_out()
 
 
-class _AllCalledError(Exception):
+class _BlocksDoneError(Exception):
     """Ends the model's own code where the head would come."""
 
 
@@ -163,9 +163,9 @@ class _Recorder(nn.Module):
         super().__init__()
         self._count, self._whose = count, whose
         self.calls: list[_Call] = []
-        self.order = _Order()
+        self.order = _CallOrder()
 
-    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> _Output:
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> _PlaceholderOutput:
         if not self.order.calls:
             self.hidden = hidden
         call = _Call(args, kwargs)
@@ -175,8 +175,8 @@ class _Recorder(nn.Module):
             self.calls.append(call)
         self.order.calls.append(number)
         if len(self.order.calls) == self._count:
-            raise _AllCalledError
-        return _Output(self)
+            raise _BlocksDoneError
+        return _PlaceholderOutput(self)
 
     def left_out(self) -> UsageError:
         """Return what to say to a model that goes on before it has called all."""
@@ -186,13 +186,13 @@ class _Recorder(nn.Module):
         )
 
 
-class _Output:
+class _PlaceholderOutput:
     """What a block would return, itself or first in a tuple; nobody may compute with it."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self._recorder = recorder
 
-    def __getitem__(self, index: int) -> _Output:
+    def __getitem__(self, index: int) -> _PlaceholderOutput:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -216,10 +216,10 @@ class _Block(nn.Module):
         super().__init__()
         self.block, self._number = block, number
 
-    def forward(self, stream: _Stream) -> _Stream:
-        args, kwargs = stream.calls[stream.order.calls[self._number]]
-        value = self.block(stream.hidden, *args, **kwargs)
-        return stream._replace(hidden=value[0] if isinstance(value, tuple) else value)
+    def forward(self, block_input: _BlockInput) -> _BlockInput:
+        args, kwargs = block_input.calls[block_input.order.calls[self._number]]
+        value = self.block(block_input.hidden, *args, **kwargs)
+        return block_input._replace(hidden=value[0] if isinstance(value, tuple) else value)
 
 
 class _Head(nn.Module):
@@ -230,10 +230,10 @@ class _Head(nn.Module):
         self._masked = type(model).__name__ == _MASKED
         self._loss_function = _masked_loss if self._masked else model.loss_function
 
-    def forward(self, stream: _Stream) -> Any:
+    def forward(self, block_input: _BlockInput) -> Any:
         from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 
-        logits, labels, loss = stream.hidden, stream.labels, None
+        logits, labels, loss = block_input.hidden, block_input.labels, None
         for module in self.behind:
             logits = module(logits)
         if (cap := getattr(self._config, "final_logit_softcapping", None)) is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smpkit.torch.offload_model import compiled
 
-__all__ = ["Adam", "Kernel", "Rule", "Sgd", "Span", "choose_kernel", "tiled"]
+__all__ = ["Adam", "FlatRange", "Kernel", "Rule", "Sgd", "choose_kernel", "tiled"]
 
 _TILE: Final = 131072
 """Elements: few enough for the caches, many enough that calls into torch take little of the time."""
@@ -26,7 +26,7 @@ _UNSPLIT_TILE: Final = 32768
 
 
 @dataclass(frozen=True)
-class Span:
+class FlatRange:
     """Neighbouring elements of one slice; flat tensors of equal length."""
 
     gradient: Tensor
@@ -37,9 +37,9 @@ class Span:
     weight: Tensor | None
     """The working copy, where it is not the master itself."""
 
-    def part(self, start: int, end: int) -> Span:
+    def part(self, start: int, end: int) -> FlatRange:
         """Return the elements from `start` to before `end`."""
-        return Span(
+        return FlatRange(
             self.gradient[start:end],
             self.master[start:end],
             tuple(each[start:end] for each in self.state),
@@ -70,12 +70,12 @@ class Adam:
         size = self.lr / (1 - self.beta1**self.step)
         return self.beta1, self.beta2, self.eps, decay, l2, size, math.sqrt(1 - self.beta2**self.step), self.factor
 
-    def apply(self, gradient: Tensor, span: Span) -> None:
+    def apply(self, gradient: Tensor, flat_range: FlatRange) -> None:
         """Do it with torch's own fused kernel; `gradient` has the master's dtype and is ready to use."""
-        first, second = span.state
+        first, second = flat_range.state
         fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         fused(
-            [span.master],
+            [flat_range.master],
             [gradient],
             [first],
             [second],
@@ -111,31 +111,31 @@ class Sgd:
         of_gradient, of_momentum = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
         return self.lr, self.weight_decay, keep, enter, of_gradient, of_momentum, self.factor
 
-    def apply(self, gradient: Tensor, span: Span) -> None:
+    def apply(self, gradient: Tensor, flat_range: FlatRange) -> None:
         """Do it with torch's operations; `gradient` has the master's dtype, and is overwritten."""
         lr, l2, keep, enter, of_gradient, of_momentum, _ = self.constants
-        master = span.master
+        master = flat_range.master
         if l2:
             gradient.add_(master, alpha=l2)
-        for momentum in span.state:
+        for momentum in flat_range.state:
             momentum.mul_(keep).add_(gradient, alpha=enter)
             gradient.mul_(of_gradient).add_(momentum, alpha=of_momentum)
         master.add_(gradient, alpha=-lr)
 
 
 Rule = Adam | Sgd
-Kernel = Callable[[Rule, Span], None]
+Kernel = Callable[[Rule, FlatRange], None]
 
 
 @torch.no_grad()
-def tiled(rule: Rule, span: Span) -> None:
+def tiled(rule: Rule, flat_range: FlatRange) -> None:
     """Apply a rule tile by tile, so that every tile is read from memory once."""
-    length = span.master.numel()
+    length = flat_range.master.numel()
     size = min(length, _TILE if torch.get_num_threads() == 1 else _UNSPLIT_TILE)
     # One scratch for all tiles: the allocator would ask the system for so much memory anew each time.
-    scratch = torch.empty(size, dtype=span.master.dtype, device=span.master.device)
+    scratch = torch.empty(size, dtype=flat_range.master.dtype, device=flat_range.master.device)
     for start in range(0, length, max(1, size)):
-        tile = span.part(start, min(start + size, length))
+        tile = flat_range.part(start, min(start + size, length))
         gradient = scratch[: tile.master.numel()].copy_(tile.gradient)
         if rule.factor != 1.0:
             gradient.mul_(rule.factor)
@@ -144,21 +144,26 @@ def tiled(rule: Rule, span: Span) -> None:
             tile.weight.copy_(tile.master)
 
 
-def one_pass(rule: Rule, span: Span) -> None:
+def one_pass(rule: Rule, flat_range: FlatRange) -> None:
     """Apply a rule with the compiled kernel; dtypes it does not know go tile by tile."""
-    arrays = [span.gradient, span.master, *span.state, *([] if span.weight is None else [span.weight])]
-    weight_dtype = None if span.weight is None else span.weight.dtype
+    arrays = [
+        flat_range.gradient,
+        flat_range.master,
+        *flat_range.state,
+        *([] if flat_range.weight is None else [flat_range.weight]),
+    ]
+    weight_dtype = None if flat_range.weight is None else flat_range.weight.dtype
     function = None
-    if all(each.dtype is torch.float32 for each in (span.master, *span.state)):
-        function = compiled.function(_name(rule, span), span.gradient.dtype, weight_dtype)
+    if all(each.dtype is torch.float32 for each in (flat_range.master, *flat_range.state)):
+        function = compiled.function(_name(rule, flat_range), flat_range.gradient.dtype, weight_dtype)
     if function is None:
-        tiled(rule, span)
+        tiled(rule, flat_range)
     else:
-        function([each.data_ptr() for each in arrays], span.master.numel(), rule.constants)
+        function([each.data_ptr() for each in arrays], flat_range.master.numel(), rule.constants)
 
 
-def _name(rule: Rule, span: Span) -> str:
-    return "adam" if isinstance(rule, Adam) else "sgd_momentum" if span.state else "sgd"
+def _name(rule: Rule, flat_range: FlatRange) -> str:
+    return "adam" if isinstance(rule, Adam) else "sgd_momentum" if flat_range.state else "sgd"
 
 
 def choose_kernel(gradient_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Kernel:
@@ -169,19 +174,19 @@ def choose_kernel(gradient_dtype: torch.dtype, weight_dtype: torch.dtype | None)
         torch.zeros(_MEASURED, dtype=dtype, device="cpu") for dtype in (gradient_dtype, *[torch.float32] * 3)
     )
     weight = None if weight_dtype is None else torch.zeros(_MEASURED, dtype=weight_dtype, device="cpu")
-    span = Span(gradient, master, (first, second), weight)
-    return min((one_pass, tiled), key=lambda kernel: _seconds(kernel, span))
+    flat_range = FlatRange(gradient, master, (first, second), weight)
+    return min((one_pass, tiled), key=lambda kernel: _seconds(kernel, flat_range))
 
 
 _MEASURED: Final = 1 << 20
 
 
-def _seconds(kernel: Kernel, span: Span) -> float:
+def _seconds(kernel: Kernel, flat_range: FlatRange) -> float:
     """Return the processor time of this thread, the least of three: other threads and processes do not count."""
     rule = Adam(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True, step=1, factor=1.0)
     times = []
     for _ in range(3):
         start = time.thread_time()
-        kernel(rule, span)
+        kernel(rule, flat_range)
         times.append(time.thread_time() - start)
     return min(times)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Layout", "Place", "apart", "compute_dtype"]
+__all__ = ["BufferSlot", "Layout", "compute_dtype", "with_own_storage"]
 
 _ALIGNMENT: Final = 64  # elements: enough for the vector loads of every dtype, and equal in buffers of different dtypes
 
@@ -20,7 +20,7 @@ def compute_dtype(parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSlot:
     """Where one parameter lies."""
 
     start: int
@@ -62,19 +62,19 @@ class Layout:
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
         order = sorted(parameters, key=_rank(dtype))  # stable: the model's order within each kind
         self.parameters = tuple(order)
-        places, start = [], 0
+        slots, start = [], 0
         for parameter in order:
-            places.append(Place(start, compute_dtype(parameter, dtype), parameter.shape))
-            start += places[-1].num_bytes
-        self.places = tuple(places)
+            slots.append(BufferSlot(start, compute_dtype(parameter, dtype), parameter.shape))
+            start += slots[-1].num_bytes
+        self.slots = tuple(slots)
         self.num_bytes = start
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a buffer of at least `num_bytes` bytes."""
-        return [place.view(buffer) for place in self.places]
+        return [slot.view(buffer) for slot in self.slots]
 
 
-def apart(view: Tensor) -> Tensor:
+def with_own_storage(view: Tensor) -> Tensor:
     """Return the same memory under a storage of its own.
 
     `torch.save` and copies take whole storages: one parameter's is to be its own, not that of the slice.

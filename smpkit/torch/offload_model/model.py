@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.link import Link
-from smpkit.torch.offload_model.chain import make_chain
-from smpkit.torch.offload_model.engine import Engine
-from smpkit.torch.offload_model.inner import guard
+from smpkit.torch.offload_model.chain import slice_model
+from smpkit.torch.offload_model.engine import SliceEngine
+from smpkit.torch.offload_model.inner import synchronize_on_state_dict
 from smpkit.torch.offload_model.names import rename_layers
 from smpkit.torch.offload_model.run import Run
 from smpkit.torch.offload_model.slicing import Balance, check_count
@@ -99,13 +99,13 @@ class OffloadModel(nn.Module):
         check_count("num_microbatches", num_microbatches)
         if dtype is not None and not dtype.is_floating_point:
             raise UsageError(f"dtype is {dtype}; weights are computed in a floating-point type")
-        chain = make_chain(model, layers, num_slices, balance)
-        self._model = chain.module
-        self.model_slices = chain.slices
+        sliced = slice_model(model, layers, num_slices, balance)
+        self._model = sliced.module
+        self.model_slices = sliced.slices
         self._checkpoint_activation = checkpoint_activation
         self._num_microbatches = num_microbatches
         self._settings: dict[str, Any] = {
-            "splat": chain.splat,
+            "unpack_tuple": sliced.unpack_tuple,
             "device": self.device,
             "dtype": dtype,
             "prefetch": prefetch,
@@ -114,12 +114,12 @@ class OffloadModel(nn.Module):
             "host_budget_bytes": host_budget_bytes,
         }
         self._engine = self._make_engine(links)
-        if chain.slices[0] in chain.module.children():
+        if sliced.slices[0] in sliced.module.children():
             self.register_load_state_dict_pre_hook(_adapt)  # type: ignore[no-untyped-call]
 
-    def _make_engine(self, links: tuple[Link, Link] | None = None) -> Engine:
-        engine = Engine(self.model_slices, links=links, **self._settings)
-        guard(self.modules(), engine)
+    def _make_engine(self, links: tuple[Link, Link] | None = None) -> SliceEngine:
+        engine = SliceEngine(self.model_slices, links=links, **self._settings)
+        synchronize_on_state_dict(self.modules(), engine)
         return engine
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,11 +140,11 @@ class OffloadModel(nn.Module):
     @property
     def device_buffer_bytes(self) -> int:
         """What weights and gradients take on the device: room for two slices, whatever the model's size."""
-        return self._engine.residence.num_bytes + self._engine.gradients.num_bytes
+        return self._engine.device_weights.num_bytes + self._engine.gradients.num_bytes
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Return whether a tensor on the device is a part of the weights there, for those who count memory."""
-        return self._engine.residence.holds(tensor)
+        return self._engine.device_weights.holds(tensor)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; all arguments go to the first layer, tensors from wherever they are.
@@ -167,7 +167,7 @@ class OffloadModel(nn.Module):
         training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *parameters))
         run = Run(self._engine, structure, training=training)
         if training:
-            outputs = _Chain.apply(run, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
+            outputs = _SlicedModelFunction.apply(run, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
         else:
             outputs, _ = run.forward(tensors)
         return run.outputs.fill(outputs)
@@ -178,7 +178,7 @@ class OffloadModel(nn.Module):
         Raises:
             UsageError: an `OffloadOptimizer` takes them before they are there; also raised when one is made later.
         """
-        self._engine.share(who)
+        self._engine.note_averaging(who)
 
     def _look_for_replicas(self) -> None:
         # A wrapper is seen from inside only here; without this replicas would drift apart silently.
@@ -197,13 +197,13 @@ class OffloadModel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters, up to date; see `torch.nn.Module.named_parameters`."""
-        self._engine.distrust()
+        self._engine.invalidate()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> OffloadModel:
         """Switch between training and evaluation; see `torch.nn.Module.train`."""
         if mode != self.training:
-            self._engine.distrust()
+            self._engine.invalidate()
         super().train(mode)
         for piece in self.model_slices:  # those of a model that is sliced by paths are not among its children
             piece.train(mode)
@@ -216,8 +216,8 @@ class OffloadModel(nn.Module):
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
-        if (sink := self._engine.sink) is not None:
-            sink.zero_grad()
+        if (consumer := self._engine.consumer) is not None:
+            consumer.zero_grad()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
         """Convert weights and buffers to another type (`half()`, `to(dtype)`); they stay where they are.
@@ -236,7 +236,7 @@ class OffloadModel(nn.Module):
             )
         if all(made.dtype == dtype for dtype, made in kinds.items()):
             return self
-        if self._engine.sink is not None:
+        if self._engine.consumer is not None:
             raise UsageError(
                 "an OffloadModel cannot be converted to another type under an OffloadOptimizer",
                 hint="convert the model before the optimizer is made",
@@ -249,11 +249,11 @@ class OffloadModel(nn.Module):
                 tensor.grad = None if gradient is None else gradient.to(dtype)
         before, self._engine = self._engine, self._make_engine(self._engine.links)
         if before.averaged_by is not None:
-            self._engine.share(before.averaged_by)
+            self._engine.note_averaging(before.averaged_by)
         return self
 
 
-class _Chain(torch.autograd.Function):
+class _SlicedModelFunction(torch.autograd.Function):
     """The whole model as one node of the user's graph; parameters are inputs, so autograd treats them as ever."""
 
     @staticmethod

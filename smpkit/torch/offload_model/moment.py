@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Autocast", "Buffers", "RandomState", "random_state", "repeating"]
+__all__ = ["AutocastState", "RandomState", "SliceBuffers", "random_state", "restored_random_state"]
 
 RandomState = tuple[Tensor, Tensor | None]
 """Of the CPU's generator and the device's, if it has one of its own."""
@@ -21,7 +21,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 @contextlib.contextmanager
-def repeating(state: RandomState, device: torch.device) -> Iterator[None]:
+def restored_random_state(state: RandomState, device: torch.device) -> Iterator[None]:
     """Put the random generators where they were, and afterwards where they are now."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.set_rng_state(state[0])
@@ -31,7 +31,7 @@ def repeating(state: RandomState, device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Autocast:
+class AutocastState:
     """Whether and how the forward was autocast."""
 
     kind: str
@@ -39,20 +39,20 @@ class Autocast:
     dtype: torch.dtype
 
     @staticmethod
-    def now(device: torch.device) -> Autocast:
+    def current(device: torch.device) -> AutocastState:
         """Return what holds now."""
-        return Autocast(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+        return AutocastState(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
 
-    def again(self) -> torch.autocast:
+    def restore(self) -> torch.autocast:
         """Return a context in which it holds.
 
         Without autocast's cache: it would keep a copy of every weight on the device until the end of the step, and
-        find there, under the same stand-in, what the weight was before its last load.
+        find there, under the same device parameter, what the weight was before its last load.
         """
         return torch.autocast(self.kind, enabled=self.enabled, dtype=self.dtype, cache_enabled=False)
 
 
-class Buffers:
+class SliceBuffers:
     """The buffers of a slice; they live on the device, because they are small and forward changes them.
 
     Which of them forward changes (BatchNorm's statistics) is learned when it first runs.
@@ -63,58 +63,58 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._sites = [
+        self._owners = [
             (holder, name)
             for holder in module.modules()
             for name, buffer in holder._buffers.items()
             if buffer is not None
         ]
-        for holder, name in self._sites:
+        for holder, name in self._owners:
             buffer = holder._buffers[name]
             assert buffer is not None
             holder._buffers[name] = buffer.to(device)
         self._module = module
-        self._changing: dict[bool, set[int]] = {}
+        self._mutated: dict[bool, set[int]] = {}
 
     @contextlib.contextmanager
-    def remembered(self, into: dict[int, Tensor]) -> Iterator[None]:
+    def snapshot(self, into: dict[int, Tensor]) -> Iterator[None]:
         """Put copies of what the forward inside is about to change into `into`; the first time, of all."""
         mode = self._module.training
-        before = [self._current(index) for index in range(len(self._sites))]
+        before = [self._current(index) for index in range(len(self._owners))]
         versions = [buffer._version for buffer in before]
-        learnt = self._changing.get(mode)
+        learnt = self._mutated.get(mode)
         into.update({index: before[index].clone() for index in (range(len(before)) if learnt is None else learnt)})
         yield
         changed = set() if learnt is None else set(learnt)
         for index, (buffer, version) in enumerate(zip(before, versions, strict=True)):
-            now = self._current(index)
-            if now is not buffer or now._version != version:
+            current = self._current(index)
+            if current is not buffer or current._version != version:
                 changed.add(index)
-            elif learnt is None and not torch.equal(now, into[index]):
+            elif learnt is None and not torch.equal(current, into[index]):
                 changed.add(index)  # batch_norm writes its statistics without counting a version
-        self._changing[mode] = changed
+        self._mutated[mode] = changed
         for index in into.keys() - changed:
             del into[index]
 
     @contextlib.contextmanager
-    def as_before(self, remembered: dict[int, Tensor]) -> Iterator[None]:
+    def restored(self, snapshot: dict[int, Tensor]) -> Iterator[None]:
         """Let a repeated forward see the buffers as they were, and change only copies."""
-        changing = self._changing.get(self._module.training, set()) | remembered.keys()
-        now = {index: self._current(index) for index in changing}
-        for index, buffer in now.items():
-            self._put(index, remembered.get(index, buffer).clone())
+        changing = self._mutated.get(self._module.training, set()) | snapshot.keys()
+        current = {index: self._current(index) for index in changing}
+        for index, buffer in current.items():
+            self._set(index, snapshot.get(index, buffer).clone())
         try:
             yield
         finally:
-            for index, buffer in now.items():
-                self._put(index, buffer)
+            for index, buffer in current.items():
+                self._set(index, buffer)
 
     def _current(self, index: int) -> Tensor:
-        holder, name = self._sites[index]
+        holder, name = self._owners[index]
         buffer = holder._buffers[name]
         assert buffer is not None
         return buffer
 
-    def _put(self, index: int, buffer: Tensor) -> None:
-        holder, name = self._sites[index]
+    def _set(self, index: int, buffer: Tensor) -> None:
+        holder, name = self._owners[index]
         holder._buffers[name] = buffer

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import DeadlineError, UnsupportedError, UsageError
-from smpkit.torch.offload_model.gradients import Landing
+from smpkit.torch.offload_model.gradients import GradientCopy
 from smpkit.torch.offload_model.kernels import Adam, Rule, Sgd
 from smpkit.torch.offload_model.model import OffloadModel
-from smpkit.torch.offload_model.pending import Pending
-from smpkit.torch.offload_model.states import Entry, SliceState
+from smpkit.torch.offload_model.pending import GradientAccumulator
+from smpkit.torch.offload_model.states import ParameterState, SliceState
 from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS
 from smpkit.torch.offload_model.workers import Workers
 
@@ -88,7 +88,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.synchronize()  # updates of an optimizer before this one: masters are copies of the weights
         self._states = self._make_states(model)
         self._workers = Workers(num_threads, self._engine.device)
-        self._pending = [Pending(state, self._engine.bulk_link) for state in self._states]
+        self._accumulators = [GradientAccumulator(state, self._engine.weight_link) for state in self._states]
         self._updates: list[list[Future[None]]] = [[] for _ in self._states]
         self._updated_in_backward: set[int] = set()
         self._engine.gradients.wants_norm = max_grad_norm is not None
@@ -112,10 +112,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # --- what the engine calls ---------------------------------------------------------------------------------------
 
-    def receive(self, landing: Landing) -> None:
+    def consume(self, gradient_copy: GradientCopy) -> None:
         """Take the gradients of a slice, in backward."""
-        index = landing.index
-        self._states[index].expect(landing)
+        index = gradient_copy.index
+        self._states[index].check_not_frozen(gradient_copy)
         if self._overlap == "backward":
             if index == len(self._states) - 1 and 0 not in self._updated_in_backward:
                 self._updated_in_backward.clear()  # a backward that failed half way
@@ -125,28 +125,28 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     hint='use overlap="forward" to add up gradients',
                 )
             self._updated_in_backward.add(index)
-        self._pending[index].add(landing)
-        for parameter, owner in self._states[index].borrowed:
-            self._pending[owner].borrow(landing, parameter)
+        self._accumulators[index].add(gradient_copy)
+        for parameter, owner in self._states[index].tied:
+            self._accumulators[owner].add_tied(gradient_copy, parameter)
         if self._overlap == "backward":
             self._update(index, 1.0)
 
-    def wait_for(self, index: int) -> None:
+    def wait_for_update(self, index: int) -> None:
         """Block until the weights of a slice are up to date."""
-        for other in (index, *(owner for _, owner in self._states[index].borrowed)):
+        for other in (index, *(owner for _, owner in self._states[index].tied)):
             for update in self._updates[other]:
                 self._workers.wait(update, f"the update of slice {other}")
 
     def synchronize(self) -> None:
         """Block until all weights are up to date."""
         for index in range(len(self._states)):
-            self.wait_for(index)
+            self.wait_for_update(index)
             self._updates[index].clear()
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """Compare masters with parameters before the next step; somebody may have written into these."""
         for state in self._states:
-            state.distrust()
+            state.invalidate()
 
     # --- what the user calls -----------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: a scale with overlap="backward", or another optimizer has been made for the model since.
         """
-        if self._engine.sink is not self:
+        if self._engine.consumer is not self:
             raise UsageError(
                 "another OffloadOptimizer has been made for this model since, and gets its gradients",
                 hint="make one, with a parameter group for each kind of parameter",
@@ -197,8 +197,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that no step has used."""
         del set_to_none
-        for pending in self._pending:
-            pending.clear()
+        for accumulator in self._accumulators:
+            accumulator.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups, in the form of the torch optimizer of the same rule."""
@@ -260,7 +260,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.grad_norm = None
             return 1.0
         scale = 1.0 if grad_scale is None else grad_scale
-        norms = _on_host([pending.norm() for pending in self._pending])
+        norms = _on_host([accumulator.norm() for accumulator in self._accumulators])
         self.grad_norm = float(torch.stack(norms).double().norm()) / scale if norms else 0.0
         if grad_scale is not None and not math.isfinite(self.grad_norm):
             return None
@@ -269,22 +269,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _update(self, index: int, factor: float) -> None:
         """Let threads update a slice when its gradients have arrived and its last update has ended."""
-        state, gradients = self._states[index], self._pending[index].take()
+        state, gradients = self._states[index], self._accumulators[index].take()
         self._updates[index] = [update for update in self._updates[index] if not update.done()]
         if gradients is None:
             return
         state.note_changes()
-        spans = state.spans(gradients, lambda entry: self._rule_of(entry, factor))
+        flat_ranges = state.flat_ranges(gradients, lambda entry: self._rule_of(entry, factor))
         weights = self._engine.slices[index].weights
 
         def ready() -> None:
             gradients.wait()
-            weights.settle()  # a forward that no backward followed may still be loading them
+            weights.synchronize()  # a forward that no backward followed may still be loading them
 
-        self._updates[index] += self._workers.run(spans, ready, after=tuple(self._updates[index]))
-        state.written()
+        self._updates[index] += self._workers.run(flat_ranges, ready, after=tuple(self._updates[index]))
+        state.note_written()
 
-    def _rule_of(self, entry: Entry, factor: float) -> Rule:
+    def _rule_of(self, entry: ParameterState, factor: float) -> Rule:
         group = self.param_groups[entry.group]
         factor = -factor if group["maximize"] else factor
         shared: dict[str, Any] = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}

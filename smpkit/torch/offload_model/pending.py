@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.torch.offload.link import Event, Link
-from smpkit.torch.offload_model.gradients import Landing
+from smpkit.torch.offload_model.gradients import GradientCopy
 
 if TYPE_CHECKING:
     from smpkit.torch.offload_model.states import SliceState
 
-__all__ = ["Arrived", "Pending"]
+__all__ = ["AccumulatedGradients", "GradientAccumulator"]
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """What a step takes: flat gradients by parameter, as in `Landing`, readable after `wait`."""
+class AccumulatedGradients:
+    """What a step takes: flat gradients by parameter, as in `GradientCopy`, readable after `wait`."""
 
     flat: dict[nn.Parameter, Tensor]
     events: tuple[Event, ...]
@@ -28,10 +28,10 @@ class Arrived:
     def wait(self) -> None:
         """Block until all have arrived."""
         for event in self.events:
-            self.link.settle(event, "the gradients of a slice")
+            self.link.synchronize(event, "the gradients of a slice")
 
 
-class Pending:
+class GradientAccumulator:
     """Adds up the gradients of one slice over backwards.
 
     Args:
@@ -43,36 +43,36 @@ class Pending:
         self._state = state
         self._link = link
         self._sum: dict[nn.Parameter, Tensor] = {}
-        self._latest: Landing | None = None
-        self._borrowed: list[tuple[nn.Parameter, Tensor, Event]] = []
+        self._latest: GradientCopy | None = None
+        self._tied: list[tuple[nn.Parameter, Tensor, Event]] = []
 
-    def add(self, landing: Landing) -> None:
+    def add(self, gradient_copy: GradientCopy) -> None:
         """Add the gradients of another backward."""
-        self._fold()
-        self._latest = landing
+        self._accumulate()
+        self._latest = gradient_copy
 
-    def borrow(self, landing: Landing, parameter: nn.Parameter) -> None:
+    def add_tied(self, gradient_copy: GradientCopy, parameter: nn.Parameter) -> None:
         """Add the gradient that another slice has for a parameter of this one."""
-        gradient = landing.flat.get(parameter)
+        gradient = gradient_copy.flat.get(parameter)
         if gradient is not None:
-            self._borrowed.append((parameter, gradient, landing.arrived))
+            self._tied.append((parameter, gradient, gradient_copy.event))
 
-    def take(self) -> Arrived | None:
+    def take(self) -> AccumulatedGradients | None:
         """Return what has been added since the last time, if anything."""
-        if self._latest is not None and not self._sum and not self._borrowed:
-            landing, self._latest = self._latest, None
-            return Arrived(landing.flat, (landing.arrived,), self._link)
-        self._fold()
+        if self._latest is not None and not self._sum and not self._tied:
+            gradient_copy, self._latest = self._latest, None
+            return AccumulatedGradients(gradient_copy.flat, (gradient_copy.event,), self._link)
+        self._accumulate()
         flat, self._sum = self._sum, {}
-        return Arrived(flat, (), self._link) if flat else None
+        return AccumulatedGradients(flat, (), self._link) if flat else None
 
     def norm(self) -> Tensor:
         """Return the norm of what has been added, on the device where it was computed there."""
-        latest, simple = self._latest, not self._sum and not self._borrowed
+        latest, simple = self._latest, not self._sum and not self._tied
         # The device's norm is of all that the slice has gradients for; tied weights of earlier slices are not its own.
         if simple and latest is not None and latest.norm is not None and self._state.owns_all(latest.flat):
             return latest.norm
-        self._fold()
+        self._accumulate()
         owned = [gradient for parameter, gradient in self._sum.items() if self._state.owns(parameter)]
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
         total: Tensor = torch.linalg.vector_norm(
@@ -82,19 +82,19 @@ class Pending:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._sum, self._latest, self._borrowed = {}, None, []
+        self._sum, self._latest, self._tied = {}, None, []
 
     @torch.no_grad()
-    def _fold(self) -> None:
-        """Add what has arrived to the sum, in fp32; its own memory, for the landing's is used again."""
+    def _accumulate(self) -> None:
+        """Add what has arrived to the sum, in fp32 and in memory of its own: the copy's buffer is used again."""
         added: list[tuple[nn.Parameter, Tensor]] = []
         if self._latest is not None:
-            self._link.settle(self._latest.arrived, "the gradients of a slice")
+            self._link.synchronize(self._latest.event, "the gradients of a slice")
             added += self._latest.flat.items()
-        for parameter, gradient, arrived in self._borrowed:
-            self._link.settle(arrived, "the gradients of a tied weight")
+        for parameter, gradient, event in self._tied:
+            self._link.synchronize(event, "the gradients of a tied weight")
             added.append((parameter, gradient))
-        self._latest, self._borrowed = None, []
+        self._latest, self._tied = None, []
         for parameter, gradient in added:
             known = self._sum.get(parameter)
             if known is None:

@@ -1,7 +1,7 @@
-"""Whose weights are on the device: two flat buffers, shared by all slices.
+"""The weights that are on the device: two flat buffers, shared by all slices.
 
-Slice i always lies in buffer i % 2, so its stand-ins are made once, a slice can be loaded while its neighbour computes,
-and the last two slices are still there when backward starts::
+Slice i always lies in buffer i % 2, so its device parameters are made once, a slice can be loaded while its neighbour
+computes, and the last two slices are still there when backward starts::
 
     forward   load 0 1 2 3 4          buffer 0: 0 2 4 -> backward starts with slice 4 here
     backward  load 2 1 0              buffer 1: 1 3   -> and goes on with slice 3 there
@@ -25,10 +25,10 @@ from smpkit.torch.offload.link import DONE, Event
 from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS, Transfers
 from smpkit.torch.offload_model.weights import SliceWeights
 
-__all__ = ["Residence"]
+__all__ = ["DeviceWeights"]
 
 
-class Residence:
+class DeviceWeights:
     """Brings slices to the device.
 
     Args:
@@ -53,10 +53,10 @@ class Residence:
         self._transfers = transfers
         self._prefetch = prefetch
         self._in_place = in_place
-        self._wait_for: Callable[[int], object] | None = None
+        self._wait_for_update: Callable[[int], object] | None = None
         self._buffers: list[Tensor] = []
-        self._stand_ins: dict[int, list[nn.Parameter]] = {}
-        self._held: list[int | None] = [None, None]
+        self._device_parameters: dict[int, list[nn.Parameter]] = {}
+        self._loaded_slices: list[int | None] = [None, None]
         self._loads: dict[int, Event | Future[Event]] = {}
         self._latest: Event = DONE
         # Loads that first wait for the optimizer, or cast, do so here, not in the thread that computes.
@@ -65,13 +65,13 @@ class Residence:
         )
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
-    def wait_before_loads(self, wait_for: Callable[[int], object]) -> None:
-        """Call `wait_for` with a slice before it is copied: its update may not have ended."""
-        self._wait_for = wait_for
+    def wait_before_loads(self, wait_for_update: Callable[[int], object]) -> None:
+        """Call `wait_for_update` with a slice before it is copied: its update may not have ended."""
+        self._wait_for_update = wait_for_update
 
     def begin_forward(self) -> None:
         """Trust nothing that is on the device: the weights may have changed since."""
-        self._held = [None, None]
+        self._loaded_slices = [None, None]
 
     def load(self, index: int, *, fresh: bool) -> None:
         """Start to bring a slice to the device, unless it is there.
@@ -80,12 +80,12 @@ class Residence:
             index: of the slice.
             fresh: first bring the host's buffer up to date; backward does not, it wants what its forward saw.
         """
-        if self._held[index % 2] == index:
+        if self._loaded_slices[index % 2] == index:
             return
-        self._held[index % 2] = index
+        self._loaded_slices[index % 2] = index
         self.buffer(index)  # made in this thread and before `now`: the memory may just have been somebody else's
         after = (self._transfers.link.now(),)  # what computes with the buffer's last slice has been enqueued before
-        if fresh and (self._wait_for is not None or self._slices[index].is_copied):
+        if fresh and (self._wait_for_update is not None or self._slices[index].is_copied):
             self._loads[index] = self._thread.submit(self._refresh_and_copy, index, after)
             return
         if fresh:
@@ -93,8 +93,8 @@ class Residence:
         self._loads[index] = self._copy(index, after)
 
     def _refresh_and_copy(self, index: int, after: Sequence[Event]) -> Event:
-        if self._wait_for is not None:
-            self._wait_for(index)
+        if self._wait_for_update is not None:
+            self._wait_for_update(index)
         self._slices[index].refresh()
         return self._copy(index, after)
 
@@ -104,15 +104,15 @@ class Residence:
         weights = self._slices[index]
         target = self.buffer(index)[: weights.layout.num_bytes]
         self._latest = self._transfers.fetch("weights_in", weights.buffer, target, after, f"slice {index}")
-        weights.read_until(self._transfers.link, self._latest)
+        weights.note_read(self._transfers.link, self._latest)
         return self._latest
 
-    def complete(self) -> None:
+    def wait_for_loads(self) -> None:
         """Block until no copy reads the host's weights any more, for the user may change them now.
 
         Computation runs behind this thread on a GPU, and loads wait for it.
         """
-        self._transfers.link.settle(self._latest, "the weights of the last slice")
+        self._transfers.link.synchronize(self._latest, "the weights of the last slice")
 
     def _await(self, index: int) -> None:
         """Let what is computed from now on come after the load of a slice."""
@@ -130,25 +130,27 @@ class Residence:
                 ) from None
         self._transfers.link.wait(load, f"slice {index}")
 
-    def acquire(self, index: int, *, fresh: bool, then: int | None) -> list[nn.Parameter]:
-        """Return the stand-ins of a slice, to be computed with from now on, and start to load the slice after it.
+    def acquire(self, index: int, *, fresh: bool, next_index: int | None) -> list[nn.Parameter]:
+        """Return the device parameters of a slice, to compute with from now on, and start to load the next slice.
 
         Args:
             index: of the slice.
             fresh: see `load`.
-            then: which slice comes next; its buffer must not be in use any more.
+            next_index: the slice that comes next; its buffer must not be in use any more.
         """
         self.load(index, fresh=fresh)
-        if then is not None and self._prefetch and then % 2 != index % 2:
-            self.load(then, fresh=fresh)
+        if next_index is not None and self._prefetch and next_index % 2 != index % 2:
+            self.load(next_index, fresh=fresh)
         self._await(index)
-        stand_ins = self._stand_ins.get(index)
-        if stand_ins is None:
-            stand_ins = self._stand_ins[index] = self._slices[index].stand_ins(self.buffer(index))
-        for stand_in, parameter in zip(stand_ins, self._slices[index].layout.parameters, strict=True):
-            if stand_in.requires_grad != parameter.requires_grad:
-                stand_in.requires_grad_(parameter.requires_grad)
-        return stand_ins
+        device_parameters = self._device_parameters.get(index)
+        if device_parameters is None:
+            device_parameters = self._device_parameters[index] = self._slices[index].device_parameters(
+                self.buffer(index)
+            )
+        for device_parameter, parameter in zip(device_parameters, self._slices[index].layout.parameters, strict=True):
+            if device_parameter.requires_grad != parameter.requires_grad:
+                device_parameter.requires_grad_(parameter.requires_grad)
+        return device_parameters
 
     def buffer(self, index: int) -> Tensor:
         """Return the buffer on the device in which a slice lies; made when first asked for."""

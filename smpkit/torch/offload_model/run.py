@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload_model.engine import Engine, Modes, Slice
-from smpkit.torch.offload_model.moment import Autocast, RandomState, random_state, repeating
-from smpkit.torch.offload_model.parking import Parked
+from smpkit.torch.offload_model.engine import Modes, Slice, SliceEngine
+from smpkit.torch.offload_model.moment import AutocastState, RandomState, random_state, restored_random_state
+from smpkit.torch.offload_model.parking import OffloadedTensor
 from smpkit.torch.offload_model.saved import discarding, without_weights
-from smpkit.torch.offload_model.values import Joined, Structure, flatten, join, join_gradients, split
+from smpkit.torch.offload_model.values import JoinSpec, Structure, flatten, join, join_gradients, split
 
 __all__ = ["Run"]
 
-_ON_DEVICE: Final = 2  # microbatches whose border tensors may wait on the device for the next slice
+_ON_DEVICE: Final = 2  # microbatches whose boundary tensors may wait on the device for the next slice
 
 
 @dataclass
@@ -35,9 +35,9 @@ class _Boundary:
     """What goes from one slice to the next, of one microbatch."""
 
     structure: Structure
-    tensors: list[Parked]
-    owned: list[Parked]
-    """Those that no earlier slice's boundary has; what slices hand on unchanged is parked once."""
+    tensors: list[OffloadedTensor]
+    owned: list[OffloadedTensor]
+    """Those that no earlier slice's boundary has; what slices hand on unchanged is offloaded once."""
 
 
 @dataclass
@@ -61,18 +61,18 @@ class Run:
         training: whether a backward may follow.
     """
 
-    def __init__(self, engine: Engine, structure: Structure, *, training: bool) -> None:
+    def __init__(self, engine: SliceEngine, structure: Structure, *, training: bool) -> None:
         self.outputs: Structure
         """Of what the model returns; known after `forward`."""
         self._engine = engine
         self._structure = structure
         self._training = training
         self._recompute = training and engine.checkpoint
-        self._autocast = Autocast.now(engine.device)
+        self._autocast = AutocastState.current(engine.device)
         self._pieces: list[list[_Piece]] = []
         self._keeps_graph = training and not engine.checkpoint
         self._count = 1
-        self._joined: list[Joined] = []
+        self._joined: list[JoinSpec] = []
         self._rows: list[list[int | None]] = []
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
@@ -84,25 +84,25 @@ class Run:
             [None if part is whole else part.shape[0] for part in column]
             for whole, column in zip(inputs, zip(*parts, strict=True), strict=True)
         ]
-        boundaries = [self._arriving(part) for part in parts]
+        boundaries = [self._inputs_of(part) for part in parts]
         for number, column in enumerate(zip(*[each.tensors for each in boundaries], strict=True)):
-            for parked in [column] if self._rows[number][0] is None else zip(column, strict=True):
-                engine.parking.take_over(parked)
+            for offloaded in [column] if self._rows[number][0] is None else zip(column, strict=True):
+                engine.offloader.copy_input(offloaded)
         last = len(engine.slices) - 1
-        engine.residence.begin_forward()
+        engine.device_weights.begin_forward()
         for index in range(last + 1):
-            with engine.on_device(index, fresh=True, then=index + 1 if index < last else None):
+            with engine.on_device(index, fresh=True, next_index=index + 1 if index < last else None):
                 boundaries = self._forward_slice(index, boundaries)
-        if engine.sink is None:  # else what writes weights waits for the copies that read them
-            engine.residence.complete()
+        if engine.consumer is None:  # else what writes weights waits for the copies that read them
+            engine.device_weights.wait_for_loads()
         self.outputs = boundaries[0].structure
         joined = join(
-            [[engine.parking.take(parked) for parked in each.tensors] for each in boundaries],
-            [[parked.shared for parked in each.tensors] for each in boundaries],
+            [[engine.offloader.take(offloaded) for offloaded in each.tensors] for each in boundaries],
+            [[offloaded.shared for offloaded in each.tensors] for each in boundaries],
             [max((rows for rows in part if rows is not None), default=1) for part in zip(*self._rows, strict=True)],
         )
         self._joined = [how for _, how in joined]
-        return [tensor for tensor, _ in joined], [parked.requires_grad for parked in boundaries[0].tensors]
+        return [tensor for tensor, _ in joined], [offloaded.requires_grad for offloaded in boundaries[0].tensors]
 
     def backward(
         self,
@@ -122,29 +122,29 @@ class Run:
         """
         engine = self._engine
         columns = [joined.split(gradient) for joined, gradient in zip(self._joined, gradients, strict=True)]
-        flowing = [[_parked(column[part]) for column in columns] for part in range(self._count)]
-        if engine.sink is None:  # the parameters keep all of them
+        boundary_gradients = [[_offloaded(column[part]) for column in columns] for part in range(self._count)]
+        if engine.consumer is None:  # the parameters keep all of them
             engine.gradients.reserve()
         engine.gradients.prepare()
-        landings = []
+        gradient_copies = []
         for index in reversed(range(len(engine.slices))):
-            with engine.on_device(index, fresh=False, then=index - 1 if index else None) as stand_ins:
-                engine.gradients.begin(index, stand_ins)
-                flowing = self._backward_slice(index, flowing, keep=keep)
-                landings.append(engine.gradients.send(index, stand_ins))
-            if (sink := engine.sink) is not None:
-                sink.receive(landings.pop())
-        rows = zip(*[[self._take(parked) for parked in row] for row in flowing], strict=True)
+            with engine.on_device(index, fresh=False, next_index=index - 1 if index else None) as device_parameters:
+                engine.gradients.begin(index, device_parameters)
+                boundary_gradients = self._backward_slice(index, boundary_gradients, keep=keep)
+                gradient_copies.append(engine.gradients.send(index, device_parameters))
+            if (consumer := engine.consumer) is not None:
+                consumer.consume(gradient_copies.pop())
+        rows = zip(*[[self._take(offloaded) for offloaded in row] for row in boundary_gradients], strict=True)
         joined = [join_gradients(*each) for each in zip(inputs, rows, self._rows, strict=True)]
         if not keep:
             self._pieces.clear()
-        if engine.sink is None:  # else it is the sink who changes weights, after their gradients
-            engine.residence.complete()
-        return joined, engine.gradients.landed(landings, parameters)
+        if engine.consumer is None:  # else the consumer changes weights, after their gradients
+            engine.device_weights.wait_for_loads()
+        return joined, engine.gradients.wait_by_parameter(gradient_copies, parameters)
 
-    def _arriving(self, part: Sequence[Tensor]) -> _Boundary:
+    def _inputs_of(self, part: Sequence[Tensor]) -> _Boundary:
         tensors = [
-            Parked(
+            OffloadedTensor(
                 tensor.detach(),
                 requires_grad=tensor.requires_grad,
                 is_input=True,
@@ -157,8 +157,8 @@ class Run:
     def _fetch(self, boundaries: Sequence[_Boundary], number: int) -> None:
         """Start to bring back what the next microbatch needs."""
         if number < len(boundaries):
-            for parked in boundaries[number].tensors:
-                self._engine.parking.fetch(parked)
+            for offloaded in boundaries[number].tensors:
+                self._engine.offloader.fetch(offloaded)
 
     def _forward_slice(self, index: int, boundaries: Sequence[_Boundary]) -> list[_Boundary]:
         outgoing = []
@@ -175,43 +175,43 @@ class Run:
 
     def _forward_piece(self, index: int, piece: _Piece) -> _Boundary:
         engine, boundary = self._engine, piece.inputs
-        tensors = [engine.parking.take(parked) for parked in boundary.tensors]
+        tensors = [engine.offloader.take(offloaded) for offloaded in boundary.tensors]
         if not self._training:
             if self._count > 1:  # what a slice changes in place, other microbatches must get unchanged
-                alone = [parked.shared is None or parked.origin is None for parked in boundary.tensors]
+                alone = [offloaded.shared is None or offloaded.user_input is None for offloaded in boundary.tensors]
                 tensors = [each if own else each.clone() for each, own in zip(tensors, alone, strict=True)]
             versions = _versions(tensors)
-            with self._autocast.again():
+            with self._autocast.restore():
                 value = engine.call(index, boundary.structure.fill(tensors))
             # What the slice has changed in place must not come from the host again, where it is unchanged.
             changed = versions is None or versions != _versions(tensors)
             return self._outgoing(index, boundary, tensors, value, changed=changed)
-        for tensor, parked in zip(tensors, boundary.tensors, strict=True):
-            tensor.requires_grad_(parked.requires_grad)
+        for tensor, offloaded in zip(tensors, boundary.tensors, strict=True):
+            tensor.requires_grad_(offloaded.requires_grad)
         if not self._recompute:
-            with without_weights(engine.residence, index):
-                entered, value, changed = self._call(index, boundary, tensors)
+            with without_weights(engine.device_weights, index):
+                passed_in, value, changed = self._call(index, boundary, tensors)
             piece.graph = (tensors, flatten(value)[0])
         else:
             piece.modes, piece.random = engine.slices[index].modes, random_state(engine.device)
-            with discarding(), engine.slices[index].buffers.remembered(piece.buffers):
-                entered, value, changed = self._call(index, boundary, tensors)
-        return self._outgoing(index, boundary, entered, value, changed=changed)
+            with discarding(), engine.slices[index].buffers.snapshot(piece.buffers):
+                passed_in, value, changed = self._call(index, boundary, tensors)
+        return self._outgoing(index, boundary, passed_in, value, changed=changed)
 
     def _call(self, index: int, boundary: _Boundary, tensors: list[Tensor]) -> tuple[list[Tensor], Any, bool]:
         """Run a slice with a graph; return what went in, what came out, and whether what went in was changed."""
         piece = self._engine.slices[index]
-        with torch.enable_grad(), self._autocast.again():
+        with torch.enable_grad(), self._autocast.restore():
             modes = piece.modes
             expected = piece.overwrites_input.get(modes)
-            entered = tensors if expected is False else [tensor.clone() for tensor in tensors]
-            versions = [tensor._version for tensor in entered]
-            value = self._engine.call(index, boundary.structure.fill(entered))
-        overwritten = any(tensor._version != version for tensor, version in zip(entered, versions, strict=True))
-        self._learn(index, piece, modes, overwritten=overwritten)
-        return entered, value, overwritten
+            passed_in = tensors if expected is False else [tensor.clone() for tensor in tensors]
+            versions = [tensor._version for tensor in passed_in]
+            value = self._engine.call(index, boundary.structure.fill(passed_in))
+        overwritten = any(tensor._version != version for tensor, version in zip(passed_in, versions, strict=True))
+        self._note_overwrites(index, piece, modes, overwritten=overwritten)
+        return passed_in, value, overwritten
 
-    def _learn(self, index: int, piece: Slice, modes: Modes, *, overwritten: bool) -> None:
+    def _note_overwrites(self, index: int, piece: Slice, modes: Modes, *, overwritten: bool) -> None:
         """Remember whether a slice changes its input in place, which backward needs unchanged."""
         if overwritten and piece.overwrites_input.get(modes) is False:
             raise UsageError(
@@ -221,52 +221,54 @@ class Run:
         piece.overwrites_input[modes] = piece.overwrites_input.get(modes, False) or overwritten
 
     def _outgoing(
-        self, index: int, inputs: _Boundary, entered: Sequence[Tensor], value: Any, *, changed: bool
+        self, index: int, inputs: _Boundary, passed_in: Sequence[Tensor], value: Any, *, changed: bool
     ) -> _Boundary:
         """Make the boundary behind a slice, and start its way to the host if it is to wait there."""
         engine = self._engine
-        known = {id(tensor): parked for tensor, parked in zip(entered, inputs.tensors, strict=True)}
+        known = {id(tensor): offloaded for tensor, offloaded in zip(passed_in, inputs.tensors, strict=True)}
         outputs, structure = flatten(value)
         tensors, owned = [], []
         for output in outputs:
             same = known.get(id(output))
             if same is not None and not changed:
-                parked = same
+                offloaded = same
             else:  # an input that comes out changed is a new tensor to the slices behind
                 # A weight that is itself an output would be overwritten by the next slice but one.
-                kept = output.detach().clone() if engine.residence.holds(output) else output.detach()
-                parked = Parked(kept, requires_grad=output.requires_grad, shared=same.shared if same else None)
-                owned.append(parked)
-            tensors.append(parked)
+                kept = output.detach().clone() if engine.device_weights.holds(output) else output.detach()
+                offloaded = OffloadedTensor(
+                    kept, requires_grad=output.requires_grad, shared=same.shared if same else None
+                )
+                owned.append(offloaded)
+            tensors.append(offloaded)
         if index + 1 < len(engine.slices):
             self._send(owned, always=self._recompute)
         return _Boundary(structure, tensors, owned)
 
-    def _send(self, owned: Sequence[Parked], *, always: bool) -> None:
+    def _send(self, owned: Sequence[OffloadedTensor], *, always: bool) -> None:
         """Send tensors to the host: those that backward needs always, others when they would wait for many others."""
         few = self._count <= _ON_DEVICE
         if always or (not few and not self._keeps_graph):
-            for parked in owned:
-                self._engine.parking.send(parked, keep=few)
+            for offloaded in owned:
+                self._engine.offloader.send(offloaded, keep=few)
 
     def _backward_slice(
-        self, index: int, flowing: list[list[Parked | None]], *, keep: bool
-    ) -> list[list[Parked | None]]:
+        self, index: int, boundary_gradients: list[list[OffloadedTensor | None]], *, keep: bool
+    ) -> list[list[OffloadedTensor | None]]:
         pieces, results = self._pieces[index], []
-        for number, (piece, gradients) in enumerate(zip(pieces, flowing, strict=True)):
+        for number, (piece, gradients) in enumerate(zip(pieces, boundary_gradients, strict=True)):
             for ahead in (number, number + 1):
                 self._fetch([each.inputs for each in pieces], ahead)
             results.append(self._backward_piece(index, piece, gradients, keep=keep))
         return results
 
     def _backward_piece(
-        self, index: int, piece: _Piece, gradients: Sequence[Parked | None], *, keep: bool
-    ) -> list[Parked | None]:
-        """Return the gradients of the slice's inputs; those of its weights are added to the stand-ins'."""
+        self, index: int, piece: _Piece, gradients: Sequence[OffloadedTensor | None], *, keep: bool
+    ) -> list[OffloadedTensor | None]:
+        """Return the gradients of the slice's inputs; those of its weights are added to the device parameters'."""
         engine = self._engine
-        arrived = [self._take(parked) for parked in gradients]
-        with self._as_before(index, piece) if self._recompute else contextlib.nullcontext():
-            inputs, outputs = piece.graph or self._repeat(index, piece)
+        arrived = [self._take(offloaded) for offloaded in gradients]
+        with self._restored(index, piece) if self._recompute else contextlib.nullcontext():
+            inputs, outputs = piece.graph or self._rerun(index, piece)
             roots = [
                 (output, gradient)
                 for output, gradient in zip(outputs, arrived, strict=True)
@@ -275,42 +277,42 @@ class Run:
             if roots:
                 ends, starts = zip(*roots, strict=True)
                 torch.autograd.backward(ends, starts, retain_graph=keep and piece.graph is not None)
-        found = [_parked(tensor.grad) for tensor in inputs]
+        found = [_offloaded(tensor.grad) for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None  # a kept graph may be gone through again
         if not keep:
             piece.graph = None
-            for parked in piece.inputs.owned:
-                engine.parking.release(parked)
+            for offloaded in piece.inputs.owned:
+                engine.offloader.release(offloaded)
         if index:
-            self._send([parked for parked in found if parked is not None], always=False)
+            self._send([offloaded for offloaded in found if offloaded is not None], always=False)
         return found
 
     @contextlib.contextmanager
-    def _as_before(self, index: int, piece: _Piece) -> Iterator[None]:
+    def _restored(self, index: int, piece: _Piece) -> Iterator[None]:
         """Let a slice be as it was before its forward."""
-        at_work = self._engine.slices[index]
-        with at_work.in_modes(piece.modes), at_work.buffers.as_before(piece.buffers):
+        running = self._engine.slices[index]
+        with running.with_modes(piece.modes), running.buffers.restored(piece.buffers):
             yield
 
-    def _repeat(self, index: int, piece: _Piece) -> tuple[list[Tensor], list[Tensor]]:
+    def _rerun(self, index: int, piece: _Piece) -> tuple[list[Tensor], list[Tensor]]:
         """Run a slice again as the first time, with a graph; return the tensors that went in and came out."""
         engine, boundary = self._engine, piece.inputs
         assert piece.random is not None
-        tensors = [engine.parking.take(parked) for parked in boundary.tensors]
-        for tensor, parked in zip(tensors, boundary.tensors, strict=True):
-            tensor.requires_grad_(parked.requires_grad)
-        with torch.enable_grad(), self._autocast.again(), repeating(piece.random, engine.device):
+        tensors = [engine.offloader.take(offloaded) for offloaded in boundary.tensors]
+        for tensor, offloaded in zip(tensors, boundary.tensors, strict=True):
+            tensor.requires_grad_(offloaded.requires_grad)
+        with torch.enable_grad(), self._autocast.restore(), restored_random_state(piece.random, engine.device):
             overwrites = engine.slices[index].overwrites_input.get(piece.modes, True)
-            entered = [tensor.clone() for tensor in tensors] if overwrites else tensors
-            value = engine.call(index, boundary.structure.fill(entered))
+            passed_in = [tensor.clone() for tensor in tensors] if overwrites else tensors
+            value = engine.call(index, boundary.structure.fill(passed_in))
         return tensors, flatten(value)[0]
 
-    def _take(self, parked: Parked | None) -> Tensor | None:
-        if parked is None:
+    def _take(self, offloaded: OffloadedTensor | None) -> Tensor | None:
+        if offloaded is None:
             return None
-        tensor = self._engine.parking.take(parked)
-        self._engine.parking.release(parked)
+        tensor = self._engine.offloader.take(offloaded)
+        self._engine.offloader.release(offloaded)
         return tensor
 
 
@@ -319,5 +321,5 @@ def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
     return None if any(tensor.is_inference() for tensor in tensors) else [tensor._version for tensor in tensors]
 
 
-def _parked(gradient: Tensor | None) -> Parked | None:
-    return None if gradient is None else Parked(gradient, requires_grad=False)
+def _offloaded(gradient: Tensor | None) -> OffloadedTensor | None:
+    return None if gradient is None else OffloadedTensor(gradient, requires_grad=False)

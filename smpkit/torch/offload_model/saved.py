@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 __all__ = ["discarding", "without_weights"]
 
 
-class _Home(Protocol):
+class _BufferOwner(Protocol):
     def buffer(self, index: int) -> Tensor: ...
 
 
@@ -37,12 +37,12 @@ def _no_backward(_: None) -> Tensor:
     raise AssertionError("backward through the forward that is run again")
 
 
-def without_weights(home: _Home, index: int) -> saved_tensors_hooks:
+def without_weights(device_weights: _BufferOwner, index: int) -> saved_tensors_hooks:
     """Save where weights are instead of weights: their memory is another slice's by the time of the backward.
 
     Everything else goes to the hooks that are active outside (which torch would pass over), or stays as it is.
     """
-    storage = home.buffer(index).untyped_storage().data_ptr()
+    storage = device_weights.buffer(index).untyped_storage().data_ptr()
     outer_pack, outer_unpack = _outer_hooks()
 
     def pack(tensor: Tensor) -> Any:
@@ -52,7 +52,7 @@ def without_weights(home: _Home, index: int) -> saved_tensors_hooks:
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, _Weight):
-            flat = home.buffer(index).view(packed.dtype)
+            flat = device_weights.buffer(index).view(packed.dtype)
             return flat.as_strided(packed.shape, packed.stride, packed.offset)
         return outer_unpack(packed)
 

@@ -16,14 +16,14 @@ class ModelShard(nn.Module):
     Args:
         layers: the slice's layers as an `nn.Sequential`, or a module of the user's list.
         index: of the slice.
-        chained: whether `layers` are called one after the other here; then the first may take several arguments.
+        sequential: whether `layers` are called one after the other here; then the first may take several arguments.
     """
 
-    def __init__(self, layers: nn.Module, index: int, *, chained: bool) -> None:
+    def __init__(self, layers: nn.Module, index: int, *, sequential: bool) -> None:
         super().__init__()
         self.model_shard = layers
         self.index = index
-        self._chained = chained
+        self._sequential = sequential
         self._load: Callable[[int], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class ModelShard(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the layers where their weights are now; keyword arguments go to the first."""
         layers = self.model_shard
-        if not self._chained or not isinstance(layers, nn.Sequential):
+        if not self._sequential or not isinstance(layers, nn.Sequential):
             return layers(*inputs, **kwargs)
         first, *others = layers  # not `children()`, which leaves out a layer that is there twice
         value = first(*inputs, **kwargs)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from smpkit.torch.offload.arena import release_all
-from smpkit.torch.offload.link import DONE, Copies, Event, Link
+from smpkit.torch.offload.link import DONE, CopyBatch, Event, Link
 from smpkit.torch.offload.pages import zero_bytes
 
-__all__ = ["DEADLINE_SECONDS", "HostMemory", "Traffic", "Transfers", "flat_bytes", "is_dense"]
+__all__ = ["DEADLINE_SECONDS", "HostBuffers", "Traffic", "Transfers", "flat_bytes", "is_dense"]
 
 DEADLINE_SECONDS: Final = 600.0
 """No copy or update of one slice takes this long; a wait that does is a bug or a dead machine, and says so."""
@@ -39,7 +39,8 @@ class Transfers:
     """Copies between host and device beside the computation.
 
     Args:
-        link: of the device; weights and gradients have one of their own, or borders would queue behind whole slices.
+        link: of the device; weights and gradients have one of their own, or boundary tensors would queue
+            behind whole slices.
         traffic: where bytes are counted.
     """
 
@@ -75,7 +76,7 @@ class Transfers:
         setattr(self._traffic, kind, getattr(self._traffic, kind) + source.nbytes)
 
 
-class HostMemory:
+class HostBuffers:
     """Memory on the host that a device can copy from and to beside its work; exact in size, not in powers of two.
 
     Args:
@@ -103,10 +104,10 @@ class HostMemory:
         return tensor
 
 
-def _chunks(source: Tensor, target: Tensor) -> Copies:
+def _chunks(source: Tensor, target: Tensor) -> CopyBatch:
     if source.nbytes <= _CHUNK_BYTES:
-        return Copies([source], [target])
-    return Copies(list(torch.split(source, _CHUNK_BYTES)), list(torch.split(target, _CHUNK_BYTES)))
+        return CopyBatch([source], [target])
+    return CopyBatch(list(torch.split(source, _CHUNK_BYTES)), list(torch.split(target, _CHUNK_BYTES)))
 
 
 def is_dense(tensor: Tensor) -> bool:

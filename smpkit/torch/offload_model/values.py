@@ -12,10 +12,10 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.torch.containers import map_leaves
 
-__all__ = ["Joined", "Structure", "flatten", "join", "join_gradients", "split"]
+__all__ = ["JoinSpec", "Structure", "flatten", "join", "join_gradients", "split"]
 
 
-class _Hole:
+class _TensorSlot:
     """Where a tensor was; no dataclass, which would count as a container of the user's."""
 
     def __init__(self, index: int) -> None:
@@ -26,28 +26,28 @@ class _Hole:
 class Structure:
     """A nested value without its tensors, so that keeping it keeps no memory on the device."""
 
-    frame: Any
+    skeleton: Any
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """Return the value with these tensors."""
-        return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Hole) else leaf, self.frame)
+        return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _TensorSlot) else leaf, self.skeleton)
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     """Return the tensors of a nested value, each once, and what is left."""
     tensors: list[Tensor] = []
-    found: dict[int, _Hole] = {}
+    found: dict[int, _TensorSlot] = {}
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in found:
-            found[id(leaf)] = _Hole(len(tensors))
+            found[id(leaf)] = _TensorSlot(len(tensors))
             tensors.append(leaf)
         return found[id(leaf)]
 
-    frame = map_leaves(take, value)
-    return tensors, Structure(frame)
+    skeleton = map_leaves(take, value)
+    return tensors, Structure(skeleton)
 
 
 def split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
@@ -79,7 +79,7 @@ def split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinSpec:
     """How a tensor was put together from those of microbatches, to take its gradient apart again.
 
     Without the tensor: its graph holds this, and what holds its own graph is freed only by Python's collector.
@@ -100,7 +100,7 @@ class Joined:
 
 def join(
     parts: Sequence[Sequence[Tensor]], shared: Sequence[Sequence[int | None]], batch: Sequence[int]
-) -> list[tuple[Tensor, Joined]]:
+) -> list[tuple[Tensor, JoinSpec]]:
     """Put the output tensors of microbatches together along dimension 0.
 
     Args:
@@ -114,10 +114,10 @@ def join(
     return [_join(*each, batch) for each in zip(zip(*parts, strict=True), zip(*shared, strict=True), strict=True)]
 
 
-def _join(parts: Sequence[Tensor], shared: Sequence[int | None], batch: Sequence[int]) -> tuple[Tensor, Joined]:
+def _join(parts: Sequence[Tensor], shared: Sequence[int | None], batch: Sequence[int]) -> tuple[Tensor, JoinSpec]:
     first, count = parts[0], len(parts)
     if count == 1 or (shared[0] is not None and len(set(shared)) == 1):
-        return first, Joined(None, count)
+        return first, JoinSpec(None, count)
     if first.dim() == 0:
         raise UsageError(
             f"the model returns a tensor without dimensions, which cannot be joined from {count} microbatches",
@@ -130,8 +130,8 @@ def _join(parts: Sequence[Tensor], shared: Sequence[int | None], batch: Sequence
                 f" {max(batch)} rows: one row that depends on all of a batch cannot be joined",
                 hint="return values per sample and reduce them outside, or use num_microbatches=1",
             )
-        return first, Joined(None, count)  # computed from inputs that every microbatch got whole
-    return torch.cat(list(parts)), Joined(tuple(part.shape[0] for part in parts), count)
+        return first, JoinSpec(None, count)  # computed from inputs that every microbatch got whole
+    return torch.cat(list(parts)), JoinSpec(tuple(part.shape[0] for part in parts), count)
 
 
 def join_gradients(whole: Tensor, parts: Sequence[Tensor | None], rows: Sequence[int | None]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The weights of one slice: a flat buffer on the host, and stand-ins that are views of a buffer on the device."""
+"""The weights of one slice: a flat buffer on the host, and device parameters, views of a buffer on the device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.offload.link import Event, Link
-from smpkit.torch.offload_model.layout import Layout, apart
-from smpkit.torch.offload_model.transfers import HostMemory
+from smpkit.torch.offload_model.layout import Layout, with_own_storage
+from smpkit.torch.offload_model.transfers import HostBuffers
 
 __all__ = ["SliceWeights"]
 
@@ -30,14 +30,14 @@ class SliceWeights:
         memory: where the buffer comes from.
     """
 
-    def __init__(self, module: nn.Module, owned: set[int], dtype: torch.dtype | None, memory: HostMemory) -> None:
+    def __init__(self, module: nn.Module, owned: set[int], dtype: torch.dtype | None, memory: HostBuffers) -> None:
         self.module = module
         self.dtype = dtype
         self.layout = Layout(list(module.parameters()), dtype)
         self.buffer = memory.zeros(self.layout.num_bytes)
         self.views = self.layout.views(self.buffer)
         position = {id(parameter): index for index, parameter in enumerate(self.layout.parameters)}
-        self._sites = [
+        self._owners = [
             (holder, name, position[id(parameter)])
             for holder in module.modules()
             for name, parameter in holder._parameters.items()
@@ -46,7 +46,7 @@ class SliceWeights:
         self._rnns = [holder for holder in module.modules() if isinstance(holder, nn.RNNBase)]
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._copied: list[tuple[nn.Parameter, Tensor]] = []
-        self._written: dict[int, tuple[int, int]] = {}
+        self._synced: dict[int, tuple[int, int]] = {}
         self._reading: tuple[Link, Event] | None = None
         self.moved: set[int] = set()
         """Ids of parameters that have been moved out and back since somebody cleared this."""
@@ -54,7 +54,7 @@ class SliceWeights:
             with torch.no_grad():
                 view.copy_(parameter)
             if id(parameter) in owned and view.dtype == parameter.dtype:
-                parameter.data = apart(view)
+                parameter.data = with_own_storage(view)
                 self._in_place.append((parameter, view))
             else:
                 if id(parameter) in owned and parameter.device.type != "cpu":
@@ -66,76 +66,76 @@ class SliceWeights:
         """Whether some parameters do not lie in the buffer, so that `refresh` has work to do before each forward."""
         return bool(self._copied)
 
-    def read_until(self, link: Link, event: Event) -> None:
+    def note_read(self, link: Link, event: Event) -> None:
         """Note that a copy reads the buffer until `event`; those before it are over by then."""
         self._reading = link, event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block until no copy reads the buffer any more: whoever writes to it calls this first."""
         if self._reading is not None:
             link, event = self._reading
-            link.settle(event, "the weights of a slice")
+            link.synchronize(event, "the weights of a slice")
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the buffer up to date with the parameters."""
-        self.gather()
+        self.reattach()
         for parameter, view in self._copied:
-            if self._written.get(id(parameter)) != _state(parameter):
-                self.settle()
+            if self._synced.get(id(parameter)) != _state(parameter):
+                self.synchronize()
                 view.copy_(parameter.detach())
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def reattach(self) -> None:
         """Bring parameters back that have been moved out of the buffer."""
         for parameter, view in self._in_place:
             # `parameter.data = ...` (vector_to_parameters, some loaders) moves a parameter out of the buffer.
             if parameter.data_ptr() != view.data_ptr() and parameter.numel() > 0:
-                self.settle()
+                self.synchronize()
                 view.copy_(parameter.detach())
-                parameter.data = apart(view)
+                parameter.data = with_own_storage(view)
                 self.moved.add(id(parameter))
 
-    def written(self, parameters: Sequence[nn.Parameter]) -> None:
+    def note_written(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that the optimizer has itself put these parameters' values into the buffer."""
         for parameter in parameters:
-            self._written[id(parameter)] = _state(parameter)
+            self._synced[id(parameter)] = _state(parameter)
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """Forget that: the next `refresh` copies all."""
-        self._written.clear()
+        self._synced.clear()
 
-    def stand_ins(self, device_buffer: Tensor) -> list[nn.Parameter]:
+    def device_parameters(self, device_buffer: Tensor) -> list[nn.Parameter]:
         """Return parameters that are views of a buffer on the device; the slice computes with them."""
         made = []
         for parameter, view in zip(self.layout.parameters, self.layout.views(device_buffer), strict=True):
-            stand_in = nn.Parameter(view, requires_grad=parameter.requires_grad)
-            stand_in.__dict__.update(parameter.__dict__)  # marks that libraries put on parameters
-            made.append(stand_in)
+            device_parameter = nn.Parameter(view, requires_grad=parameter.requires_grad)
+            device_parameter.__dict__.update(parameter.__dict__)  # marks that libraries put on parameters
+            made.append(device_parameter)
         return made
 
     @contextlib.contextmanager
-    def replaced_by(self, stand_ins: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the slice's modules see `stand_ins` in the place of their parameters.
+    def replaced_by(self, device_parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Let the slice's modules see `device_parameters` in the place of their parameters.
 
         Raises:
             UsageError: a module has another parameter than when the model was wrapped.
         """
-        for holder, name, position in self._sites:
+        for holder, name, position in self._owners:
             found = holder._parameters.get(name)
-            if found is not self.layout.parameters[position] and found is not stand_ins[position]:
+            if found is not self.layout.parameters[position] and found is not device_parameters[position]:
                 raise UsageError(
                     f"`{name}` of a {type(holder).__name__} is not the parameter that the OffloadModel was made with",
                     hint="change parameters in place, load without assign=True, and do not call it through torch.func",
                 )
-        self._place(stand_ins)
+        self._set_parameters(device_parameters)
         try:
             yield
         finally:
-            self._place(self.layout.parameters)
+            self._set_parameters(self.layout.parameters)
 
-    def _place(self, parameters: Sequence[nn.Parameter]) -> None:
-        for holder, name, position in self._sites:
+    def _set_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        for holder, name, position in self._owners:
             holder._parameters[name] = parameters[position]
         for rnn in self._rnns:  # they keep a list of their own
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]

@@ -14,7 +14,7 @@ import torch
 from smpkit.errors import DeadlineError, UsageError
 from smpkit.torch.devices import make_current
 from smpkit.torch.offload.cores import own_cores
-from smpkit.torch.offload_model.kernels import Kernel, Rule, Span, choose_kernel
+from smpkit.torch.offload_model.kernels import FlatRange, Kernel, Rule, choose_kernel
 from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS
 
 __all__ = ["Workers"]
@@ -42,21 +42,21 @@ class Workers:
         weakref.finalize(self, self._pool.shutdown, wait=False)
 
     def run(
-        self, spans: Sequence[tuple[Rule, Span]], ready: Callable[[], object], after: Sequence[Future[None]]
+        self, flat_ranges: Sequence[tuple[Rule, FlatRange]], ready: Callable[[], object], after: Sequence[Future[None]]
     ) -> list[Future[None]]:
         """Start to apply rules.
 
         Args:
-            spans: disjoint pieces of memory.
+            flat_ranges: disjoint pieces of memory.
             ready: returns when the gradients are there; called in the threads.
             after: earlier work on the same memory.
         """
         # Made now, for the spans of later steps may be others; taken from the left until there are none, so threads end
         # together and pay for a piece only its slicing.
         pieces = deque(
-            (rule, span.part(start, start + _CHUNK), self.kernel(span))
-            for rule, span in spans
-            for start in range(0, span.master.numel(), _CHUNK)
+            (rule, flat_range.part(start, start + _CHUNK), self.kernel(flat_range))
+            for rule, flat_range in flat_ranges
+            for start in range(0, flat_range.master.numel(), _CHUNK)
         )
 
         def work() -> None:
@@ -85,9 +85,9 @@ class Workers:
                 raise
             raise DeadlineError(f"the computation waited {DEADLINE_SECONDS:.0f} s for {what}") from None
 
-    def kernel(self, span: Span) -> Kernel:
+    def kernel(self, flat_range: FlatRange) -> Kernel:
         """Return what applies rules to such spans; the first time, measure what is fastest."""
-        key = (span.gradient.dtype, None if span.weight is None else span.weight.dtype)
+        key = (flat_range.gradient.dtype, None if flat_range.weight is None else flat_range.weight.dtype)
         if key not in self._kernels:
             self._kernels[key] = choose_kernel(*key)
         return self._kernels[key]

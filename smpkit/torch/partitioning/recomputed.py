@@ -64,7 +64,7 @@ class CheckpointedCalls:
         finally:
             install(previous)
 
-    def boundary(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - of every Offloader
+    def offload_inputs(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - of every Offloader
         """Note one call; entered around it."""
         return self._note()
 

@@ -107,25 +107,25 @@ def bytes_kept(call: Callable[[], Tensor], *others: Tensor) -> int:
 def test_what_stays_alive_after_forward_is_the_boundaries(strategy: str) -> None:
     stack = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(4)])
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    boundary = x.numel() * x.element_size()
+    offload_inputs = x.numel() * x.element_size()
     groups = {"each": 4, "contiguous": 1, "group_2": 2}[strategy]
     plain = bytes_kept(lambda: stack(x), x, *stack.parameters())
     ours = bytes_kept(lambda: smp.checkpoint_sequential(stack, x, strategy), x, *stack.parameters())
-    assert ours == groups * boundary  # the inputs but `x`, which was there before, and the output
-    assert plain > 8 * 4 * boundary
+    assert ours == groups * offload_inputs  # the inputs but `x`, which was there before, and the output
+    assert plain > 8 * 4 * offload_inputs
 
 
 def test_when_backward_is_done_nothing_is_alive() -> None:
     block = Block()
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
     y = 2 * x
-    boundary = weakref.ref(y.untyped_storage())
+    offload_inputs = weakref.ref(y.untyped_storage())
     loss = smp.checkpoint(block, y).sum()
     del y
     loss.backward()
     del loss
     gc.collect()
-    assert boundary() is None or torch._C._storage_Use_Count(boundary()._cdata) == 0  # type: ignore[union-attr]
+    assert offload_inputs() is None or torch._C._storage_Use_Count(offload_inputs()._cdata) == 0  # type: ignore[union-attr]
 
 
 class Names:
@@ -135,7 +135,7 @@ class Names:
         self.seen: list[tuple[str, int]] = []
 
     @contextlib.contextmanager
-    def boundary(self, name: str) -> Iterator[None]:
+    def offload_inputs(self, name: str) -> Iterator[None]:
         with hooks() as kept:
             yield
         self.seen.append((name, len(kept)))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 from smpkit.torch.offload.emulated import EmulatedLink
-from smpkit.torch.offload.engine import Engine
+from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link
 
 WIDTH = 16
@@ -33,14 +33,14 @@ def inputs(seed: int = 0) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def forward(layers: Iterable[nn.Module], x: Tensor, engine: Engine | None = None) -> Tensor:
+def forward(layers: Iterable[nn.Module], x: Tensor, engine: ActivationEngine | None = None) -> Tensor:
     """Run checkpointed layers, whose boundaries are offloaded if there is an engine."""
     x = x * 1  # not a leaf, as nothing inside a model is
     for number, layer in enumerate(layers):
         if engine is None:
             x = checkpoint(layer, x, use_reentrant=False)
             continue
-        with engine.boundary(f"layers.{number}"):
+        with engine.offload_inputs(f"layers.{number}"):
             x = checkpoint(layer, x, use_reentrant=False)
     return x
 
@@ -71,11 +71,11 @@ def slow() -> EmulatedLink:
     return EmulatedLink(latency_seconds=0.005, jitter_seconds=0.005)
 
 
-def assert_idle(engine: Engine) -> None:
+def assert_idle(engine: ActivationEngine) -> None:
     """Raise AssertionError if a graph, a block or a byte on the device is left."""
     gc.collect()
     engine.end_step()
     assert engine.arena.num_blocks == 0
     assert engine.arena.used_bytes == 0
-    assert engine.ledger.device_bytes == 0
-    assert not engine.records
+    assert engine.stats.device_bytes == 0
+    assert not engine.storages

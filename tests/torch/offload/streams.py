@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
-from smpkit.torch.offload.emulated import Blocked
-from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.emulated import ThreadWait
+from smpkit.torch.offload.link import CopyBatch, Event
 
 
 class Pending:
@@ -53,23 +53,23 @@ class StreamLink:
         self.count += 1
         return Pending(self)
 
-    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         for source, target in copies:
             target.copy_(source)
         return self.now()
 
     fetch = send
 
-    def wait(self, event: Event, what: str) -> Blocked:
-        return Blocked(0.0)
+    def wait(self, event: Event, what: str) -> ThreadWait:
+        return ThreadWait(0.0)
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
         pass
 
-    def used(self, data: torch.Tensor, stream: Hashable) -> None:
+    def record_stream(self, data: torch.Tensor, stream: Hashable) -> None:
         pass
 
-    def settle(self, event: Event, what: str) -> None:
+    def synchronize(self, event: Event, what: str) -> None:
         pass
 
     def stamp(self) -> int:

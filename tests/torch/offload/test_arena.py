@@ -11,7 +11,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.offload import arena as arenas
 from smpkit.torch.offload import cuda, host
 from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block
-from smpkit.torch.offload.emulated import EmulatedLink, Ticket
+from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
 from smpkit.torch.offload.pages import LARGE_PAGE
 
 
@@ -35,7 +35,7 @@ def test_a_block_is_used_again_and_nothing_more_is_mapped() -> None:
     for _ in range(10):
         blocks = [take(arena, 1000) for _ in range(3)]
         for block in blocks:
-            arena.give(block)
+            arena.free(block)
     assert arena.mapped_bytes <= 3 * 4096
     assert (arena.num_blocks, arena.used_bytes, arena.peak_bytes) == (0, 0, 3 * 1024)
 
@@ -49,7 +49,7 @@ def test_what_is_mapped_is_what_is_used_to_two_percent() -> None:
 def test_a_new_size_is_cut_from_free_blocks_of_others_before_more_is_mapped() -> None:
     arena = Arena(budget_bytes=4096)
     for block in [take(arena, 1024) for _ in range(4)]:
-        arena.give(block)
+        arena.free(block)
     assert take(arena, 4096).bytes.numel() == 4096
     assert arena.take(1) is None
 
@@ -57,7 +57,7 @@ def test_a_new_size_is_cut_from_free_blocks_of_others_before_more_is_mapped() ->
 def test_pieces_of_many_segments_are_used_up() -> None:
     arena = Arena()
     for block in [take(arena, size) for size in (5000, 9000, 13000, 3000)]:
-        arena.give(block)
+        arena.free(block)
     mapped = arena.mapped_bytes
     assert sum(take(arena, 2560).bytes.numel() for _ in range(10)) == 25600
     assert arena.mapped_bytes == mapped
@@ -67,20 +67,20 @@ def test_a_spent_budget_gives_none_and_recovers() -> None:
     arena = Arena(budget_bytes=1024)
     block = take(arena, 1000)
     assert arena.take(1000) is None
-    arena.give(block)
+    arena.free(block)
     assert take(arena, 1000) is block
 
 
 def test_a_block_comes_with_the_events_of_its_last_users() -> None:
-    arena, event = Arena(budget_bytes=4096), Ticket()
-    arena.give(take(arena, 512), [event])
+    arena, event = Arena(budget_bytes=4096), CopyEvent()
+    arena.free(take(arena, 512), [event])
     assert take(arena, 512).free_after == (event,)
 
 
 def test_events_stay_with_the_memory_when_blocks_are_joined() -> None:
-    arena, events = Arena(budget_bytes=4096), [Ticket(), Ticket()]
+    arena, events = Arena(budget_bytes=4096), [CopyEvent(), CopyEvent()]
     for block, event in zip([take(arena, 2048), take(arena, 2048)], events, strict=True):
-        arena.give(block, [event])
+        arena.free(block, [event])
     assert set(take(arena, 4096).free_after) == set(events)
 
 
@@ -134,7 +134,7 @@ def test_25_what_the_driver_does_not_pin_is_a_spent_budget_and_its_error_is_over
     """CUDA keeps a failed call as the thread's last error, which torch takes for that of its next kernel."""
     forgotten = list[bool]()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
-    monkeypatch.setattr(cuda, "_forget_last_error", lambda: forgotten.append(True))
+    monkeypatch.setattr(cuda, "_clear_last_error", lambda: forgotten.append(True))
     assert Arena(memory=cuda.pinned_memory).take(100) is None
     assert forgotten == [True]
 
@@ -146,8 +146,8 @@ def test_memory_is_unpinned_before_it_goes_back_to_the_system(monkeypatch: pytes
     arena = Arena(memory=cuda.pinned_memory)
     block = arena.take(100)
     assert block is not None
-    runtime.watched = weakref.ref(block.segment.untyped_storage())
-    arena.give(block)
+    runtime.watched = weakref.ref(block.slab.untyped_storage())
+    arena.free(block)
     del block
     arena.close()
     assert runtime.unpinned == [True]
@@ -163,7 +163,7 @@ class Forbidden:
 
 def test_20_no_event_is_asked_for_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert cuda._is_over(Forbidden()) is False  # type: ignore[arg-type]
+    assert cuda._is_complete(Forbidden()) is False  # type: ignore[arg-type]
 
 
 def test_a_block_remembers_few_of_the_forms_that_it_had() -> None:
@@ -171,9 +171,9 @@ def test_a_block_remembers_few_of_the_forms_that_it_had() -> None:
     block, ever = take(Arena(), 4096), list[weakref.ref[torch.Tensor]]()
     for length in range(1, 500):
         forms = [(torch.uint8, torch.Size([length])), (torch.float32, torch.Size([length]))]
-        pieces = block.shaped(forms)
+        pieces = block.views_of(forms)
         assert [(piece.dtype, piece.size()) for piece in pieces] == forms
-        assert block.shaped(list(forms)) is pieces
+        assert block.views_of(list(forms)) is pieces
         ever.append(weakref.ref(pieces[1]))
     assert sum(each() is not None for each in ever) <= 8
 
@@ -208,13 +208,13 @@ def test_what_was_reserved_is_taken_without_asking_the_system() -> None:
     arena = Arena()
     held = [take(arena, size) for size in (5000, 300)]
     arena.reserve([5000, 300, 70_000] * 4)
-    segments = arena.num_segments
+    segments = arena.num_slabs
     held += [take(arena, size) for size in (70_000, 300, 5000, 300, 5000, 70_000, 70_000, 300, 5000, 70_000)]
-    assert arena.num_segments == segments
-    spans = sorted((b.segment.data_ptr() + b.offset, b.size) for b in held)
+    assert arena.num_slabs == segments
+    spans = sorted((b.slab.data_ptr() + b.offset, b.size) for b in held)
     assert all(begin + size <= after for (begin, size), (after, _) in pairwise(spans))
     arena.reserve([5000, 300, 70_000] * 4)
-    assert arena.num_segments == segments
+    assert arena.num_slabs == segments
 
 
 def test_a_reservation_is_exact_to_the_page_and_comes_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +234,10 @@ def test_a_reservation_is_exact_to_the_page_and_comes_in_slabs(monkeypatch: pyte
 def test_a_reservation_uses_what_is_there_first() -> None:
     arena = Arena()
     for block in [take(arena, 4096) for _ in range(4)]:
-        arena.give(block)
-    assert arena.num_segments == 4
+        arena.free(block)
+    assert arena.num_slabs == 4
     arena.reserve([2048] * 8)
-    assert (arena.num_segments, arena.mapped_bytes) == (4, 4 * 4096)
+    assert (arena.num_slabs, arena.mapped_bytes) == (4, 4 * 4096)
 
 
 def test_a_reservation_ends_with_the_budget() -> None:
@@ -255,7 +255,7 @@ def test_memory_goes_back_only_when_no_copy_uses_it(how: str) -> None:
     order = list[str]()
     arena = Arena(
         memory=lambda size: (torch.empty(size, dtype=torch.uint8), lambda: order.append("released")),
-        settle=lambda: order.append("settled"),
+        synchronize=lambda: order.append("settled"),
     )
     take(arena, 4096)
     if how == "close":
@@ -267,7 +267,7 @@ def test_memory_goes_back_only_when_no_copy_uses_it(how: str) -> None:
 def test_memory_stays_where_nobody_knows_whether_a_copy_uses_it() -> None:
     released, hanging = list[int](), [True]
 
-    def settle() -> None:
+    def synchronize() -> None:
         if hanging.pop():
             raise TimeoutError
         hanging.append(False)
@@ -275,7 +275,7 @@ def test_memory_stays_where_nobody_knows_whether_a_copy_uses_it() -> None:
     def memory(num_bytes: int) -> tuple[torch.Tensor, object]:
         return torch.empty(num_bytes, dtype=torch.uint8), lambda: released.append(num_bytes)
 
-    arena = Arena(memory=memory, settle=settle)  # type: ignore[arg-type]
+    arena = Arena(memory=memory, synchronize=synchronize)  # type: ignore[arg-type]
     take(arena, 4096)
     with pytest.raises(TimeoutError):
         arena.close()

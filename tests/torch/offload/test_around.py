@@ -32,10 +32,10 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
 
 
-def gradients(model: nn.Module, loss: Loss, scope: AbstractContextManager[object]) -> list[Tensor | None]:
+def gradients(model: nn.Module, loss: Loss, context: AbstractContextManager[object]) -> list[Tensor | None]:
     model.zero_grad()
     torch.manual_seed(1)
-    with scope:
+    with context:
         value = loss(model)
     value.backward()
     found = [parameter.grad for parameter in model.parameters()]

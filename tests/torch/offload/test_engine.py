@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import smpkit.torch.offload
 from smpkit.errors import DeadlineError, UsageError
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.emulated import EmulatedLink, Ticket
-from smpkit.torch.offload.engine import Engine
-from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
+from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.link import CopyBatch, Event
 from tests.torch.offload.chains import (
     BOUNDARY_BYTES,
     WIDTH,
@@ -47,7 +47,7 @@ def test_gradients_are_the_same_bits_for_every_lead(lead: int, make: type[Emulat
 def test_one_boundary_per_layer_moves_and_no_more_than_the_lead_stays(lead: int) -> None:
     layers, engine = chain(10), engine_on(lead=lead)
     y = forward(layers, inputs(), engine)
-    assert engine.ledger.device_bytes == lead * BOUNDARY_BYTES
+    assert engine.stats.device_bytes == lead * BOUNDARY_BYTES
     y.sum().backward()
     del y
     gc.collect()
@@ -63,7 +63,7 @@ def test_a_slow_link_stalls_and_says_where() -> None:
     layers, engine = chain(6), engine_on(link, lead=1)
     y = forward(layers, inputs(), engine)
     link.seconds += 1  # until all copies have ended, which the next group notices
-    with engine.boundary("tail"):
+    with engine.offload_inputs("tail"):
         y = (y * 1).square()
     y.sum().backward()
     stalls = engine.end_step().stalls
@@ -77,21 +77,21 @@ def test_a_lead_that_is_too_short_grows_by_itself() -> None:
         forward(layers, inputs(), engine).sum().backward()
         gc.collect()
         engine.end_step()
-    assert engine.pace.lead > 2
+    assert engine.tuner.lead > 2
 
 
 class Stuck(EmulatedLink):
     """Brings nothing back."""
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
-        return Ticket()
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
+        return CopyEvent()
 
 
 def test_a_copy_that_never_ends_names_the_layer() -> None:
-    engine = Engine(Stuck(deadline_seconds=0.1), Arena(), lead=1)
+    engine = ActivationEngine(Stuck(deadline_seconds=0.1), Arena(), lead=1)
     results = []
     for number in range(3):
-        with engine.boundary(f"layers.{number}"):
+        with engine.offload_inputs(f"layers.{number}"):
             results.append((torch.randn(WIDTH, requires_grad=True) * 1).square().sum())
     with pytest.raises(DeadlineError, match=r"`layers.0` waited 0.1 s for a copy"):
         results[0].backward()
@@ -101,18 +101,18 @@ def test_what_was_loaded_for_nothing_is_taken_back_a_step_later() -> None:
     engine = engine_on(lead=2)
     results = []
     for number in range(5):
-        with engine.boundary(f"layers.{number}"):
+        with engine.offload_inputs(f"layers.{number}"):
             results.append((torch.randn(WIDTH, requires_grad=True) * 1).square().sum())
     results[2].backward()  # 1 and 0 are loaded, and backward does not come
     results[2] = None  # type: ignore[call-overload]
     gc.collect()
     engine.end_step()
-    assert sorted(engine._ahead) == [0, 1]
-    held = engine.ledger.device_bytes
+    assert sorted(engine._prefetched) == [0, 1]
+    held = engine.stats.device_bytes
     engine.end_step()
-    assert not engine._ahead
-    engine.ledger.hold(0)
-    assert engine.ledger.device_bytes == held - 2 * 4 * WIDTH
+    assert not engine._prefetched
+    engine.stats.hold(0)
+    assert engine.stats.device_bytes == held - 2 * 4 * WIDTH
     results[0].backward()  # loads them again
     del results
     assert_idle(engine)
@@ -140,13 +140,13 @@ def test_activations_of_a_plain_model(make: type[EmulatedLink], debug: str, monk
     def leaves() -> list[Tensor]:
         return [*model.parameters(), x]
 
-    def train(scope: smpkit.torch.offload.activations | None) -> list[Tensor | None]:
+    def train(context: smpkit.torch.offload.activations | None) -> list[Tensor | None]:
         for leaf in leaves():
             leaf.grad = None
-        if scope is None:
+        if context is None:
             loss = model(x).square().sum()
         else:
-            with scope:
+            with context:
                 loss = model(x).square().sum()
         loss.backward()
         return [leaf.grad for leaf in leaves()]
@@ -193,7 +193,7 @@ def test_weights_of_a_dense_block_stay_and_each_activation_leaves_once() -> None
     block = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
     x = torch.randn(2, 32, 64, requires_grad=True)
     storages: set[int] = set()
-    keep: list[torch.UntypedStorage] = []
+    exclude: list[torch.UntypedStorage] = []
     own = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
     expected = 0
 
@@ -202,18 +202,18 @@ def test_weights_of_a_dense_block_stay_and_each_activation_leaves_once() -> None
         storage = tensor.untyped_storage()
         if storage._cdata not in own | storages:
             storages.add(storage._cdata)
-            keep.append(storage)
+            exclude.append(storage)
             expected += storage.nbytes()
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         block(x)
-    engine = Engine(EmulatedLink(), Arena(), lead=1)
-    engine.keep(block.parameters())
-    with engine.everything("block"):
+    engine = ActivationEngine(EmulatedLink(), Arena(), lead=1)
+    engine.exclude(block.parameters())
+    with engine.offload_saved_tensors("block"):
         y = block(x)
-    assert engine.ledger.bytes_out == expected
-    assert engine.ledger.kept_bytes == 0
+    assert engine.stats.bytes_out == expected
+    assert engine.stats.kept_bytes == 0
     y.sum().backward()
     del y
     assert_idle(engine)

@@ -14,10 +14,10 @@ from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
-from smpkit.torch.offload.emulated import Blocked
-from smpkit.torch.offload.link import Copies, Event
-from smpkit.torch.offload.prefetch import Order
-from smpkit.torch.offload.record import State
+from smpkit.torch.offload.emulated import ThreadWait
+from smpkit.torch.offload.link import CopyBatch, Event
+from smpkit.torch.offload.prefetch import BackwardOrder
+from smpkit.torch.offload.record import StorageState
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, engine_on, inputs, slow
 from tests.torch.offload.streams import StreamLink
 
@@ -31,15 +31,15 @@ class CountingLink(StreamLink):
         self.fetched: list[int] = []
         self.waited: list[str] = []
 
-    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         self.sent.append(len(copies.sources))
         return super().send(copies, after, what)
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         self.fetched.append(len(copies.sources))
         return super().send(copies, after, what)
 
-    def wait(self, event: Event, what: str) -> Blocked:
+    def wait(self, event: Event, what: str) -> ThreadWait:
         self.waited.append(what)
         return super().wait(event, what)
 
@@ -54,7 +54,7 @@ def checkpointed(engine: CheckedEngine, num_layers: int, num_inputs: int) -> tup
     for number in range(num_layers):
         own = [torch.randn(BATCH, WIDTH, requires_grad=True) for _ in range(num_inputs - 1)]
         leaves += own
-        with engine.boundary(f"layers.{number}"):
+        with engine.offload_inputs(f"layers.{number}"):
             x = checkpoint(lambda y, *more: y * 2 + sum(each * each for each in more), x, *own, use_reentrant=False)
     return x, leaves
 
@@ -91,15 +91,15 @@ def test_what_comes_back_together_is_waited_for_once_by_each_stream() -> None:
     assert link.waited == ["`layers.1`", "`layers.0`"]
     del y
 
-    scope, x = engine.everything("layer"), [torch.randn(4), torch.randn(4)]
-    handles = [scope._pack(each) for each in x]
+    context, x = engine.offload_saved_tensors("layer"), [torch.randn(4), torch.randn(4)]
+    handles = [context._pack(each) for each in x]
     for name in ("next", "last"):
-        scope.next_layer(name)
-        scope._pack(torch.randn(4))
+        context.next_layer(name)
+        context._pack(torch.randn(4))
     link.waited.clear()
-    back = [scope._unpack(handles[0])]
+    back = [context._unpack(handles[0])]
     with link.on("side"):
-        back.append(scope._unpack(handles[1]))
+        back.append(context._unpack(handles[1]))
     assert all(map(torch.equal, back, x))
     assert link.waited == ["`layer`"] * 2
 
@@ -107,16 +107,16 @@ def test_what_comes_back_together_is_waited_for_once_by_each_stream() -> None:
 def test_a_storage_that_ended_while_it_was_found_is_taken_anew() -> None:
     """A destructor may run at any time: between the look for a storage and its use."""
     engine, x = engine_on(), torch.randn(BATCH, WIDTH)
-    scope = engine.everything("layer")
-    first = scope._pack(x)[0][0]
-    scope.next_layer("next")
-    assert first.state == State.DEAD
-    engine.records[first.key] = first  # as if it had been looked up before
-    handle = scope._pack(x)
+    context = engine.offload_saved_tensors("layer")
+    first = context._pack(x)[0][0]
+    context.next_layer("next")
+    assert first.state == StorageState.DEAD
+    engine.storages[first.key] = first  # as if it had been looked up before
+    handle = context._pack(x)
     assert handle[0][0] is not first
-    scope.next_layer("last")
-    assert torch.equal(scope._unpack(handle), x)
-    del handle, scope
+    context.next_layer("last")
+    assert torch.equal(context._unpack(handle), x)
+    del handle, context
     assert_idle(engine)
 
 
@@ -124,24 +124,24 @@ def test_a_storage_that_ended_while_it_was_found_is_taken_anew() -> None:
 def test_layers_in_turn_need_what_they_share_once_each(num_turns: int) -> None:
     link = CountingLink()
     engine, mask = counted(link), torch.randn(BATCH, WIDTH)
-    scopes = [engine.everything(f"layers.{number}") for number in range(2)]
-    handles = [(scope, scope._pack(mask)) for _ in range(num_turns) for scope in scopes]
-    for scope in scopes:
-        scope.next_layer("next")
-    with engine.boundary("later"):
+    scopes = [engine.offload_saved_tensors(f"layers.{number}") for number in range(2)]
+    handles = [(context, context._pack(mask)) for _ in range(num_turns) for context in scopes]
+    for context in scopes:
+        context.next_layer("next")
+    with engine.offload_inputs("later"):
         (torch.randn(2, requires_grad=True) * 1).square()
     assert link.sent[:1] == [1]
-    for scope, handle in handles:
-        assert torch.equal(scope._unpack(handle), mask)
+    for context, handle in handles:
+        assert torch.equal(context._unpack(handle), mask)
     assert sum(link.fetched) == 1
-    del handles, scope, handle, scopes
+    del handles, context, handle, scopes
     assert_idle(engine)
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["of each microbatch", "of all"])
 def test_a_block_that_ends_with_its_last_tensor_holds_no_more_than_is_needed_in_pipeline_order(is_shared: bool) -> None:
     """A mask outlives the layer that it left with; if it held that layer's input back, this would be one more."""
-    engine, mask = engine_on(slow(), order=Order(4), lead=1), torch.ones(BATCH, WIDTH)
+    engine, mask = engine_on(slow(), order=BackwardOrder(4), lead=1), torch.ones(BATCH, WIDTH)
     actions = one_f_one_b(4, 8).actions[0]
     for _ in range(3):
         ends = dict[int, Tensor]()
@@ -153,7 +153,7 @@ def test_a_block_that_ends_with_its_last_tensor_holds_no_more_than_is_needed_in_
                 continue
             x, own = inputs() * 1, mask if is_shared else mask.clone()
             for number in range(4):
-                with engine.boundary(f"layers.{number}"):
+                with engine.offload_inputs(f"layers.{number}"):
                     x = checkpoint(torch.mul, x, own, use_reentrant=False)
             ends[action.microbatch] = x
             del x, own

@@ -13,8 +13,8 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.torch.offload import cuda, scope
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.engine import Engine
-from smpkit.torch.offload.scope import Scope
+from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.scope import HookContext
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, chain, engine_on, forward, gradients, inputs
 from tests.torch.offload.streams import StreamLink
 
@@ -29,20 +29,20 @@ class Telling(StreamLink):
         super().__init__()
         self.told: list[tuple[int, Hashable]] = []
 
-    def used(self, data: Tensor, stream: Hashable) -> None:
+    def record_stream(self, data: Tensor, stream: Hashable) -> None:
         self.told.append((data.data_ptr(), stream))
 
 
 def test_memory_is_let_go_of_early_only_after_its_allocator_knows_who_used_it() -> None:
     """A user's stream may count on the graph, which would have held its memory until backward."""
     link = Telling()
-    engine = Engine(link, Arena(), lead=1, min_bytes=0)
+    engine = ActivationEngine(link, Arena(), lead=1, min_bytes=0)
     x, saved = inputs(), list[int]()
     with link.on("side"):
         for number in range(5):
             x = x * 1
             saved.append(x.data_ptr())
-            with engine.boundary(f"layers.{number}"):
+            with engine.offload_inputs(f"layers.{number}"):
                 x = x.square()
         assert link.told == [(address, "side") for address in saved[: len(link.told)]]
         assert len(link.told) >= 2
@@ -54,7 +54,7 @@ def test_memory_is_let_go_of_early_only_after_its_allocator_knows_who_used_it() 
     engine.close()
 
 
-class Captured(Scope):
+class Captured(HookContext):
     """A scope on a GPU whose stream is captured."""
 
     def __enter__(self) -> Self:
@@ -65,15 +65,15 @@ class Captured(Scope):
 def test_20_a_storage_that_is_saved_again_during_a_capture_begins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new group stamps the time and issues loads, which would become a part of the graph."""
     engine, x, square = engine_on(), torch.randn(BATCH, WIDTH), torch.randn(64, 64)
-    with engine.everything("before") as before:
+    with engine.offload_saved_tensors("before") as before:
         alive = [before._pack(x), before._pack(square[:, :2])]
     monkeypatch.setattr(scope, "_is_capturing", lambda: True)
     monkeypatch.setattr(engine, "new_group", lambda _: pytest.fail("a group during a capture"))
     with Captured(engine, "captured", 1 << 20) as during:
-        record = engine.records[x.untyped_storage()._cdata]
-        tensor, *_ = during._save_again(x, x.untyped_storage(), record)
+        record = engine.storages[x.untyped_storage()._cdata]
+        tensor, *_ = during._pack_again(x, x.untyped_storage(), record)
         assert torch.equal(tensor, x)
-        tensor, *_ = during._gather(square[:, :2], square.untyped_storage())
+        tensor, *_ = during._pack_sparse_view(square[:, :2], square.untyped_storage())
         assert torch.equal(tensor, square[:, :2])
     del alive
 
@@ -87,7 +87,7 @@ def test_20_a_wait_of_the_host_during_a_capture_is_an_error_and_no_hang(monkeypa
     link._deadline_seconds = 600.0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UsageError, match="`layer` would have to wait for a copy, while a CUDA graph is captured"):
-        link.settle(Never(), "`layer`")
+        link.synchronize(Never(), "`layer`")
 
 
 def test_the_speed_of_a_link_is_measured_once_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_the_speed_of_a_link_is_measured_once_for_a_device(monkeypatch: pytest.M
     monkeypatch.setattr(cuda.CudaLink, "_measure", measure)
     link = object.__new__(cuda.CudaLink)
     link.device = torch.device("cuda", 3)
-    assert [link._measured(), link._measured()] == [(1.0, 2.0)] * 2
+    assert [link._bandwidths(), link._bandwidths()] == [(1.0, 2.0)] * 2
     assert len(measured) == 1
 
 
@@ -114,7 +114,7 @@ def test_the_footprint_of_a_microbatch_is_what_the_next_one_takes(num_inputs: in
         x = inputs() * 1
         for number in range(4):
             own = [torch.randn(BATCH, WIDTH, requires_grad=True) * 1 for _ in range(num_inputs - 1)]
-            with engine.boundary(f"layers.{number}"):
+            with engine.offload_inputs(f"layers.{number}"):
                 x = x.square() + sum((each.square() for each in own), shared * shared)
         return x
 
@@ -124,9 +124,9 @@ def test_the_footprint_of_a_microbatch_is_what_the_next_one_takes(num_inputs: in
     assert sum(sizes) == (4 * num_inputs + 1) * BOUNDARY_BYTES  # what they share is there once
     assert len(sizes) == 4
     engine.reserve(sizes * 3)
-    segments = engine.arena.num_segments
+    segments = engine.arena.num_slabs
     others = [run(), run()]
-    assert engine.arena.num_segments == segments
+    assert engine.arena.num_slabs == segments
     for each in (first, *others):
         each.sum().backward(retain_graph=True)
     del first, others, each

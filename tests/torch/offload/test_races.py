@@ -12,11 +12,11 @@ from torch import Tensor
 from smpkit.errors import UsageError
 from smpkit.torch.offload import scope
 from smpkit.torch.offload.arena import Arena, Block
-from smpkit.torch.offload.debug import CheckedEngine, CheckedLink, CheckedScope, RaceError
+from smpkit.torch.offload.debug import CheckedEngine, CheckedHookContext, CheckedLink, RaceError
 from smpkit.torch.offload.emulated import EmulatedLink
-from smpkit.torch.offload.link import Copies, Event, Wait
-from smpkit.torch.offload.record import Group, Record
-from smpkit.torch.offload.scope import Handle
+from smpkit.torch.offload.link import CopyBatch, Event, Wait
+from smpkit.torch.offload.record import Group, SavedStorage
+from smpkit.torch.offload.scope import SavedTensorHandle
 from tests.torch.offload.chains import BATCH, WIDTH, chain, forward, inputs
 from tests.torch.offload.streams import StreamLink
 
@@ -67,7 +67,7 @@ def separate_graphs(engine: CheckedEngine) -> list[Tensor]:
     """Return results whose backwards need one group each."""
     results = []
     for number in range(6):
-        with engine.boundary(f"layers.{number}"):
+        with engine.offload_inputs(f"layers.{number}"):
             results.append((torch.randn(WIDTH, requires_grad=True) * 1).square().sum())
     return results
 
@@ -76,7 +76,7 @@ def view_twice(make: Engines) -> None:
     """Save a square tensor and its transpose."""
     engine = make(StreamLink())
     x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         y = (x * 1).square()
         z = (y @ y.t()).sum()
     z.backward()
@@ -97,7 +97,7 @@ def save_on_two_streams(make: Engines) -> None:
     engine = make(inner)
     for _ in range(2):  # the first step learns how much the layer saves
         x, y = (torch.randn(WIDTH, requires_grad=True) * 1 for _ in range(2))
-        with engine.boundary("layer"):
+        with engine.offload_inputs("layer"):
             with inner.on("side"):
                 there = x.square().sum()
             here = y.square().sum()
@@ -125,22 +125,22 @@ def with_link(link: type[CheckedLink]) -> Engines:
 class LoadsBeforeTheCopyIsThere(CheckedLink):
     """Rule 1: a load waits for its own offload."""
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         return super().fetch(copies, after[-1:], what)
 
 
 class LoadsIntoMemoryInUse(CheckedLink):
     """Rule 2, on the device: a load waits for what used its memory before."""
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         return super().fetch(copies, after[:-1], what)
 
 
 class ForgetsReaders(Arena):
     """Rule 2, on the host: a block is written when its last reader is done."""
 
-    def give(self, block: Block, after: Sequence[Event] = ()) -> None:
-        super().give(block, ())
+    def free(self, block: Block, after: Sequence[Event] = ()) -> None:
+        super().free(block, ())
 
 
 class RemembersTheStream(CheckedLink):
@@ -154,13 +154,13 @@ class RemembersTheStream(CheckedLink):
 class SharesMemoryOfStreams(CheckedEngine):
     """Rule 3, of allocators: memory of one stream is not used on another without telling."""
 
-    def _move(self, record: Record, data: Tensor, stream: Hashable) -> Tensor:
+    def _copy_to_stream(self, saved: SavedStorage, data: Tensor, stream: Hashable) -> Tensor:
         return data
 
-    def bring(self, group: Group, record: Record) -> Tensor:
-        data = super().bring(group, record)
-        if record.load is not None:  # what the allocator that it came from does after the last reference
-            self._touch(record.stream, data, "using memory again that was loaded", is_write=True)
+    def restore(self, group: Group, saved: SavedStorage) -> Tensor:
+        data = super().restore(group, saved)
+        if saved.h2d_event is not None:  # what the allocator that it came from does after the last reference
+            self._touch(saved.stream, data, "using memory again that was loaded", is_write=True)
         return data
 
 
@@ -185,27 +185,27 @@ class DoesNotWait(CheckedLink):
         return self.inner.wait(event, what)
 
 
-class IgnoresStrides(CheckedScope):
+class IgnoresStrides(CheckedHookContext):
     """Rule 5: a view comes back with its own strides (the defect of keys without them)."""
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _pack(self, tensor: Tensor) -> SavedTensorHandle:
         inner, *rest = super()._pack(tensor)
         if len(inner) == 2:
             return (inner, *rest)
-        record, group, dtype, size, _, offset = inner
-        return ((record, group, dtype, size, torch.empty(size).stride(), offset), *rest)
+        saved, group, dtype, size, _, offset = inner
+        return ((saved, group, dtype, size, torch.empty(size).stride(), offset), *rest)
 
 
 class MixesUpStrides(CheckedEngine):
-    scope_type = IgnoresStrides
+    context_type = IgnoresStrides
 
 
 class KeepsItsBlocks(CheckedEngine):
     """Rule 7: what no graph needs is given back."""
 
-    def bury(self, record: Record) -> None:
-        record.block = None
-        super().bury(record)
+    def retire(self, saved: SavedStorage) -> None:
+        saved.block = None
+        super().retire(saved)
 
 
 BROKEN = [
@@ -233,7 +233,7 @@ def test_a_torn_copy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 6: without the look at the version, a write that races the copy is found by its checksum."""
     monkeypatch.setattr(scope, "check_version", lambda *_: None)
     engine = CheckedEngine(CheckedLink(EmulatedLink(latency_seconds=0.03)), Arena(), lead=1)
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         x = torch.randn(BATCH, WIDTH, requires_grad=True) * 1
         y = x.square()
     x.data.fill_(7)
@@ -246,7 +246,7 @@ def test_a_torn_copy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_change_in_place_names_the_layer() -> None:
     """Rule 6 as it is kept."""
     engine = CheckedEngine(CheckedLink(EmulatedLink()), Arena())
-    with engine.boundary("layers.5"):
+    with engine.offload_inputs("layers.5"):
         x = torch.randn(BATCH, WIDTH, requires_grad=True) * 1
         y = x.square()
     with torch.no_grad():

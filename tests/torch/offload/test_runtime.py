@@ -159,7 +159,7 @@ def test_an_exception_in_a_step_leaves_nothing_and_training_goes_on(world: None)
     train_step(model, torch.randn(BATCH, WIDTH))
     engine = model.offloading._engine  # type: ignore[union-attr]
     assert engine.arena.num_blocks == 0
-    assert engine.ledger.report().num_steps == 1
+    assert engine.stats.report().num_steps == 1
 
 
 def test_events_tell_what_moved(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def segments(microbatches: int, pipeline: str) -> list[int]:
     connect = Transport.connect
 
     def counted(transport: Transport, transfers: Iterable[P2PTransfer]) -> None:
-        counts.append(model.offloading._engine.arena.num_segments)  # type: ignore[union-attr]
+        counts.append(model.offloading._engine.arena.num_slabs)  # type: ignore[union-attr]
         connect(transport, transfers)
 
     model = smp.DistributedModel(Model())
@@ -187,7 +187,7 @@ def segments(microbatches: int, pipeline: str) -> list[int]:
     with mock.patch.object(Transport, "connect", counted):
         for _ in range(4):
             train_step(model, torch.randn(512 * BATCH, WIDTH))  # each boundary takes several pages
-            counts.append(model.offloading._engine.arena.num_segments)  # type: ignore[union-attr]
+            counts.append(model.offloading._engine.arena.num_slabs)  # type: ignore[union-attr]
     smp.shutdown()
     return counts
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from smpkit.torch.offload import arena as arenas
 from smpkit.torch.offload import host
 from smpkit.torch.offload.arena import Arena, Block
-from smpkit.torch.offload.emulated import EmulatedLink, Ticket
-from smpkit.torch.offload.pages import LARGE_PAGE, PAGE, Supply
+from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
+from smpkit.torch.offload.pages import LARGE_PAGE, PAGE, SlabProvider
 
 MIB = 1 << 20
 LAYER = 3 * MIB
@@ -71,27 +71,27 @@ def until(is_so: Callable[[], bool]) -> bool:
 
 
 def make(system: System, budget: int | None = None) -> Arena:
-    return Arena(budget, system.memory, supply=Supply(system.memory))
+    return Arena(budget, system.memory, provider=SlabProvider(system.memory))
 
 
-def step(arena: Arena, sizes: list[int], after: tuple[Ticket, ...] = ()) -> int:
+def step(arena: Arena, sizes: list[int], after: tuple[CopyEvent, ...] = ()) -> int:
     """Take a block for each layer, give all back, and return how many there were."""
     blocks = [block for size in sizes if (block := arena.take(size)) is not None]
     for block in blocks:
-        arena.give(block, after)
+        arena.free(block, after)
     arena.reset_peak()
     return len(blocks)
 
 
-def supply_of(arena: Arena) -> Supply:
-    assert arena._supply is not None
-    return arena._supply
+def supply_of(arena: Arena) -> SlabProvider:
+    assert arena._provider is not None
+    return arena._provider
 
 
 def settled(arena: Arena, system: System) -> bool:
     """Wait until the thread has nothing to do."""
-    supply = supply_of(arena)
-    return until(lambda: not supply._wanted and system.held == arena.mapped_bytes + supply.held_bytes)
+    provider = supply_of(arena)
+    return until(lambda: not provider._requested and system.held == arena.mapped_bytes + provider.held_bytes)
 
 
 @pytest.mark.parametrize("sizes", [[LAYER] * NUM_LAYERS, [LAYER, MIB] * NUM_LAYERS], ids=["alike", "two sizes"])
@@ -139,13 +139,13 @@ def test_no_more_is_held_than_the_budget_and_all_of_it_is_used(system: System, b
 
 
 def test_memory_that_a_copy_uses_goes_back_after_it(system: System) -> None:
-    arena, copy = make(system), Ticket()
+    arena, copy = make(system), CopyEvent()
     step(arena, [LAYER] * 3, (copy,))
     time.sleep(0.05)  # many looks at the copy
-    assert [each.after for each in supply_of(arena)._spent] == [(copy,)]
+    assert [each.after for each in supply_of(arena)._to_release] == [(copy,)]
     held = system.held
     copy.end()
-    assert until(lambda: system.held < held and not supply_of(arena)._spent)
+    assert until(lambda: system.held < held and not supply_of(arena)._to_release)
     arena.close()
     assert system.held == 0
 
@@ -155,8 +155,8 @@ def test_a_slab_of_a_graph_that_lives_stays(system: System) -> None:
     kept = arena.take(LAYER)
     assert isinstance(kept, Block)
     step(arena, [LAYER] * NUM_LAYERS)
-    assert kept.segment.data_ptr() in {each.tensor.data_ptr() for each in arena._segments.values()}
-    arena.give(kept)
+    assert kept.slab.data_ptr() in {each.tensor.data_ptr() for each in arena._slabs.values()}
+    arena.free(kept)
     step(arena, [LAYER] * NUM_LAYERS)
     assert settled(arena, system)
     assert system.held <= (NUM_LAYERS + 1) * LAYER * 33 / 32 + 2 * LARGE_PAGE
@@ -194,20 +194,20 @@ def test_a_slab_on_its_way_is_waited_for_and_not_pinned_twice(system: System) ->
 
 
 def test_a_slab_that_nobody_wants_any_more_goes_back_and_the_next_is_made(system: System) -> None:
-    supply = Supply(system.memory)
+    provider = SlabProvider(system.memory)
     system.may_go_on.clear()
-    supply.prepare(3 * MIB)
-    assert until(lambda: supply._making[0] > 0)
-    supply.drop()
-    assert (supply.num_bytes, supply.held_bytes) == (0, 3 * MIB)
-    supply.prepare(5 * MIB)
-    assert (supply.num_bytes, supply.held_bytes) == (5 * MIB, 8 * MIB)
+    provider.prepare(3 * MIB)
+    assert until(lambda: provider._in_progress[0] > 0)
+    provider.drop()
+    assert (provider.num_bytes, provider.held_bytes) == (0, 3 * MIB)
+    provider.prepare(5 * MIB)
+    assert (provider.num_bytes, provider.held_bytes) == (5 * MIB, 8 * MIB)
     system.may_go_on.set()
-    slab = supply.take()
+    slab = provider.take()
     assert slab is not None
     assert slab[0].nbytes == 5 * MIB
     assert until(lambda: system.held == 5 * MIB)
-    supply.close()
+    provider.close()
     slab[1]()
 
 
@@ -234,7 +234,7 @@ def test_many_steps_of_other_sizes_neither_lose_memory_nor_pin_it(system: System
         sizes = [int(size) for size in torch.randint(PAGE, 2 * MIB, (20,), generator=generator)]
         assert step(arena, sizes) == 20
     assert settled(arena, system)
-    assert system.held <= 1.5 * arena._most_bytes
+    assert system.held <= 1.5 * arena._max_step_bytes
     arena.close()
     assert system.held == 0
 
@@ -242,5 +242,5 @@ def test_many_steps_of_other_sizes_neither_lose_memory_nor_pin_it(system: System
 def test_only_a_gpu_has_a_thread() -> None:
     arena = host.make_arena(EmulatedLink(), 64 * MIB)
     assert arena.take(MIB) is not None
-    assert arena._supply is None
+    assert arena._provider is None
     assert not threads()

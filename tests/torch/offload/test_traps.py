@@ -45,17 +45,17 @@ from tests.torch.offload.streams import StreamLink
 def test_01_views_of_weights_stay() -> None:
     """`Linear` saves `weight.t()`, which is no Parameter."""
     layer, engine = nn.Linear(WIDTH, 4 * WIDTH), engine_on()
-    engine.keep(layer.parameters())
-    with engine.everything("layer"):
+    engine.exclude(layer.parameters())
+    with engine.offload_saved_tensors("layer"):
         y = layer(inputs() * 1)
-    assert engine.ledger.bytes_out == BOUNDARY_BYTES  # the input; the weight has 8 times as many
+    assert engine.stats.bytes_out == BOUNDARY_BYTES  # the input; the weight has 8 times as many
     y.sum().backward()
 
 
 def test_01_the_address_of_a_weight_that_is_gone_is_anyones() -> None:
     """FSDP gives parameters other storages while a model runs, and what is saved next may lie where one was."""
     weight, engine, others = nn.Parameter(torch.randn(WIDTH)), engine_on(), list[Tensor]()
-    engine.keep([weight])
+    engine.exclude([weight])
     address = weight.untyped_storage()._cdata
     weight.data = torch.empty(0)
     x = torch.randn(WIDTH)
@@ -63,35 +63,35 @@ def test_01_the_address_of_a_weight_that_is_gone_is_anyones() -> None:
         others.append(x)
         assert len(others) < 10_000
         x = torch.randn(WIDTH)
-    with engine.everything("layer"):
+    with engine.offload_saved_tensors("layer"):
         x.requires_grad_().square()
-    assert engine.ledger.bytes_out == x.nbytes
+    assert engine.stats.bytes_out == x.nbytes
 
 
 def test_02_a_storage_that_is_saved_often_leaves_and_comes_back_once() -> None:
     heads, engine = [nn.Linear(WIDTH, WIDTH) for _ in range(3)], engine_on(EmulatedLink(), lead=1)
-    engine.keep(parameter for head in heads for parameter in head.parameters())
+    engine.exclude(parameter for head in heads for parameter in head.parameters())
     x = inputs() * 1
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         ys = [head(x) for head in heads]
-    assert engine.ledger.bytes_out == BOUNDARY_BYTES
-    with engine.boundary("next"):
+    assert engine.stats.bytes_out == BOUNDARY_BYTES
+    with engine.offload_inputs("next"):
         (torch.randn(2, requires_grad=True) * 1).square()  # `layer` is not the latest any more, so it is let go
     torch.stack(ys).sum().backward()
-    assert engine.ledger.bytes_back == BOUNDARY_BYTES
+    assert engine.stats.bytes_back == BOUNDARY_BYTES
 
 
 def test_02_what_backward_has_got_stays_whole_when_another_layer_lets_go_of_it() -> None:
     """Autograd hands a tensor without gradient on as it gets it: the very object that the engine knows."""
     engine, mask = engine_on(StreamLink(), lead=1), torch.ones(BATCH, WIDTH)
-    first, second = engine.everything("layers.0"), engine.everything("layers.1")
+    first, second = engine.offload_saved_tensors("layers.0"), engine.offload_saved_tensors("layers.1")
     handles = []
-    for scope in (first, second):
-        handles.append(scope._pack(mask))
-        scope.next_layer("next")
+    for context in (first, second):
+        handles.append(context._pack(mask))
+        context.next_layer("next")
     back = second._unpack(handles[1])  # it has not left yet
     for _ in range(3):
-        with engine.boundary("later"):  # lets go of what `layers.0` holds
+        with engine.offload_inputs("later"):  # lets go of what `layers.0` holds
             (torch.randn(2, requires_grad=True) * 1).square()
     assert torch.equal(back, mask)
     assert torch.equal(first._unpack(handles[0]), mask)
@@ -117,13 +117,13 @@ VIEWS: list[Callable[[Tensor], Tensor]] = [
 def test_03_views_come_back_with_size_stride_and_offset(view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     engine = engine_on(lead=1)
     base = torch.randn(WIDTH, WIDTH).mul(100).to(dtype)
-    scope = engine.everything("layer")
-    first, second = scope._pack(view(base)), scope._pack(base)
-    scope.next_layer("next")
-    other = scope._pack(torch.randn(3))
-    scope.next_layer("last")
+    context = engine.offload_saved_tensors("layer")
+    first, second = context._pack(view(base)), context._pack(base)
+    context.next_layer("next")
+    other = context._pack(torch.randn(3))
+    context.next_layer("last")
     for handle, saved in ((first, view(base)), (second, base)):
-        back = scope._unpack(handle)
+        back = context._unpack(handle)
         assert (back.size(), back.dtype) == (saved.size(), saved.dtype)
         assert torch.equal(back, saved)
     del other
@@ -133,7 +133,7 @@ def test_03_views_come_back_with_size_stride_and_offset(view: Callable[[Tensor],
 def test_03_a_square_tensor_and_its_transpose_are_told_apart() -> None:
     engine = engine_on(lead=1)
     x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         y = (x * 1) @ (x * 1).t() @ (x * 1).t().contiguous().t()
     y.sum().backward()
     plain = x.grad
@@ -146,9 +146,9 @@ def test_03_a_square_tensor_and_its_transpose_are_told_apart() -> None:
 def test_04_expanded_tensors_move_what_they_store() -> None:
     engine = engine_on()
     x = torch.randn(WIDTH, 1, requires_grad=True)
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         y = (x * 1).expand(WIDTH, 1000).square()
-    assert engine.ledger.bytes_out == 4 * WIDTH
+    assert engine.stats.bytes_out == 4 * WIDTH
     y.sum().backward()
     torch.testing.assert_close(x.grad, 2000 * x.detach())
 
@@ -160,12 +160,12 @@ def test_05_a_small_view_does_not_keep_a_large_storage(min_bytes: int) -> None:
     whole = x * 1
     dead: list[bool] = []
     watch = weakref.ref(whole.untyped_storage(), lambda _: dead.append(True))
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         y = whole[0].square()
     del whole
     gc.collect()
     assert dead
-    assert engine.ledger.bytes_out == (2048 if min_bytes == 0 else 0)
+    assert engine.stats.bytes_out == (2048 if min_bytes == 0 else 0)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad[0], 2 * x.detach()[0])
@@ -175,21 +175,21 @@ def test_05_a_small_view_does_not_keep_a_large_storage(min_bytes: int) -> None:
 def test_05_a_small_view_that_is_saved_often_is_taken_once() -> None:
     engine = engine_on(lead=1)
     whole = torch.randn(64, WIDTH)
-    scope = engine.everything("layer")
-    handles = [scope._pack(view) for view in (whole[3], whole[3], whole[4], whole[3].view(torch.int32))]
-    scope.next_layer("next")
-    handles.append(scope._pack(whole[3]))
-    scope.next_layer("last")
-    assert engine.ledger.bytes_out == 3 * whole[3].nbytes
+    context = engine.offload_saved_tensors("layer")
+    handles = [context._pack(view) for view in (whole[3], whole[3], whole[4], whole[3].view(torch.int32))]
+    context.next_layer("next")
+    handles.append(context._pack(whole[3]))
+    context.next_layer("last")
+    assert engine.stats.bytes_out == 3 * whole[3].nbytes
     for handle, saved in zip(
         handles, (whole[3], whole[3], whole[4], whole[3].view(torch.int32), whole[3]), strict=True
     ):
-        assert torch.equal(scope._unpack(handle), saved)
+        assert torch.equal(context._unpack(handle), saved)
     whole.mul_(2)
-    handles.append(scope._pack(whole[3]))  # what is there now is something else
-    scope.next_layer("changed")
-    assert engine.ledger.bytes_out == 4 * whole[3].nbytes
-    assert torch.equal(scope._unpack(handles[-1]), whole[3])
+    handles.append(context._pack(whole[3]))  # what is there now is something else
+    context.next_layer("changed")
+    assert engine.stats.bytes_out == 4 * whole[3].nbytes
+    assert torch.equal(context._unpack(handles[-1]), whole[3])
     del handles, handle
     assert_idle(engine)
 
@@ -199,7 +199,7 @@ def test_05_a_small_view_that_is_saved_often_is_taken_once() -> None:
 def test_06_a_change_in_place_raises_as_without_offloading(min_bytes: int, link: Callable[[], EmulatedLink]) -> None:
     engine = engine_on(link(), min_bytes=min_bytes)
     x = inputs() * 1
-    with engine.boundary("layers.2"):
+    with engine.offload_inputs("layers.2"):
         y = x.square()
     with torch.no_grad():
         x.add_(1)
@@ -212,7 +212,7 @@ def test_06_a_change_in_place_raises_as_without_offloading(min_bytes: int, link:
 def test_06_a_storage_that_is_saved_again_after_a_change_is_another_one() -> None:
     engine = engine_on()
     x = inputs()
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         z = x * 1
         z.square()  # saved, never asked for
         with torch.no_grad():
@@ -231,7 +231,7 @@ def test_11_graphs_that_are_alive_together_do_not_mix(order: tuple[int, int]) ->
     leaves = [y.grad_fn.next_functions[0][0].variable for y in ys]  # type: ignore[union-attr]
     for number in range(5):  # layer by layer in turn, as the microbatches of a pipeline
         for graph in range(2):
-            with engine.boundary(f"layers.{number}"):
+            with engine.offload_inputs(f"layers.{number}"):
                 ys[graph] = checkpoint(layers[number], ys[graph], use_reentrant=False)
     for graph in order:
         ys[graph].square().sum().backward()
@@ -270,11 +270,11 @@ def test_12_gradients_of_gradients_are_right() -> None:
         return y
 
     def offloaded() -> Tensor:
-        with engine.everything("model"):
+        with engine.offload_saved_tensors("model"):
             return plainly()
 
     engine = engine_on(slow())
-    engine.keep(layers.parameters())
+    engine.exclude(layers.parameters())
     assert torch.equal(second(plainly), second(offloaded))
     assert_idle(engine)
     engine.close()
@@ -366,9 +366,9 @@ class Tagged(Tensor):
 def test_18_subclasses_stay() -> None:
     engine = engine_on()
     x = torch.randn(BATCH, WIDTH).as_subclass(Tagged).requires_grad_()
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         y = (x * 1).square()
-    assert engine.ledger.bytes_out == 0
+    assert engine.stats.bytes_out == 0
     y.sum().backward()
     assert torch.equal(x.grad.as_subclass(Tensor), 2 * x.detach().as_subclass(Tensor))  # type: ignore[union-attr]
 
@@ -386,9 +386,9 @@ def test_18_tensors_of_several_ranks_stay(alone: None) -> None:
     """A DTensor has no storage of its own: what it holds lies inside."""
     engine, base = engine_on(), inputs().detach()
     x = DTensor.from_local(base, init_device_mesh("cpu", (1,))).requires_grad_()
-    with engine.boundary("layer"):
+    with engine.offload_inputs("layer"):
         y = (x * 1).square()
-    assert engine.ledger.bytes_out == 0
+    assert engine.stats.bytes_out == 0
     y.sum().to_local().backward()  # type: ignore[attr-defined]
     assert x.grad is not None
     assert torch.equal(x.grad.to_local(), 2 * base)  # type: ignore[attr-defined]
@@ -405,12 +405,12 @@ def test_19_compiled_layers_and_models_train(place: str) -> None:
         if place == "inside":
             return forward(compiled, x, engine)
         whole = torch.compile(lambda y: compiled[2](compiled[1](compiled[0](y))), backend="aot_eager")
-        with engine.everything("model"):
+        with engine.offload_saved_tensors("model"):
             return whole(x * 1)
 
     for ours, theirs in zip(gradients(layers, x, run), plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # other kernels, other rounding
-    assert engine.ledger.bytes_out > 0
+    assert engine.stats.bytes_out > 0
     engine.close()
 
 
@@ -423,7 +423,7 @@ def test_21_frozen_parameters_missing_gradients_and_integer_inputs() -> None:
         leaves = [*layers.parameters(), *table.parameters()]
         for leaf in leaves:
             leaf.grad = None
-        with engine.boundary("table") if with_engine else torch.enable_grad():
+        with engine.offload_inputs("table") if with_engine else torch.enable_grad():
             x = checkpoint(table, numbers, use_reentrant=False)
         forward(layers, x, engine if with_engine else None).square().sum().backward()
         return [leaf.grad for leaf in leaves]
@@ -458,14 +458,14 @@ def test_23_inputs_that_are_no_tensors_or_come_by_keyword_or_closure() -> None:
     module, x, engine = Mixed(outside), inputs(), engine_on(slow())
     mask = torch.rand(BATCH, WIDTH)
 
-    def run(scope: Any) -> Tensor:
-        with scope:
+    def run(context: Any) -> Tensor:
+        with context:
             y: Tensor = checkpoint(module, x * 1, 3.0, mask=mask, use_reentrant=False)
         return y
 
     layers = nn.ModuleList([module])
     plain = gradients(layers, x, lambda: run(torch.enable_grad()))
-    assert_same(gradients(layers, x, lambda: run(engine.boundary("layer"))), plain)
+    assert_same(gradients(layers, x, lambda: run(engine.offload_inputs("layer"))), plain)
     engine.close()
 
 
@@ -474,9 +474,9 @@ def test_24_the_output_of_one_layer_is_the_input_of_the_next_and_leaves_once() -
     mask = torch.ones(BATCH, WIDTH)
     x = inputs() * 1
     for number, layer in enumerate(layers):
-        with engine.boundary(f"layers.{number}"):
+        with engine.offload_inputs(f"layers.{number}"):
             x = checkpoint(lambda y, m, layer=layer: layer(y) * m, x, mask, use_reentrant=False)
-    assert engine.ledger.bytes_out == (7 + 1) * BOUNDARY_BYTES  # and the mask, which all of them need, once
+    assert engine.stats.bytes_out == (7 + 1) * BOUNDARY_BYTES  # and the mask, which all of them need, once
     x.sum().backward()
 
 
@@ -504,15 +504,15 @@ def test_hooks_of_others_keep_their_tensors() -> None:
         seen.append(tensor.detach())
         return seen[-1]
 
-    with saved_tensors_hooks(note, lambda tensor: tensor), engine.boundary("layer"):
+    with saved_tensors_hooks(note, lambda tensor: tensor), engine.offload_inputs("layer"):
         (inputs() * 1).square()
     assert seen
-    assert engine.ledger.bytes_out == 0
+    assert engine.stats.bytes_out == 0
 
 
 def test_25_what_finds_no_room_in_a_group_is_not_counted_as_moved() -> None:
     engine = engine_on(budget_bytes=BOUNDARY_BYTES)
-    with engine.everything("layer"):
+    with engine.offload_saved_tensors("layer"):
         y = (inputs() * 1).square() + (inputs(1) * 1).square()
-    assert engine.ledger.bytes_out == engine.ledger.kept_bytes == BOUNDARY_BYTES
+    assert engine.stats.bytes_out == engine.stats.kept_bytes == BOUNDARY_BYTES
     y.sum().backward()

@@ -145,7 +145,7 @@ def test_traffic(num_slices: int, num_microbatches: int, dtype: torch.dtype) -> 
     away = 1 if num_microbatches <= 2 else 2
     assert traffic.boundaries_out == away * border * (num_slices - 1) * steps
     assert traffic.boundaries_in == (1 if away == 1 else 3) * border * (num_slices - 1) * steps
-    assert model._engine.residence.num_bytes == max(sizes[0::2]) + max(sizes[1::2], default=0)
+    assert model._engine.device_weights.num_bytes == max(sizes[0::2]) + max(sizes[1::2], default=0)
 
 
 @both_ways

@@ -330,9 +330,9 @@ def test_without_checkpointing_weights_do_not_stay_in_the_graph() -> None:
     _, model = pair(False, 64, 64, 64, 64, 64, num_slices=4)
     output = model(torch.randn(2, 64))
     engine = model._engine
-    for buffer in engine.residence._buffers:  # none on the host
+    for buffer in engine.device_weights._buffers:  # none on the host
         buffer.zero_()  # what any later load would do
-    engine.residence.begin_forward()
+    engine.device_weights.begin_forward()
     output.sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.torch.offload_model import compiled, kernels
-from smpkit.torch.offload_model.kernels import Adam, Kernel, Rule, Sgd, Span
+from smpkit.torch.offload_model.kernels import Adam, FlatRange, Kernel, Rule, Sgd
 
 LENGTH = 140_001  # a tile of the fallback and a rest, no multiple of a vector
 KERNELS = [kernels.one_pass, kernels.tiled]
@@ -21,13 +21,15 @@ def adam(decoupled: bool, step: int, factor: float = 1.0) -> Adam:
     return Adam(**ADAM, decoupled=decoupled, step=step, factor=factor)
 
 
-def run(kernel: Kernel, rules: list[Rule], gradients: list[Tensor], num_state: int, weight: torch.dtype | None) -> Span:
+def run(
+    kernel: Kernel, rules: list[Rule], gradients: list[Tensor], num_state: int, weight: torch.dtype | None
+) -> FlatRange:
     torch.manual_seed(0)
     state = tuple(torch.zeros(LENGTH) for _ in range(num_state))
     copy = None if weight is None else torch.zeros(LENGTH, dtype=weight)
-    span = Span(gradients[0], torch.randn(LENGTH), state, copy)
+    span = FlatRange(gradients[0], torch.randn(LENGTH), state, copy)
     for rule, gradient in zip(rules, gradients, strict=True):
-        kernel(rule, Span(gradient, span.master, state, copy))
+        kernel(rule, FlatRange(gradient, span.master, state, copy))
     return span
 
 
@@ -68,7 +70,7 @@ def test_a_working_copy_may_lie_anywhere() -> None:
         torch.manual_seed(0)
         weight = torch.full((LENGTH + offset + 1,), 7.0, dtype=torch.bfloat16)
         state = (torch.zeros(LENGTH), torch.zeros(LENGTH))
-        kernels.one_pass(adam(True, 1), Span(gradient, torch.randn(LENGTH), state, weight[offset:-1]))
+        kernels.one_pass(adam(True, 1), FlatRange(gradient, torch.randn(LENGTH), state, weight[offset:-1]))
         assert torch.equal(weight[offset:-1], expected.weight)
         assert weight[offset - 1] == weight[-1] == 7.0
 
@@ -114,7 +116,7 @@ def test_rounding_to_bfloat16_is_torchs_for_every_kind_of_number() -> None:
     masters = torch.cat([masters, full]).repeat(5)  # so that each of them goes in a vector and in the rest behind
     weight = torch.zeros(len(masters), dtype=torch.bfloat16)
     rule = Sgd(lr=0.0, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, step=1, factor=0.0)
-    kernels.one_pass(rule, Span(torch.zeros(len(masters), dtype=torch.bfloat16), masters.clone(), (), weight))
+    kernels.one_pass(rule, FlatRange(torch.zeros(len(masters), dtype=torch.bfloat16), masters.clone(), (), weight))
     assert torch.equal(weight.isnan(), masters.isnan())
     known = ~masters.isnan()
     assert torch.equal(weight[known].view(torch.int16), masters.bfloat16()[known].view(torch.int16))
@@ -126,7 +128,7 @@ def test_how_memory_is_cut_changes_no_bit(kernel: Kernel) -> None:
     whole = run(kernel, [adam(True, 1)], [gradient], 2, None)
     torch.manual_seed(0)
     master, state = torch.randn(LENGTH), (torch.zeros(LENGTH), torch.zeros(LENGTH))
-    span = Span(gradient, master, state, None)
+    span = FlatRange(gradient, master, state, None)
     for start, end in ((0, 33), (33, 40_000), (40_000, LENGTH)):
         kernel(adam(True, 1), span.part(start, end))
     assert torch.equal(master, whole.master)
@@ -146,6 +148,6 @@ def test_without_a_compiler_it_goes_tile_by_tile(
 
 def test_other_dtypes_go_tile_by_tile() -> None:
     assert compiled.function("adam", torch.float64, None) is None
-    span = Span(torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), (), None)
+    span = FlatRange(torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), (), None)
     kernels.one_pass(Sgd(0.5, 0.0, 0.0, 0.0, nesterov=False, step=1, factor=1.0), span)
     assert span.master.tolist() == [0.5] * 3

@@ -391,7 +391,7 @@ def test_forwards_without_a_backward_leave_no_borders_on_the_host(num_microbatch
     fragile = Fragile()
     parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), fragile, nn.Linear(4, 4), nn.Linear(4, 4))
     model = OffloadModel(parts, CPU, CPU, 5, True, num_microbatches)
-    arena = model._engine.parking._arena or Arena()
+    arena = model._engine.offloader._arena or Arena()
     inputs = torch.randn(8, 4)
     output = model(inputs)
     assert arena.num_blocks in (0, 4 * num_microbatches)

@@ -12,12 +12,12 @@ from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.emulated import Blocked
-from smpkit.torch.offload.link import Copies, Event
+from smpkit.torch.offload.emulated import ThreadWait
+from smpkit.torch.offload.link import CopyBatch, Event
 from smpkit.torch.offload_model import optimizer as optimizers
 from smpkit.torch.offload_model import residence, transfers, workers
-from smpkit.torch.offload_model.parking import Parked, Parking
-from smpkit.torch.offload_model.transfers import HostMemory, Traffic, Transfers
+from smpkit.torch.offload_model.parking import OffloadedTensor, TensorOffloader
+from smpkit.torch.offload_model.transfers import HostBuffers, Traffic, Transfers
 from tests.torch.offload.streams import Pending, StreamLink
 
 _WIDTH = 4
@@ -35,21 +35,21 @@ class Behind(StreamLink):
         self.order: list[tuple[str, str, int]] = []
         """What was run, copied or waited for, and behind how much of what had been enqueued before."""
 
-    def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         self.order.append(("send", what, max(map(number_of, after), default=0)))
         self.sent.append(super().send(copies, after, what))
         return self.sent[-1]
 
-    def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+    def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         self.order.append(("fetch", what, max(map(number_of, after), default=0)))
         self.fetched.append(super().send(copies, after, what))
         return self.fetched[-1]
 
-    def wait(self, event: Event, what: str) -> Blocked:
+    def wait(self, event: Event, what: str) -> ThreadWait:
         self.order.append(("wait", what, number_of(event)))
         return super().wait(event, what)
 
-    def settle(self, event: Event, what: str) -> None:
+    def synchronize(self, event: Event, what: str) -> None:
         self.settled.append(event)
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
@@ -161,19 +161,19 @@ def test_gradients_that_leave_are_not_written_over_when_others_are_trained() -> 
 
 def test_what_comes_back_unwanted_is_not_written_over() -> None:
     link = Behind()
-    parking = Parking(torch.device("cpu"), Transfers(link, Traffic()), Arena())
-    parked = Parked(torch.randn(2, _WIDTH), requires_grad=False)
-    parking.send(parked, keep=False)
-    parking.fetch(parked)
-    parking.release(parked)
-    assert parked.back in link.settled
+    offloader = TensorOffloader(torch.device("cpu"), Transfers(link, Traffic()), Arena())
+    offloaded = OffloadedTensor(torch.randn(2, _WIDTH), requires_grad=False)
+    offloader.send(offloaded, keep=False)
+    offloader.fetch(offloaded)
+    offloader.release(offloaded)
+    assert offloaded.h2d_event in link.settled
 
 
 def test_what_the_next_microbatch_needs_comes_while_one_computes() -> None:
     order: list[str] = []
 
     class Borders(Behind):
-        def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
             order.append("fetch")
             return super().fetch(copies, after, what)
 
@@ -196,7 +196,7 @@ def test_the_weights_of_the_next_slice_come_while_one_computes() -> None:
     order: list[str] = []
 
     class Weights(Behind):
-        def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
             order.append(f"fetch {what}")
             return super().fetch(copies, after, what)
 
@@ -248,7 +248,7 @@ def test_an_update_waits_for_the_loads_of_a_forward_without_backward() -> None:
     link.settled.clear()
     optimizer.step()
     for index in range(5):
-        optimizer.wait_for(index)
+        optimizer.wait_for_update(index)
     assert set(link.fetched[-5:]) <= set(link.settled)
 
 
@@ -333,7 +333,7 @@ def test_what_is_large_is_copied_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     made = list[list[int]]()
 
     class Noted(StreamLink):
-        def send(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
             made.append([source.nbytes for source, _ in copies])
             return super().send(copies, after, what)
 
@@ -361,7 +361,7 @@ def test_the_memory_of_a_model_that_is_gone_waits_for_its_copies(monkeypatch: py
         return torch.zeros(num_bytes, dtype=torch.uint8), lambda: order.append("unpinned")
 
     monkeypatch.setattr("smpkit.torch.offload.cuda.pinned_memory", pinned)
-    memory = HostMemory(Gpu())
+    memory = HostBuffers(Gpu())
     memory.zeros(10), memory.zeros(20)
     del memory
     assert order == ["settled", "unpinned", "unpinned"]
@@ -373,23 +373,23 @@ def test_an_input_on_the_host_is_the_models_own_before_the_call_returns(num_micr
     sources = list[torch.Tensor]()
 
     class Noted(Behind):
-        def fetch(self, copies: Copies, after: Sequence[Event], what: str) -> Event:
+        def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
             sources.extend(copies.sources)
             return super().fetch(copies, after, what)
 
     arena = Arena()
-    parking = Parking(torch.device("meta"), Transfers(Noted(), Traffic()), arena)
+    offloader = TensorOffloader(torch.device("meta"), Transfers(Noted(), Traffic()), arena)
     x = torch.arange(12.0).view(3, 4).t()
-    parked = [Parked(x, requires_grad=False, is_input=True) for _ in range(num_microbatches)]
-    parking.take_over(parked)
+    offloaded = [OffloadedTensor(x, requires_grad=False, is_input=True) for _ in range(num_microbatches)]
+    offloader.copy_input(offloaded)
     x.numpy()[:] = -1  # no version counts this
-    taken = [parking.take(each) for each in parked for _ in range(2)]
+    taken = [offloader.take(each) for each in offloaded for _ in range(2)]
     assert {(each.device.type, each.shape, each.stride()) for each in taken} == {("meta", x.shape, x.stride())}
     assert len(sources) == 2 * num_microbatches  # brought by the link, behind what it needs; nothing else was read
     assert all(source.view(torch.float32).tolist() == list(range(12)) for source in sources)
-    for each in parked:
+    for each in offloaded:
         assert arena.num_blocks == 1
-        parking.release(each)
+        offloader.release(each)
     assert arena.num_blocks == 0
 
 
@@ -402,10 +402,10 @@ def test_an_input_that_finds_no_room_is_waited_for(monkeypatch: pytest.MonkeyPat
         return to(tensor, *args, non_blocking=non_blocking, **options)
 
     monkeypatch.setattr(torch.Tensor, "to", noted)
-    parking = Parking(torch.device("meta"), Transfers(Behind(), Traffic()), Arena(budget_bytes=256))
-    parked = Parked(torch.ones(1000), requires_grad=False, is_input=True)
-    parking.take_over([parked])
-    assert parking.take(parked).device.type == "meta"
+    offloader = TensorOffloader(torch.device("meta"), Transfers(Behind(), Traffic()), Arena(budget_bytes=256))
+    offloaded = OffloadedTensor(torch.ones(1000), requires_grad=False, is_input=True)
+    offloader.copy_input([offloaded])
+    assert offloader.take(offloaded).device.type == "meta"
     assert asked == [False]
 
 
@@ -414,15 +414,15 @@ def test_memory_for_gradients_is_there_before_the_first_one(ours: bool) -> None:
     model, _ = make()
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1) if ours else None
     gradients: Any = model._engine.gradients
-    assert len(gradients._hosts) == (5 if ours else 0)
+    assert len(gradients._host_buffers) == (5 if ours else 0)
     output = model(torch.randn(2, _WIDTH)).sum()
     output.backward()
-    assert len(gradients._hosts) == 5
-    before = {each.data_ptr() for each in gradients._hosts}
+    assert len(gradients._host_buffers) == 5
+    before = {each.data_ptr() for each in gradients._host_buffers}
     for _ in range(3):
         model.zero_grad()
         model(torch.randn(2, _WIDTH)).sum().backward()
-    assert {each.data_ptr() for each in gradients._hosts} == before
+    assert {each.data_ptr() for each in gradients._host_buffers} == before
     del optimizer
 
 

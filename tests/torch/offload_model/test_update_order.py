@@ -16,8 +16,8 @@ from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload.link import DONE
-from smpkit.torch.offload_model.gradients import Landing
-from smpkit.torch.offload_model.kernels import Rule, Span, tiled
+from smpkit.torch.offload_model.gradients import GradientCopy
+from smpkit.torch.offload_model.kernels import FlatRange, Rule, tiled
 
 GROUPS = torch.optim.SGD([nn.Parameter(torch.zeros(1)) for _ in range(2)], lr=0.5).state_dict()["param_groups"]
 GROUPS[0]["params"] = [0, 1]
@@ -41,12 +41,12 @@ def test_a_slice_waits_for_the_update_of_the_slice_that_owns_its_weight(monkeypa
     workers, tied = optimizer._workers, model._engine.slices[0].weights.layout.parameters[0]
     somebody_waits, updated = Event(), Event()
 
-    def held_up(rule: Rule, span: Span) -> None:
+    def held_up(rule: Rule, span: FlatRange) -> None:
         assert somebody_waits.wait(SECONDS)
         tiled(rule, span)
         updated.set()
 
-    def is_tied(span: Span) -> bool:
+    def is_tied(span: FlatRange) -> bool:
         return span.master.untyped_storage().data_ptr() == tied.untyped_storage().data_ptr()
 
     wait: Callable[[Future[None], str], None] = workers.wait
@@ -64,7 +64,7 @@ def test_a_slice_waits_for_the_update_of_the_slice_that_owns_its_weight(monkeypa
         optimizer.step()
         assert len(optimizer._updates[0]) == 1
         assert not updated.is_set()
-        with model._engine.on_device(3, fresh=True, then=None) as weights:
+        with model._engine.on_device(3, fresh=True, next_index=None) as weights:
             assert updated.is_set()
             assert not torch.equal(weights[0], before)
             assert torch.equal(weights[0], tied)
@@ -100,10 +100,10 @@ def test_who_looks_at_weights_waits_for_their_updates(
     model = OffloadModel(layers, torch.device("cpu"), num_slices=2, dtype=dtype)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.5, num_threads=1)
     held = list(model.parameters())
-    somebody_waits, updated = Event(), list[Span]()
+    somebody_waits, updated = Event(), list[FlatRange]()
     wait: Callable[[Future[None], str], None] = optimizer._workers.wait
 
-    def held_up(rule: Rule, span: Span) -> None:
+    def held_up(rule: Rule, span: FlatRange) -> None:
         assert somebody_waits.wait(SECONDS)
         tiled(rule, span)
         updated.append(span)
@@ -146,7 +146,7 @@ def test_an_update_waits_for_the_earlier_update_of_its_slice(monkeypatch: pytest
     go_on = Event()
     order: list[str] = []
 
-    def noted(rule: Rule, span: Span) -> None:
+    def noted(rule: Rule, span: FlatRange) -> None:
         order.append("begin")
         if len(order) > 1:
             go_on.set()
@@ -155,7 +155,7 @@ def test_an_update_waits_for_the_earlier_update_of_its_slice(monkeypatch: pytest
         order.append("end")
 
     def update() -> Any:
-        optimizer.receive(Landing(0, {parameter: torch.ones(parameter.numel())}, DONE))
+        optimizer.consume(GradientCopy(0, {parameter: torch.ones(parameter.numel())}, DONE))
         optimizer.step()
         return optimizer._updates[0][-1]
 

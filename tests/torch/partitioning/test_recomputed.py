@@ -7,7 +7,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.torch.offload.active import current
+from smpkit.torch.offload.active import current_offloader
 from smpkit.torch.partitioning.describe import describe
 
 _INPUT = 16 * 64 * 4
@@ -56,6 +56,6 @@ def test_nothing_is_recomputed_without_checkpointing() -> None:
 
 
 def test_nobody_is_told_of_boundaries_afterwards() -> None:
-    before = current()
+    before = current_offloader()
     _costs(_Block())
-    assert current() is before
+    assert current_offloader() is before
