@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.torch.tensor_parallel.boundary import Boundary
+from smpkit.torch.tensor_parallel.boundary import Layout
 
 __all__ = ["HEAD_SIZE", "Block", "dtensor_block", "dtensor_mlp", "mlp", "smpkit_block", "smpkit_mlp"]
 
@@ -60,15 +60,15 @@ class Block(nn.Module):
         return made
 
 
-def dtensor_mlp(plain: nn.Module, mesh: DeviceMesh, boundary: Boundary) -> nn.Module:
-    between = Shard(0) if boundary is Boundary.BATCH else Replicate()
+def dtensor_mlp(plain: nn.Module, mesh: DeviceMesh, boundary: Layout) -> nn.Module:
+    between = Shard(0) if boundary is Layout.SHARD_BATCH else Replicate()
     plan = {"0": ColwiseParallel(input_layouts=between), "2": RowwiseParallel(output_layouts=between)}
     return parallelize_module(plain, mesh, plan)
 
 
-def dtensor_block(plain: nn.Module, mesh: DeviceMesh, boundary: Boundary) -> nn.Module:
+def dtensor_block(plain: nn.Module, mesh: DeviceMesh, boundary: Layout) -> nn.Module:
     """Divide a Block as torchtitan does: its attention's input is gathered once for three linear layers."""
-    between = Shard(0) if boundary is Boundary.BATCH else Replicate()
+    between = Shard(0) if boundary is Layout.SHARD_BATCH else Replicate()
     return parallelize_module(
         plain,
         mesh,
@@ -84,7 +84,7 @@ def dtensor_block(plain: nn.Module, mesh: DeviceMesh, boundary: Boundary) -> nn.
     )
 
 
-def smpkit_mlp(plain: nn.Module, width: int, boundary: Boundary) -> nn.Module:
+def smpkit_mlp(plain: nn.Module, width: int, boundary: Layout) -> nn.Module:
     grow = smp.nn.ColumnParallelLinear(width, 4 * width, boundary=boundary)
     shrink = smp.nn.RowParallelLinear(4 * width, width, boundary=boundary)
     state = plain.state_dict()
@@ -104,7 +104,7 @@ class SmpkitBlock(nn.Module):
         return self.layer((x, None))[0]
 
 
-def smpkit_block(plain: nn.Module, width: int, boundary: Boundary) -> nn.Module:
+def smpkit_block(plain: nn.Module, width: int, boundary: Layout) -> nn.Module:
     layer = smp.nn.DistributedTransformerLayer(
         width // HEAD_SIZE,
         HEAD_SIZE,

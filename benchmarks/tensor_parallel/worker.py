@@ -22,7 +22,7 @@ from benchmarks.tensor_parallel.contestants import Block, dtensor_block, dtensor
 from benchmarks.tensor_parallel.counted import counted
 from smpkit.torch.devices import wait_for_stream
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.boundary import Boundary
+from smpkit.torch.tensor_parallel.boundary import Layout
 
 LENGTH = 64
 SAMPLES = 4
@@ -45,7 +45,7 @@ def main() -> None:
         cell(kind, width, boundary, mesh, options.repetitions)
         for kind in ("MLP", "transformer layer")
         for width in options.widths
-        for boundary in (Boundary.REPLICATE, Boundary.BATCH)
+        for boundary in (Layout.REPLICATE, Layout.SHARD_BATCH)
     ]
     if smp.rank() == 0:
         device = torch.cuda.get_device_name() if state.device.type == "cuda" else "no GPU"
@@ -54,7 +54,7 @@ def main() -> None:
     smp.shutdown()
 
 
-def cell(kind: str, width: int, boundary: Boundary, mesh: DeviceMesh, repetitions: int) -> dict[str, Any]:
+def cell(kind: str, width: int, boundary: Layout, mesh: DeviceMesh, repetitions: int) -> dict[str, Any]:
     """Measure one block: both contestants have the same weights and input."""
     torch.manual_seed(0)
     with state.device:
@@ -62,7 +62,7 @@ def cell(kind: str, width: int, boundary: Boundary, mesh: DeviceMesh, repetition
     make, divide = (smpkit_mlp, dtensor_mlp) if kind == "MLP" else (smpkit_block, dtensor_block)
     ours = make(plain, width, boundary).to(state.device)
     modules = {"smpkit": ours, "DTensor": divide(copy.deepcopy(plain), mesh, boundary)}
-    torch.manual_seed(1 + smp.rank() * (boundary is Boundary.BATCH))
+    torch.manual_seed(1 + smp.rank() * (boundary is Layout.SHARD_BATCH))
     x = torch.randn(SAMPLES, LENGTH, width).to(state.device)
     steps = {name: step_of(module, x) for name, module in modules.items()}
     outputs = [module(x) for module in modules.values()]

@@ -1,4 +1,4 @@
-"""`smp.amp`: torch's gradient scaler for autocast, with all ranks of a model of one mind."""
+"""`smp.amp`: torch's gradient scaler for autocast; all ranks of a model skip a step together, or none does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from smpkit.errors import UsageError
-from smpkit.torch.overflow import found_anywhere
+from smpkit.torch.overflow import all_reduce_found_inf
 from smpkit.torch.precision import half_dtype
 from smpkit.torch.state import state
 
@@ -77,36 +77,36 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().unscale_(optimizer)
         if self._enabled:
-            self._agree(optimizer)
+            self._share_found_inf(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale, unless that has been done, and call `optimizer.step` if all gradients of all ranks are finite."""
         if not (self._enabled and _takes_scale(optimizer)):
             return super().step(optimizer, *args, **kwargs)
-        known = self._per_optimizer_states[id(optimizer)]
-        if known["stage"] is not OptState.READY:
+        optimizer_state = self._per_optimizer_states[id(optimizer)]
+        if optimizer_state["stage"] is not OptState.READY:
             raise UsageError("scaler.step was called twice", hint="call scaler.update() after each scaler.step()")
         offloaded: Any = optimizer
         result: float | None = offloaded.step(*args, grad_scale=self.get_scale(), **kwargs)
         norm: float = offloaded.grad_norm
         found = torch.full((), float(not math.isfinite(norm)), dtype=torch.float32, device=_device())
-        known["found_inf_per_device"] = {found.device: found}
-        known["stage"] = OptState.STEPPED
+        optimizer_state["found_inf_per_device"] = {found.device: found}
+        optimizer_state["stage"] = OptState.STEPPED
         return result
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         # What torch's scaler asks for where an optimizer unscales in its own kernel (`fused=True`).
         super()._check_inf_per_device(optimizer)
-        return self._agree(optimizer)
+        return self._share_found_inf(optimizer)
 
-    def _agree(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
-        """Let every rank know what any has found; a rank may have no gradients at all, and have found nothing."""
-        known = self._per_optimizer_states[id(optimizer)]
+    def _share_found_inf(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+        """All-reduce `found_inf`: a rank may have no gradients of its own, and must skip the step all the same."""
+        optimizer_state = self._per_optimizer_states[id(optimizer)]
         found = torch.zeros((), dtype=torch.float32, device=_device())  # whatever the default is
-        for each in known["found_inf_per_device"].values():
+        for each in optimizer_state["found_inf_per_device"].values():
             found = torch.maximum(found, each.to(found.device))
-        agreed: dict[torch.device, torch.Tensor] = {found.device: found_anywhere(found)}
-        known["found_inf_per_device"] = agreed
+        agreed: dict[torch.device, torch.Tensor] = {found.device: all_reduce_found_inf(found)}
+        optimizer_state["found_inf_per_device"] = agreed
         return agreed
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 from torch import nn
 
-__all__ = ["blocks_of"]
+__all__ = ["repeated_blocks"]
 
 
-def blocks_of(root: nn.Module) -> list[nn.Module]:
+def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Return the modules that are gathered one at a time: those that a list or sequence of the model repeats.
 
     The outermost are taken, without those that share a parameter with the rest of the model.

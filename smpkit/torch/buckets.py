@@ -10,20 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Bucket", "Route", "plan_buckets"]
+__all__ = ["Bucket", "ReduceTarget", "plan_buckets"]
 
 FIRST_BUCKET_BYTES = 1024 * 1024  # small, so that the first reduction starts soon after backward does
 
 
 @dataclass(frozen=True)
-class Route:
+class ReduceTarget:
     """Where gradients are reduced: over `group` (the default one if None), to all of it or to the rank at `owner`."""
 
     group: dist.ProcessGroup | None = None
     owner: int | None = None
 
 
-EVERYWHERE = Route()
+ALL_RANKS = ReduceTarget()
 
 
 class Bucket:
@@ -31,11 +31,11 @@ class Bucket:
 
     ::
 
-        buffer   [ grad 0 | grad 1 | ... | grad n-1 | touched 0 ... touched n-1 ]
+        buffer   [ grad 0 | grad 1 | ... | grad n-1 | used 0 ... used n-1 ]
 
     All ranks of the group get the sum, or only its `owner`, where the optimizer state is sharded.
 
-    A touched flag is 1 where this rank's backward reached the parameter, so after the sum every rank knows, without
+    A used flag is 1 where this rank's backward reached the parameter, so after the sum every rank knows, without
     another message, whether any rank did. A parameter that none reached keeps its gradient (`None` included), as it
     would in one process; torch's reducer leaves such parameters unreduced or fills them with zeros.
 
@@ -44,19 +44,19 @@ class Bucket:
     """
 
     def __init__(
-        self, position: int, is_last: bool, parameters: Sequence[nn.Parameter], route: Route = EVERYWHERE
+        self, position: int, is_last: bool, parameters: Sequence[nn.Parameter], target: ReduceTarget = ALL_RANKS
     ) -> None:
         self.position = position
-        self.group = route.group
-        self.owner = route.owner
-        self.is_owner = route.owner is None or route.owner == dist.get_rank(route.group)
+        self.group = target.group
+        self.owner = target.owner
+        self.is_owner = target.owner is None or target.owner == dist.get_rank(target.group)
         self._is_last = is_last
         self.params = list(parameters)
         self.numels = [param.numel() for param in parameters]
-        self.touched: set[int] = set()  # slots that a backward reached since the last reduction
-        self.fresh: set[int] = set()  # slots that the backward now running has finished
+        self.used: set[int] = set()  # slots that a backward reached since the last reduction
+        self.ready: set[int] = set()  # slots that the backward now running has finished
         self.reduced: set[int] = set()  # with an owner: slots whose gradient is a result, not this rank's part of one
-        self.bases: dict[int, torch.Tensor] = {}  # results that the next one is added to
+        self.earlier_results: dict[int, torch.Tensor] = {}  # results that the next one is added to
         first = parameters[0]
         self.length = sum(self.numels)
         self._flat = torch.zeros(self.length + len(self.params), dtype=first.dtype, device=first.device)
@@ -92,12 +92,12 @@ class Bucket:
     def is_last(self) -> bool:
         return self._is_last
 
-    def complete(self) -> bool:
+    def is_ready(self) -> bool:
         """Tell whether the backward now running has finished every gradient of this bucket."""
-        return len(self.fresh) == len(self.params)
+        return len(self.ready) == len(self.params)
 
-    def _all_touched(self) -> bool:
-        return len(self.touched) == len(self.params)
+    def _all_used(self) -> bool:
+        return len(self.used) == len(self.params)
 
     def pack(self, divisor: int) -> None:
         """Copy this rank's gradients, divided by `divisor`, and its flags into the buffer.
@@ -105,25 +105,25 @@ class Bucket:
         Dividing before the sum, not after, keeps half-precision sums from overflowing.
         """
         for slot in list(self.reduced):
-            self.set_aside(slot)
+            self.stash_result(slot)
         buffer = self.buffer()
         if all(self._in_place(slot) for slot in range(len(self.params))):
             buffer.div_(divisor)
         else:
-            pieces = [self._piece(slot) for slot in range(len(self.params))]
+            pieces = [self._flat_gradient(slot) for slot in range(len(self.params))]
             torch.cat(pieces, out=buffer)
             buffer.div_(divisor)
-        if self._all_touched():
+        if self._all_used():
             self.flags.fill_(1)
         else:
             self.flags.zero_()
-            for start, stop in self._touched_runs():  # a tensor of the host would make it wait for the device
+            for start, stop in self._used_ranges():  # a tensor of the host would make it wait for the device
                 self.flags[start:stop].fill_(1)
 
-    def _touched_runs(self) -> list[tuple[int, int]]:
+    def _used_ranges(self) -> list[tuple[int, int]]:
         """Return the slots that a backward has reached as ranges."""
         slots = range(len(self.params))
-        groups = (list(run) for touched, run in itertools.groupby(slots, self.touched.__contains__) if touched)
+        groups = (list(run) for used, run in itertools.groupby(slots, self.used.__contains__) if used)
         return [(run[0], run[-1] + 1) for run in groups]
 
     @property
@@ -132,7 +132,7 @@ class Bucket:
 
         Else they are not read, which would wait for the device.
         """
-        return self.is_owner and not self._all_touched()
+        return self.is_owner and not self._all_used()
 
     def unpack(self, as_view: bool, flags: Sequence[float] | None = None) -> None:
         """Give each parameter that any rank's backward reached its reduced gradient; take it away but on the owner.
@@ -143,35 +143,35 @@ class Bucket:
         if not self.is_owner:
             for param in self.params:
                 param.grad = None
-            self.forget()
+            self.reset()
             return
-        reached = [True] * len(self.params) if flags is None else [flag != 0 for flag in flags]
+        used_anywhere = [True] * len(self.params) if flags is None else [flag != 0 for flag in flags]
         for slot, param in enumerate(self.params):
-            base = self.bases.get(slot)
-            if not reached[slot]:
-                if base is not None:
-                    param.grad = base
+            earlier = self.earlier_results.get(slot)
+            if not used_anywhere[slot]:
+                if earlier is not None:
+                    param.grad = earlier
                 continue
-            if base is not None:
-                self.views[slot].add_(base)
+            if earlier is not None:
+                self.views[slot].add_(earlier)
             if as_view:
                 param.grad = self.views[slot]
             elif param.grad is None:
                 param.grad = self.views[slot].clone()
             else:
                 param.grad.copy_(self.views[slot])
-        self.forget()
+        self.reset()
         if self.owner is not None:
             self.reduced = {slot for slot, param in enumerate(self.params) if param.grad is not None}
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget which gradients this rank has contributed to."""
-        self.touched.clear()
-        self.fresh.clear()
+        self.used.clear()
+        self.ready.clear()
         self.reduced.clear()
-        self.bases.clear()
+        self.earlier_results.clear()
 
-    def set_aside(self, slot: int) -> None:
+    def stash_result(self, slot: int) -> None:
         """Take a result out of the way of this rank's next contribution.
 
         See [Note: results on one rank] in reducer.py. It may have been cleared in the meantime, by `zero_grad`.
@@ -179,10 +179,10 @@ class Bucket:
         self.reduced.discard(slot)
         grad = self.params[slot].grad
         if grad is not None:
-            self.bases[slot] = grad.clone() if self._in_place(slot) else grad
+            self.earlier_results[slot] = grad.clone() if self._in_place(slot) else grad
             self.params[slot].grad = None
 
-    def adopt(self, slot: int) -> None:
+    def make_grad_view(self, slot: int) -> None:
         """Make the gradient a view of the buffer, freeing the tensor that autograd made for it."""
         grad = self.params[slot].grad
         if grad is not None and not self._in_place(slot):
@@ -193,7 +193,7 @@ class Bucket:
         grad = self.params[slot].grad
         return grad is not None and grad.data_ptr() == self.views[slot].data_ptr() and grad.is_contiguous()
 
-    def _piece(self, slot: int) -> torch.Tensor:
+    def _flat_gradient(self, slot: int) -> torch.Tensor:
         grad = self.params[slot].grad
         if grad is None:
             return self._flat.new_zeros(self.numels[slot])
@@ -204,7 +204,7 @@ class Bucket:
 def plan_buckets(
     parameters: Sequence[nn.Parameter],
     cap_bytes: int,
-    route_of: Callable[[nn.Parameter], Route] = lambda _: EVERYWHERE,
+    reduce_target_of: Callable[[nn.Parameter], ReduceTarget] = lambda _: ALL_RANKS,
 ) -> list[Bucket]:
     """Group parameters, given in the order their gradients become ready, into buckets of at most `cap_bytes`.
 
@@ -212,18 +212,18 @@ def plan_buckets(
     Buckets are in the order in which their last gradients become ready.
     """
     contents: list[list[nn.Parameter]] = []
-    open_ones: dict[tuple[torch.dtype, torch.device, Route], tuple[list[nn.Parameter], int]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device, ReduceTarget], tuple[list[nn.Parameter], int]] = {}
     for param in parameters:
-        key = (param.dtype, param.device, route_of(param))
+        key = (param.dtype, param.device, reduce_target_of(param))
         size = param.numel() * param.element_size()
-        content, filled = open_ones.get(key, ([], 0))
+        content, filled = open_buckets.get(key, ([], 0))
         limit = min(FIRST_BUCKET_BYTES, cap_bytes) if content is (contents[0] if contents else None) else cap_bytes
         if not content or filled + size > limit:
             content, filled = [], 0
             contents.append(content)
         content.append(param)
-        open_ones[key] = (content, filled + size)
-    turn = {id(param): index for index, param in enumerate(parameters)}
-    contents.sort(key=lambda content: turn[id(content[-1])])
+        open_buckets[key] = (content, filled + size)
+    ready_order = {id(param): index for index, param in enumerate(parameters)}
+    contents.sort(key=lambda content: ready_order[id(content[-1])])
     last = len(contents) - 1
-    return [Bucket(index, index == last, each, route_of(each[0])) for index, each in enumerate(contents)]
+    return [Bucket(index, index == last, each, reduce_target_of(each[0])) for index, each in enumerate(contents)]

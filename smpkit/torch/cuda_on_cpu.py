@@ -22,29 +22,29 @@ __all__ = ["install", "installed"]
 
 _log = logging.getLogger("smpkit")
 
-_NOTHING_TO_DO: Final = ("empty_cache", "reset_peak_memory_stats", "set_device", "synchronize")
+_NO_OPS: Final = ("empty_cache", "reset_peak_memory_stats", "set_device", "synchronize")
 """Functions of `torch.cuda` that fail without a GPU, or may, and ask for what a CPU has no need of."""
 
 _installed = False
 
 
-class _CudaIsCpu(TorchFunctionMode):
+class _CudaToCpuMode(TorchFunctionMode):
     """Changes the device in calls of torch; a mode belongs to one thread, and is handed on with others (parking.py)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _STAYS:
+        if func in _IDENTITY_METHODS:
             return args[0]
         if func is torch.Tensor.to:
-            args = (args[0], *map(_on_cpu, args[1:]))
+            args = (args[0], *map(_to_cpu, args[1:]))
         if kwargs and kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+            kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
         return func(*args, **(kwargs or {}))
 
 
-_STAYS: Final = (torch.Tensor.cuda, torch.Tensor.pin_memory)
-_MODE: Final = _CudaIsCpu()
+_IDENTITY_METHODS: Final = (torch.Tensor.cuda, torch.Tensor.pin_memory)
+_MODE: Final = _CudaToCpuMode()
 
 
 def install(environ: Mapping[str, str] = os.environ) -> None:
@@ -53,8 +53,8 @@ def install(environ: Mapping[str, str] = os.environ) -> None:
     if _installed or torch.cuda.is_available() or environ.get(gpus.CUDA_ON_CPU) == "0" or gpus.wants_gpu(environ):
         return
     _installed = True
-    for name in _NOTHING_TO_DO:
-        setattr(torch.cuda, name, _doing_nothing(name))
+    for name in _NO_OPS:
+        setattr(torch.cuda, name, _no_op(name))
     torch.cuda.current_device = lambda: 0
     _MODE.__enter__()  # type: ignore[no-untyped-call]
     if environ.get("RANK", "0") == "0":
@@ -66,7 +66,7 @@ def installed() -> bool:
     return _installed
 
 
-def _on_cpu(value: Any) -> Any:
+def _to_cpu(value: Any) -> Any:
     """Return the CPU for a GPU, named in any way that torch understands, and anything else as it is."""
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
@@ -75,11 +75,11 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _doing_nothing(name: str) -> Callable[..., None]:
+def _no_op(name: str) -> Callable[..., None]:
     """Return a function of its own for each name: torch's compiler keeps a table of them, without duplicates."""
 
-    def do_nothing(*args: object, **kwargs: object) -> None:
+    def no_op(*args: object, **kwargs: object) -> None:
         """Stand for a function of `torch.cuda`."""
 
-    do_nothing.__name__ = name
-    return do_nothing
+    no_op.__name__ = name
+    return no_op

@@ -12,12 +12,12 @@ from torch import nn
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.buckets import Route
-from smpkit.torch.gradient_factors import GradientFactors
-from smpkit.torch.holders import Held, find_held
+from smpkit.torch.buckets import ReduceTarget
+from smpkit.torch.gradient_factors import GradientScaling
+from smpkit.torch.holders import ParameterPlacement, place_parameters
 from smpkit.torch.reducer import CommHook, GradientReducer
 from smpkit.torch.replicas import broadcast_tensors, check_same_model
-from smpkit.torch.sharded_state import StateShards
+from smpkit.torch.sharded_state import Zero1Partition
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from smpkit.torch.join import JoinContext
     from smpkit.torch.step_run import StepProgress
 
-__all__ = ["DataParallel", "Reduction", "broadcast_held", "replicate"]
+__all__ = ["DataParallel", "ReductionOptions", "broadcast_parameters", "replicate"]
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReductionOptions:
     """How gradients are reduced.
 
     Args:
@@ -46,7 +46,9 @@ class Reduction:
     gradient_as_bucket_view: bool
 
 
-def replicate(module: nn.Module, holders: Mapping[int, frozenset[int]], reduction: Reduction) -> DataParallel | None:
+def replicate(
+    module: nn.Module, holders: Mapping[int, frozenset[int]], reduction: ReductionOptions
+) -> DataParallel | None:
     """Make this rank's part of `module` equal to its replicas', and return what keeps it so; None if it has none.
 
     Args:
@@ -54,10 +56,10 @@ def replicate(module: nn.Module, holders: Mapping[int, frozenset[int]], reductio
     """
     if state.cfg.ddp and state.dp_size > 1:
         check_same_model(module)
-    held = find_held(module, holders)
-    if all(each.copies is None and each.averaged is None and each.factor == 1 for each in held):
+    placements = place_parameters(module, holders)
+    if all(each.replica_group is None and each.reduce_group is None and each.grad_scale == 1 for each in placements):
         return None
-    return DataParallel(module, held, reduction)
+    return DataParallel(module, placements, reduction)
 
 
 class DataParallel:
@@ -66,54 +68,56 @@ class DataParallel:
     A *pass* is one step with a backward, or outside steps one backward; every `passes_per_reduction`-th pass reduces.
     """
 
-    divides_weights = False
+    shards_parameters = False
     """Whether ranks hold parts of parameters, which every pass gathers."""
 
-    def __init__(self, module: nn.Module, held: Sequence[Held], reduction: Reduction) -> None:
+    def __init__(
+        self, module: nn.Module, placements: Sequence[ParameterPlacement], reduction: ReductionOptions
+    ) -> None:
         self.group: dist.ProcessGroup = state.process_group(CommGroup.DP_GROUP)
         self.overlapping = reduction.overlapping
-        self.joining: JoinContext | None = None
+        self.join_context: JoinContext | None = None
         self._module = module
-        self._held = held
+        self._placements = placements
         self._passes = 0
         self._passes_per_reduction = reduction.passes_per_reduction
         self._broadcast_buffers = reduction.broadcast_buffers and state.cfg.ddp and state.dp_size > 1
         self.broadcast_state()
-        self.shards = StateShards(held) if state.cfg.shard_optimizer_state and state.cfg.ddp else None
-        self._factors = GradientFactors((each.parameter, each.factor) for each in held)
+        self.zero1 = Zero1Partition(placements) if state.cfg.shard_optimizer_state and state.cfg.ddp else None
+        self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
         # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
         # times, and a collective that one of them starts early would hold up the others' messages.
-        self._early, self._late = (
+        self._overlapped_reducer, self._end_reducer = (
             GradientReducer(
                 [
-                    (each.name, each.parameter, self._route_of(each))
-                    for each in held
-                    if each.averaged is not None and (len(each.pp_ranks) > 1) is late
+                    (each.name, each.parameter, self._reduce_target_of(each))
+                    for each in placements
+                    if each.reduce_group is not None and (len(each.pp_ranks) > 1) is late
                 ],
                 bucket_cap_bytes=reduction.bucket_cap_bytes,
                 as_view=reduction.gradient_as_bucket_view,
             )
             for late in (False, True)
         )
-        self.reducers = [self._early, self._late]
+        self.reducers = [self._overlapped_reducer, self._end_reducer]
 
-    def _route_of(self, held: Held) -> Route:
-        return Route(held.averaged) if self.shards is None else self.shards.route_of(held)
+    def _reduce_target_of(self, placement: ParameterPlacement) -> ReduceTarget:
+        return ReduceTarget(placement.reduce_group) if self.zero1 is None else self.zero1.reduce_target_of(placement)
 
     def release(self) -> None:
         """Let go of the parameters, when the groups come to their end."""
         for reducer in self.reducers:
             reducer.release()
-        self._factors.release()
+        self._grad_scaling.release()
 
-    def adopt(self, groups: Sequence[dict[str, Any]]) -> None:
+    def update_param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Let the parameter groups of an optimizer that was made before hold what this rank updates: as they are."""
 
     def begin_step(self, training: bool) -> None:
         """Get ready for the microbatches of a step."""
         for reducer in self.reducers:
             reducer.on_backward_end = None
-            reducer.disarm()
+            reducer.cancel_overlap()
         self._begin_pass(training)
 
     def before_backward(self, run: StepProgress) -> None:
@@ -129,7 +133,7 @@ class DataParallel:
     def before_last_backward(self) -> None:
         """Let the backward that comes next reduce while it runs."""
         if self.overlapping and self._reduces_now():
-            self._early.arm()
+            self._overlapped_reducer.overlap_next_backward()
 
     def end_step(self, run: StepProgress) -> None:
         """Make gradients final, where the step had a backward and ends an accumulation."""
@@ -141,7 +145,7 @@ class DataParallel:
         for reducer in self.reducers:
             reducer.abandon()
 
-    def begin_plain_pass(self, training: bool) -> None:
+    def begin_pass_outside_step(self, training: bool) -> None:
         """Get ready for a forward and backward outside any step."""
         if not torch.is_grad_enabled():
             return
@@ -149,27 +153,29 @@ class DataParallel:
         for reducer in self.reducers:
             reducer.on_backward_end = self._end_pass
         if self.overlapping and self._reduces_now():
-            self._early.arm()
+            self._overlapped_reducer.overlap_next_backward()
 
-    def shadow_pass(self) -> None:
+    def join_pass(self) -> None:
         """Take part, without inputs, in what the other replicas do in one training pass (see `join`)."""
         if self._broadcast_buffers:
             self._broadcast_all_buffers(0)
         if self._reduces_now():
             for reducer in self.reducers:
-                reducer.shadow()
+                reducer.join_reductions()
         self._passes += 1
 
     def broadcast_state(self, source: int = 0) -> None:
         """Copy the parameters and buffers of the replica with dp_rank `source` to the others."""
-        broadcast_held(self._held, self._rank_of(source))
+        broadcast_parameters(self._placements, self._rank_of(source))
         if state.cfg.ddp and state.dp_size > 1:
             self._broadcast_all_buffers(source)
 
     def broadcast_masters(self, masters: Mapping[int, nn.Parameter], source: int) -> None:
         """Copy the master weights (by the id of their parameter) of the replica with dp_rank `source` to the others."""
-        held = [replace(each, parameter=masters[key]) for each in self._held if (key := id(each.parameter)) in masters]
-        broadcast_held(held, self._rank_of(source))
+        placements = [
+            replace(each, parameter=masters[key]) for each in self._placements if (key := id(each.parameter)) in masters
+        ]
+        broadcast_parameters(placements, self._rank_of(source))
 
     def _rank_of(self, dp_rank: int) -> int:
         return dist.get_global_rank(self.group, dp_rank)
@@ -181,42 +187,42 @@ class DataParallel:
             UnsupportedError: a gradient is averaged over other ranks than the data-parallel ones, which a hook does not
                 know about.
         """
-        if self.shards is not None:
+        if self.zero1 is not None:
             raise UnsupportedError(
                 "a communication hook replaces the all-reduce of gradients, but shard_optimizer_state reduces each to "
                 "the rank that owns its parameter",
                 hint="remove register_comm_hook or shard_optimizer_state",
             )
-        for each in self._held:
-            if each.averaged not in (None, self.group):
+        for each in self._placements:
+            if each.reduce_group not in (None, self.group):
                 raise UnsupportedError(
                     f"a communication hook reduces over the data-parallel ranks, but `{each.name}` is reduced over "
-                    f"ranks {dist.get_process_group_ranks(each.averaged)}",
+                    f"ranks {dist.get_process_group_ranks(each.reduce_group)}",
                     hint="remove register_comm_hook, or train without tensor parallelism and shared parameters",
                 )
-        self._early.set_comm_hook(hook_state, hook)
+        self._overlapped_reducer.set_comm_hook(hook_state, hook)
 
     @property
     def has_comm_hook(self) -> bool:
-        return self._early.has_comm_hook
+        return self._overlapped_reducer.has_comm_hook
 
     def _broadcast_all_buffers(self, source: int) -> None:
         """Copy the buffers of the replica with dp_rank `source`; pieces only to the ranks that hold the same piece."""
-        held = [buffer for buffer in self._module.buffers() if buffer.device.type != "meta"]
-        pieces = [buffer for buffer in held if (shard := shard_of(buffer)) is not None and shard.is_distributed]
-        taken = {id(piece) for piece in pieces}
-        broadcast_tensors([buffer for buffer in held if id(buffer) not in taken], self.group, source)
+        buffers = [buffer for buffer in self._module.buffers() if buffer.device.type != "meta"]
+        pieces = [buffer for buffer in buffers if (shard := shard_of(buffer)) is not None and shard.is_distributed]
+        shard_ids = {id(piece) for piece in pieces}
+        broadcast_tensors([buffer for buffer in buffers if id(buffer) not in shard_ids], self.group, source)
         rdp_rank = state.mesh.coordinates(self._rank_of(source)).rdp
         broadcast_tensors(pieces, state.process_group(CommGroup.RDP_GROUP), rdp_rank)
 
     def _begin_pass(self, training: bool) -> None:
-        self._factors.refresh()
+        self._grad_scaling.refresh()
         for reducer in self.reducers:
             reducer.refresh()
         if not (training and torch.is_grad_enabled()):
             return
-        if self.joining is not None:
-            self.joining.notify()
+        if self.join_context is not None:
+            self.join_context.notify()
         if self._broadcast_buffers:
             self._broadcast_all_buffers(0)
 
@@ -226,7 +232,7 @@ class DataParallel:
 
     def _end_pass(self) -> None:
         if self._reduces_now():
-            if self.shards is not None and state.optimizer is None and self._passes >= self._passes_per_reduction:
+            if self.zero1 is not None and state.optimizer is None and self._passes >= self._passes_per_reduction:
                 raise UsageError(
                     "shard_optimizer_state needs smp.DistributedOptimizer, which gives each rank the parameters that "
                     "others have updated",
@@ -239,21 +245,23 @@ class DataParallel:
         return (self._passes + 1) % self._passes_per_reduction == 0
 
 
-def broadcast_held(held: Sequence[Held], source: int) -> None:
+def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) -> None:
     """Copy parameters from the replica that the global rank `source` belongs to, to all ranks that hold the same."""
     by_group: dict[tuple[dist.ProcessGroup, int], list[torch.Tensor]] = {}
-    for each in held:
-        if each.copies is not None:
-            root = dist.get_group_rank(each.copies, _holder_near(each, source))
-            by_group.setdefault((each.copies, root), []).append(each.parameter)
+    for each in placements:
+        if each.replica_group is not None:
+            root = dist.get_group_rank(each.replica_group, _holder_in_replica(each, source))
+            by_group.setdefault((each.replica_group, root), []).append(each.parameter)
     for (group, root), parameters in by_group.items():
         broadcast_tensors(parameters, group, root)
 
 
-def _holder_near(held: Held, rank: int) -> int:
+def _holder_in_replica(placement: ParameterPlacement, rank: int) -> int:
     """Return the global rank, of those that hold the same values, that belongs to the replica of global rank `rank`."""
-    assert held.copies is not None
+    assert placement.replica_group is not None
     wanted = state.mesh.coordinates(rank)
-    places = {each: state.mesh.coordinates(each) for each in dist.get_process_group_ranks(held.copies)}
-    near = [each for each, place in places.items() if place.rdp == wanted.rdp]
-    return next((each for each in near if places[each].tp == wanted.tp), near[0])
+    coordinates_by_rank = {
+        each: state.mesh.coordinates(each) for each in dist.get_process_group_ranks(placement.replica_group)
+    }
+    in_replica = [each for each, own in coordinates_by_rank.items() if own.rdp == wanted.rdp]
+    return next((each for each in in_replica if coordinates_by_rank[each].tp == wanted.tp), in_replica[0])

@@ -8,37 +8,37 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["GradientFactors"]
+__all__ = ["GradientScaling"]
 
 
-class GradientFactors:
+class GradientScaling:
     """Multiplies what every backward adds to the gradient of some parameters.
 
     Args:
-        factors: parameters, and what theirs are multiplied by.
+        grad_scales: parameters, and what their gradients are multiplied by.
     """
 
-    def __init__(self, factors: Iterable[tuple[nn.Parameter, float]]) -> None:
-        self._factors = [(parameter, factor) for parameter, factor in factors if factor != 1]
+    def __init__(self, grad_scales: Iterable[tuple[nn.Parameter, float]]) -> None:
+        self._grad_scales = [(parameter, grad_scale) for parameter, grad_scale in grad_scales if grad_scale != 1]
         self._handles: dict[int, RemovableHandle] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Take in parameters that were frozen until now; a hook outlives freezing, unfreezing and casts."""
-        for parameter, factor in self._factors:
+        for parameter, grad_scale in self._grad_scales:
             if parameter.requires_grad and id(parameter) not in self._handles:
-                self._handles[id(parameter)] = _multiply(parameter, factor)
+                self._handles[id(parameter)] = _register_scaling(parameter, grad_scale)
 
     def release(self) -> None:
         """Let go of the parameters."""
         for handle in self._handles.values():
             handle.remove()
-        self._handles, self._factors = {}, []
+        self._handles, self._grad_scales = {}, []
 
 
-def _multiply(parameter: nn.Parameter, factor: float) -> RemovableHandle:
-    def multiplied(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * factor
+def _register_scaling(parameter: nn.Parameter, grad_scale: float) -> RemovableHandle:
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * grad_scale
 
-    handle: RemovableHandle = parameter.register_hook(multiplied)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = parameter.register_hook(scale)  # type: ignore[no-untyped-call]
     return handle

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.nn.utils.clip_grad as torchs_clipping
+import torch.nn.utils.clip_grad as torch_clip_grad
 from torch import nn
 
 from smpkit.errors import UsageError
@@ -22,12 +22,12 @@ from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
-__all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm", "tell_of_torchs_clipping"]
+__all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm", "warn_of_torch_clipping"]
 
-_SCALES: Final = "_clip_grads_with_norm_"
+_TORCH_FUNCTION: Final = "_clip_grads_with_norm_"
 """What `torch.nn.utils.clip_grad_norm_` scales gradients by; of torch 2.6 to 2.13 at least."""
 
-_scales: Final[Callable[..., None] | None] = getattr(torchs_clipping, _SCALES, None)
+_torch_function: Final[Callable[..., None] | None] = getattr(torch_clip_grad, _TORCH_FUNCTION, None)
 
 
 def clip_grad_norm_(
@@ -58,9 +58,9 @@ def clip_grad_norm_(
         raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     unique = {id(each): each for each in ([given] if isinstance(given, torch.Tensor) else given)}
-    half = None if state.optimizer is None else state.optimizer.masters
-    if half is not None:
-        pairs = half.gradients_of(unique.values())
+    masters = None if state.optimizer is None else state.optimizer.masters
+    if masters is not None:
+        pairs = masters.gradients_of(unique.values())
     else:
         pairs = [(each, each.grad) for each in unique.values() if each.grad is not None]
     norm = global_norm(pairs, norm_type)
@@ -69,7 +69,7 @@ def clip_grad_norm_(
             f"the norm of the gradients is {norm.item()}, which they cannot be clipped by",
             hint="pass error_if_nonfinite=False to scale by it anyway, or skip this step",
         )
-    if half is None or not half.overflow:
+    if masters is None or not masters.overflow:
         clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
     return norm
 
@@ -87,32 +87,33 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
         A tensor without dimensions; in float64, or on a single rank in the type of the gradients, float32 at least.
     """
     pairs = list(gradients)
-    locals_ = [local_part(gradient) for parameter, gradient in pairs if _counts_here(parameter)]
+    locals_ = [local_tensor(gradient) for parameter, gradient in pairs if _is_counted_here(parameter)]
     norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
-    group = state.process_group(CommGroup.WORLD if _replicas_hold_parts() else CommGroup.MP_GROUP)
+    group = state.process_group(CommGroup.WORLD if _replicas_hold_shards() else CommGroup.MP_GROUP)
     if dist.get_world_size(group) == 1:
         return norm
     # In float64 the powers neither overflow nor lose what float32 norms know; and a rank without gradients does not
     # know of what type the others' are.
-    largest = norm_type == float("inf")
-    value = norm.double() if largest else norm.double() ** norm_type
-    sent = torch.stack([value.nan_to_num(nan=0.0, posinf=float("inf")), value.isnan().double()])  # a maximum loses NaN
+    is_max_norm = norm_type == float("inf")
+    value = norm.double() if is_max_norm else norm.double() ** norm_type
+    # NaN travels as a flag of its own: a maximum would lose it.
+    packed = torch.stack([value.nan_to_num(nan=0.0, posinf=float("inf")), value.isnan().double()])
     with waiting("the norm of the gradients", group):
-        dist.all_reduce(sent, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    total = sent[0] if largest else sent[0] ** (1.0 / norm_type)
-    return total.masked_fill(sent[1] != 0, float("nan"))
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM, group=group)
+    total = packed[0] if is_max_norm else packed[0] ** (1.0 / norm_type)
+    return total.masked_fill(packed[1] != 0, float("nan"))
 
 
-def tell_of_torchs_clipping() -> None:
-    """Have torch's own `clip_grad_norm_` say what it does to a model on several pipeline ranks, from now on.
+def warn_of_torch_clipping() -> None:
+    """Make torch's own `clip_grad_norm_` warn that it clips by the norm of one pipeline rank's part only.
 
-    Scripts hold on to that function itself, so one that it looks up when it is called is replaced.
+    Scripts import that function by name, so the helper that it looks up on every call is replaced instead.
     """
-    if _scales is not None:
-        setattr(torchs_clipping, _SCALES, _scale_and_tell)
+    if _torch_function is not None:
+        setattr(torch_clip_grad, _TORCH_FUNCTION, _warn_and_clip)
 
 
-def _scale_and_tell(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+def _warn_and_clip(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
     model = state.model
     if model is not None and model.pipeline is not None:
         held = set(map(id, model.local_parameters()))
@@ -123,46 +124,46 @@ def _scale_and_tell(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -
                 UserWarning,
                 stacklevel=4,  # the script, past torch's function and what wraps it to go without gradients
             )
-    assert _scales is not None
-    _scales(parameters, *args, **kwargs)
+    assert _torch_function is not None
+    _torch_function(parameters, *args, **kwargs)
 
 
 @torch.no_grad()
 def clip_to_norm(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """Multiply gradients by `max_norm / norm` where that is less than 1, without waiting for the device."""
-    carriers = []
+    grad_holders = []
     for gradient in gradients:
-        part = local_part(gradient)
-        carrier = part.detach()  # torch scales the gradients of tensors: this one costs no memory
-        carrier.grad = part
-        carriers.append(carrier)
-    torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, norm)
+        part = local_tensor(gradient)
+        grad_holder = part.detach()  # torch scales the gradients of tensors: this one costs no memory
+        grad_holder.grad = part
+        grad_holders.append(grad_holder)
+    torch.nn.utils.clip_grads_with_norm_(grad_holders, max_norm, norm)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor that may be sharded."""
     local = getattr(tensor, "to_local", None)
     part: torch.Tensor = tensor if local is None else local()
     return part
 
 
-def _replicas_hold_parts() -> bool:
+def _replicas_hold_shards() -> bool:
     return state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
 
 
-def _counts_here(parameter: torch.Tensor) -> bool:
+def _is_counted_here(parameter: torch.Tensor) -> bool:
     """Tell whether this rank counts its gradient of a parameter, of all ranks that hold the same."""
     shard = shard_of(parameter)
-    is_piece = shard is not None and shard.is_distributed
+    is_tp_shard = shard is not None and shard.is_distributed
     model = state.model
-    shards = None if model is None or model.data_parallel is None else model.data_parallel.shards
-    if shards is not None and shards.divides(parameter):
-        over_tp = is_piece or shard is None or shard.group is CommGroup.DP_GROUP  # then one rank owns each value
-        return shards.owns(parameter) and (over_tp or state.tp_rank == 0)
+    zero1 = None if model is None or model.data_parallel is None else model.data_parallel.zero1
+    if zero1 is not None and zero1.is_sharded(parameter):
+        over_tp = is_tp_shard or shard is None or shard.group is CommGroup.DP_GROUP  # then one rank owns each value
+        return zero1.owns(parameter) and (over_tp or state.tp_rank == 0)
     degree = state.cfg.sharded_data_parallel_degree
     if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole
         return False
-    if not is_piece and state.tp_rank > 0:
+    if not is_tp_shard and state.tp_rank > 0:
         return False
     if model is None or model.pipeline is None:
         return True
@@ -178,10 +179,10 @@ def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor
         total = torch.nn.utils.get_total_norm(gradients, norm_type)
         return total
     # Half-precision norms overflow, and know few digits.
-    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_wide(each.dtype)) for each in gradients]
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_norm_dtype(each.dtype)) for each in gradients]
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return total
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32

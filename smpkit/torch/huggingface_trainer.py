@@ -58,15 +58,15 @@ class SmpTrainer:
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
         if args is not None:
-            _give_device(args)
+            _set_device(args)
         super().__init__(model, args, *rest, **options)  # type: ignore[call-arg]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator one of a world that has a process for every replica of the model."""
-        _give_device(self.args)
+        _set_device(self.args)
         _configure_accelerate()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        _work_over_ranks(self.accelerator)
+        _gather_over_replicas(self.accelerator)
 
     def _wrap_model(self, model: Any, training: bool = True, **options: Any) -> Any:
         if not isinstance(self.model_wrapped, DistributedModel):
@@ -121,14 +121,14 @@ def _weights_of(file: Path) -> Mapping[str, torch.Tensor]:
 # ---- the world, as accelerate sees it --------------------------------------------------------------------------------
 
 
-def _replicas() -> tuple[int, int, CommGroup]:
+def _data_replicas() -> tuple[int, int, CommGroup]:
     """Return (this one, how many there are, the group): processes with data of their own."""
     if state.cfg.prescaled_batch:
         return state.rdp_rank, state.rdp_size, CommGroup.RDP_GROUP
     return state.dp_rank, state.dp_size, CommGroup.DP_GROUP
 
 
-def _give_device(args: Any) -> None:
+def _set_device(args: Any) -> None:
     """Set what the cached property `TrainingArguments._setup_devices` would find out: it knows `cuda` only."""
     args.__dict__["_setup_devices"] = state.device
     args.distributed_state = None
@@ -144,26 +144,26 @@ def _configure_accelerate() -> None:
     with _environment_without(_LAUNCHERS):
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(state.device)
         world = PartialState(cpu=state.device.type == "cpu")
-    world.process_index, world.num_processes, _ = _replicas()
+    world.process_index, world.num_processes, _ = _data_replicas()
     world.local_process_index = state.local_rank
 
 
 @contextlib.contextmanager
-def _environment_without(beginnings: tuple[str, ...]) -> Iterator[None]:
-    kept = dict(os.environ)
-    for name in kept:
-        if name.startswith(beginnings):
+def _environment_without(prefixes: tuple[str, ...]) -> Iterator[None]:
+    saved = dict(os.environ)
+    for name in saved:
+        if name.startswith(prefixes):
             del os.environ[name]
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(kept)
+        os.environ.update(saved)
 
 
-def _work_over_ranks(accelerator: Any) -> None:
+def _gather_over_replicas(accelerator: Any) -> None:
     """Let an accelerator gather from the replicas and clip by the whole model's norm; the rest of its work SMP does."""
-    _, replicas, group = _replicas()
+    _, replicas, group = _data_replicas()
 
     def gathered(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -174,13 +174,13 @@ def _work_over_ranks(accelerator: Any) -> None:
     def gather(tensor: Any) -> Any:
         return map_leaves(gathered, tensor)
 
-    def padded(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         return map_leaves(lambda value: _pad(value, dim, pad_index, pad_first, group), tensor)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.gather = gather
     if replicas > 1:
-        accelerator.pad_across_processes = padded
+        accelerator.pad_across_processes = pad
 
 
 def _pad(value: Any, dim: int, pad_index: int, pad_first: bool, group: CommGroup) -> Any:
@@ -204,7 +204,7 @@ def install() -> None:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     elif "Trainer" not in vars(module):  # it imports us just now, and has its class later
-        module.__class__ = _ModuleBeingLoaded
+        module.__class__ = _LoadingModule
 
 
 def _replace(module: ModuleType) -> None:
@@ -214,7 +214,7 @@ def _replace(module: ModuleType) -> None:
         module.__dict__["Trainer"] = type("Trainer", (SmpTrainer, original), names)
 
 
-class _ModuleBeingLoaded(ModuleType):
+class _LoadingModule(ModuleType):
     """Replaces the class when somebody first reads it from outside, which is after the module is complete."""
 
     def __getattribute__(self, name: str) -> Any:

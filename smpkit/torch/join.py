@@ -31,25 +31,25 @@ class JoinContext:
 
     def __init__(self, replica: DataParallel) -> None:
         sharded = state.cfg.sharded_data_parallel_degree > 1
-        if replica.shards is not None or sharded:
+        if replica.zero1 is not None or sharded:
             key = "sharded_data_parallel_degree" if sharded else "shard_optimizer_state"
             raise UnsupportedError(
                 f"join lets a rank stop before the others, but with {key} these need it for its part of the parameters",
                 hint=f"give every rank as many batches, or remove {key}",
             )
         self._replica = replica
-        self._joinable = _Replica(replica)
+        self._joinable = _JoinableReplica(replica)
         self._join = Join([self._joinable])
 
     def __enter__(self) -> Self:
         self._join.__enter__()  # type: ignore[no-untyped-call]
-        self._replica.joining = self
+        self._replica.join_context = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._replica.joining = None
+        self._replica.join_context = None
         self._join.__exit__(kind, error, trace)
 
     def notify(self) -> None:
@@ -59,7 +59,7 @@ class JoinContext:
             work.wait()
 
 
-class _Replica(Joinable):
+class _JoinableReplica(Joinable):
     """The model as torch's join sees it."""
 
     def __init__(self, replica: DataParallel) -> None:
@@ -67,7 +67,7 @@ class _Replica(Joinable):
         self._replica = replica
 
     def join_hook(self, **_: Any) -> JoinHook:
-        return _Shadow(self._replica)
+        return _JoinHook(self._replica)
 
     @property
     def join_device(self) -> torch.device:
@@ -78,14 +78,14 @@ class _Replica(Joinable):
         return self._replica.group
 
 
-class _Shadow(JoinHook):
-    """What a rank without inputs does while others train."""
+class _JoinHook(JoinHook):
+    """Shadows the collectives of the ranks that still train, as torch's join asks of a rank without inputs."""
 
     def __init__(self, replica: DataParallel) -> None:
         self._replica = replica
 
     def main_hook(self) -> None:
-        self._replica.shadow_pass()
+        self._replica.join_pass()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that took every step to those that stopped earlier."""

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.gradient_norm import clip_to_norm, global_norm, local_part
+from smpkit.torch.gradient_norm import clip_to_norm, global_norm, local_tensor
 from smpkit.torch.loss_scale import LossScaler
-from smpkit.torch.overflow import found_anywhere
+from smpkit.torch.overflow import all_reduce_found_inf
 from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
 from smpkit.torch.state import state
 
@@ -56,13 +56,13 @@ class MasterWeights:
         self._dtype = dtype
         self._weights: dict[torch.Tensor, nn.Parameter] = {}
         """The model's parameter by its master."""
-        self._waiting: Mapping[str, Any] | None = None
-        self._prepared = False
+        self._pending_state: Mapping[str, Any] | None = None
+        self._unscaled = False
         self._warned = False
 
     # --- what is a master of what ----------------------------------------------------------------------------------
 
-    def settle(self) -> bool:
+    def create_missing(self) -> bool:
         """Make the masters that are missing; return False while this rank does not know its part of the model."""
         model = state.model
         if model is None or not model.partitioned:
@@ -71,8 +71,8 @@ class MasterWeights:
             for position, parameter in enumerate(group["params"]):
                 if parameter.dtype == self._dtype and parameter.requires_grad and model.owns(parameter):
                     group["params"][position] = self._make_master(parameter)
-        if self._waiting is not None:
-            values, self._waiting = self._waiting, None
+        if self._pending_state is not None:
+            values, self._pending_state = self._pending_state, None
             self._load(values)
         return True
 
@@ -88,14 +88,14 @@ class MasterWeights:
             }
         return master
 
-    def weight_of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def model_parameter_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter that a member of the optimizer's groups stands for: often itself."""
         return self._weights.get(parameter, parameter)
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
         """The masters by parameter group; empty lists while this rank does not know its part of the model."""
-        self.settle()
+        self.create_missing()
         return [[each for each in group["params"] if each in self._weights] for group in self._groups]
 
     @property
@@ -105,20 +105,20 @@ class MasterWeights:
 
     def masters(self) -> dict[int, nn.Parameter]:
         """Return this rank's masters by the id of the model's parameter."""
-        self.settle()
+        self.create_missing()
         return {id(weight): cast("nn.Parameter", master) for master, weight in self._weights.items()}
 
-    def read_weights(self, *, keep_finer: bool = False) -> None:
+    def copy_from_model(self, *, keep_if_rounded: bool = False) -> None:
         """Make the masters equal to the model's weights, which something else than the optimizer has changed.
 
         Args:
-            keep_finer: leave masters that differ from their weight by its rounding only.
+            keep_if_rounded: leave masters that differ from their weight by its rounding only.
         """
-        self.settle()
+        self.create_missing()
         with torch.no_grad():
             for master, weight in self._weights.items():
                 changed = weight.float()
-                if keep_finer:
+                if keep_if_rounded:
                     changed = torch.where(master.to(weight.dtype) == weight, master, changed)
                 master.copy_(changed)
 
@@ -135,7 +135,7 @@ class MasterWeights:
         Raises:
             UsageError: gradients of the same step have been unscaled already.
         """
-        if self._prepared:
+        if self._unscaled:
             raise UsageError(
                 "model.backward was called after gradients were clipped and before optimizer.step(), when they had been"
                 " divided by the loss scale",
@@ -143,40 +143,40 @@ class MasterWeights:
             )
         return self.scaler.loss_scale
 
-    def prepare(self) -> None:
+    def unscale_gradients(self) -> None:
         """Give the masters their gradients, unscaled, and find out whether all of them are finite; once for a step."""
-        if self._prepared:
+        if self._unscaled:
             return
-        if not self.settle():
+        if not self.create_missing():
             raise UsageError(
                 "the optimizer was asked for a step before the model's first one", hint="call the step function first"
             )
         with torch.no_grad():
             self._fill_gradients()
             if self._dtype is torch.float16:  # bfloat16 has the range of float32: no scale, nothing to agree on
-                self.overflow = bool(found_anywhere(self._unscale()).item())
-        self._prepared = True
+                self.overflow = bool(all_reduce_found_inf(self._unscale()).item())
+        self._unscaled = True
 
     def step(self, update: Callable[[], Any]) -> Any:
         """Call `update`, the optimizer's own step, and give its results to the model; neither after an overflow."""
-        self.prepare()
+        self.unscale_gradients()
         result = None if self.overflow else update()
         if not self.overflow:
             with torch.no_grad():
                 _copy(self._weights.values(), self._weights.keys())
-        self._learn()
-        self.forget()
+        self._update_scale()
+        self.clear_gradients()
         return result
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Let go of the masters' gradients: those of the model are kept for as long as the user wants."""
-        self._prepared = False
+        self._unscaled = False
         for master in self._weights:
             master.grad = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of the model's parameters; the optimizer's own clears only what its groups hold."""
-        self.forget()
+        self.clear_gradients()
         for weight in self._weights.values():
             if set_to_none or weight.grad is None:
                 weight.grad = None
@@ -198,9 +198,9 @@ class MasterWeights:
         Args:
             parameters: of the model or the optimizer's groups; what is in no group has no part in the step.
         """
-        self.prepare()
-        wanted = {id(self.weight_of(each)) for each in parameters}
-        pairs = [(self.weight_of(parameter), gradient) for parameter, gradient in self._gradients()]
+        self.unscale_gradients()
+        wanted = {id(self.model_parameter_of(each)) for each in parameters}
+        pairs = [(self.model_parameter_of(parameter), gradient) for parameter, gradient in self._gradients()]
         return [(weight, gradient) for weight, gradient in pairs if id(weight) in wanted]
 
     def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -209,7 +209,7 @@ class MasterWeights:
         assert model is not None
         for group in self._groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and model.owns(self.weight_of(parameter)):
+                if parameter.grad is not None and model.owns(self.model_parameter_of(parameter)):
                     yield parameter, parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
 
     def _fill_gradients(self) -> None:
@@ -229,7 +229,7 @@ class MasterWeights:
         """Divide the gradients by the loss scale; return 1 if one of them is not finite, else 0."""
         by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for _, gradient in self._gradients():
-            by_kind[gradient.device, gradient.dtype].append(local_part(gradient))
+            by_kind[gradient.device, gradient.dtype].append(local_tensor(gradient))
         found = torch.zeros((), device=state.device)
         for (device, _), gradients in by_kind.items():
             here = torch.zeros((), device=device)
@@ -238,16 +238,16 @@ class MasterWeights:
             found = torch.maximum(found, here.to(found.device))
         return found
 
-    def _learn(self) -> None:
+    def _update_scale(self) -> None:
         """Tell the loss scale how the step went, and the user about what was skipped."""
         if self._dtype is not torch.float16:
             return
-        before, hopeless = self.scaler.loss_scale, self.overflow and self.scaler.at_minimum
+        before, is_at_minimum = self.scaler.loss_scale, self.overflow and self.scaler.at_minimum
         self.scaler.update_scale(self.overflow)
         if state.rank != 0 or not self.overflow:
             return
         _log.info("step skipped: a gradient is not finite; loss scale %g -> %g", before, self.scaler.loss_scale)
-        if hopeless and not self._warned:
+        if is_at_minimum and not self._warned:
             self._warned = True
             warnings.warn(
                 f"a gradient is not finite at the smallest loss scale ({before:g}), so the step was skipped: the model"
@@ -260,9 +260,9 @@ class MasterWeights:
 
     def state_dict(self, plain: dict[str, Any]) -> dict[str, Any]:
         """Add masters and loss scale to the optimizer's own state dict."""
-        if self._waiting is not None:  # loaded, and not yet given to the optimizer: it is what there is
-            return dict(self._waiting)
-        self.settle()
+        if self._pending_state is not None:  # loaded, and not yet given to the optimizer: it is what there is
+            return dict(self._pending_state)
+        self.create_missing()
         states = dict(plain["state"])
         for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
             if parameter in self._weights:
@@ -271,8 +271,8 @@ class MasterWeights:
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, or an optimizer's own; waits until this rank knows its part of the model."""
-        self._waiting = values
-        self.settle()
+        self._pending_state = values
+        self.create_missing()
 
     def _load(self, values: Mapping[str, Any]) -> None:
         masters = {number: entry[MASTER_KEY] for number, entry in values["state"].items() if MASTER_KEY in entry}

@@ -17,15 +17,15 @@ from smpkit.torch.attributes import refuse_assignment
 from smpkit.torch.backward_start import scaled_root_gradient
 from smpkit.torch.checkpointing.foreign import patch_torch_checkpoint
 from smpkit.torch.checkpointing.whole import check_checkpoint_ranks
-from smpkit.torch.data_parallel import DataParallel, Reduction, replicate
-from smpkit.torch.gradient_norm import tell_of_torchs_clipping
+from smpkit.torch.data_parallel import DataParallel, ReductionOptions, replicate
+from smpkit.torch.gradient_norm import warn_of_torch_clipping
 from smpkit.torch.join import JoinContext
 from smpkit.torch.model_arguments import check_arguments
 from smpkit.torch.model_state import PARTIAL_KEY, ModelState
 from smpkit.torch.offload.runtime import Offloading
 from smpkit.torch.original_forward import expose_original_forwards
 from smpkit.torch.partitioning.delayed import initialize
-from smpkit.torch.partitioning.measure import Measured
+from smpkit.torch.partitioning.measure import MeasureOptions
 from smpkit.torch.partitioning.trace import units_of
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.pipeline.random import RandomStreams
@@ -36,10 +36,10 @@ from smpkit.torch.reducer import CommHook
 from smpkit.torch.state import ModuleManager, state
 from smpkit.torch.tensor_parallel.agreement import common_seed
 from smpkit.torch.tensor_parallel.arguments import check_callable
-from smpkit.torch.tensor_parallel.dropout import common_numbers, random_number
+from smpkit.torch.tensor_parallel.dropout import random_number, seed_with_common_number
 from smpkit.torch.tensor_parallel.replace import distribute
-from smpkit.torch.tensor_parallel.same_call import SameCall
-from smpkit.torch.tensor_parallel.successors import adopt_successors
+from smpkit.torch.tensor_parallel.same_call import CallConsistencyCheck
+from smpkit.torch.tensor_parallel.successors import replace_optimizer_parameters
 from smpkit.torch.tensor_parallel.whole_state import with_original_names
 from smpkit.torch.unread import run_deferred_loads
 
@@ -101,27 +101,27 @@ class DistributedModel(ModelState):
         check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
         module = distribute(module)
         if state.optimizer is not None:
-            adopt_successors(state.optimizer.optimizer)
+            replace_optimizer_parameters(state.optimizer.optimizer)
         expose_original_forwards(module)
-        sharded = state.cfg.sharded_data_parallel_degree > 1  # then it is placed a block at a time, as its own masters
-        self._half = half_dtype(state.cfg)
-        if self._half is not None:
-            cast_model(module, self._half, weights=not sharded)
+        sharded = state.cfg.sharded_data_parallel_degree > 1  # `shard_model` then places it block by block, in float32
+        self._half_dtype = half_dtype(state.cfg)
+        if self._half_dtype is not None:
+            cast_model(module, self._half_dtype, weights=not sharded)
         if state.pp_size == 1 and not sharded:
             initialize(module, list(module.parameters()), state.device, torch.initial_seed())
         self.module = module if state.pp_size > 1 or sharded else module.to(state.device)
-        measured = Measured(trace_execution_times, trace_memory_usage)
+        measured = MeasureOptions(trace_execution_times, trace_memory_usage)
         self.pipeline = Pipeline(module, measured, _prepare_checkpointing) if state.pp_size > 1 else None
         if self.pipeline is not None:
-            tell_of_torchs_clipping()
+            warn_of_torch_clipping()
         self.partitioned = self.pipeline is None
         self.random: RandomStreams | None = None
-        self._resumed_random: Mapping[str, int] = {}
+        self._saved_random: Mapping[str, int] = {}
         self.find_unused_parameters = find_unused_parameters
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self.data_parallel: DataParallel | None = None
         self.offloading = Offloading() if state.cfg.offload_activations else None
-        self._reduction = Reduction(
+        self._reduction = ReductionOptions(
             overlapping=overlapping_allreduce,
             passes_per_reduction=backward_passes_per_step,
             bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
@@ -131,13 +131,13 @@ class DistributedModel(ModelState):
         if self.pipeline is None:
             self._replicate()
         self._in_backward = False
-        self._same_call = SameCall()
+        self._call_check = CallConsistencyCheck()
         self._post_partition_hooks: OrderedDict[int, ModelHook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, ModelHook] = OrderedDict()
-        _answer_to_module(module)
+        _alias_module(module)
         refuse_assignment(module)
         if self.pipeline is None:
-            self._guard_bare_backward()
+            self._refuse_backward_on_tensors()
         state.model = self
         if state.tp_size > 1:
             to_original = functools.partial(with_original_names, module)
@@ -157,28 +157,28 @@ class DistributedModel(ModelState):
                     hint="call it inside a function decorated with @smp.step",
                 )
             number = random_number() if state.tp_size > 1 and self.training else 0
-            number = self._same_call.check("the model", self._mode, (args, kwargs), number)
+            number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
             self._run_hooks(self._post_partition_hooks)
             if self.data_parallel is not None:
-                self.data_parallel.begin_plain_pass(self.training)
+                self.data_parallel.begin_pass_outside_step(self.training)
             if number:
-                with common_numbers(number, state.device):
-                    return self._placed(args, kwargs)
-        return self._placed(args, kwargs)
+                with seed_with_common_number(number, state.device):
+                    return self._run_module(args, kwargs)
+        return self._run_module(args, kwargs)
 
-    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module, with its weights where they must be."""
-        if self.data_parallel is not None and self.data_parallel.divides_weights:
-            with _abandoned_on_error(self.data_parallel):
-                return self._called(args, kwargs)
-        return self._called(args, kwargs)
+        if self.data_parallel is not None and self.data_parallel.shards_parameters:
+            with _abandon_on_error(self.data_parallel):
+                return self._run_in_precision(args, kwargs)
+        return self._run_in_precision(args, kwargs)
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_precision(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module, in half precision if it has that."""
-        if self._half is None:
+        if self._half_dtype is None:
             return self._modules["module"](*args, **kwargs)  # type: ignore[misc] # past nn.Module's slow __getattr__
-        args, kwargs = cast_inputs((args, kwargs), self._half)
-        return cast_outputs(self.module(*args, **kwargs), self._half)
+        args, kwargs = cast_inputs((args, kwargs), self._half_dtype)
+        return cast_outputs(self.module(*args, **kwargs), self._half_dtype)
 
     def backward(
         self,
@@ -208,14 +208,14 @@ class DistributedModel(ModelState):
             run.total_backwards += 1
             self.pipeline.backward(roots, grads, scale)
             return
-        grads = _scaled(roots, grads, scale)
+        grads = _scale_grad_outputs(roots, grads, scale)
         if run is not None:
             if self.data_parallel is not None:
                 self.data_parallel.before_backward(run)
             run.backwards += 1
         self._in_backward = True
         try:
-            with recorded_backward(), _abandoned_on_error(self.data_parallel):
+            with recorded_backward(), _abandon_on_error(self.data_parallel):
                 torch.autograd.backward(roots, grads)
         finally:
             self._in_backward = False
@@ -224,7 +224,7 @@ class DistributedModel(ModelState):
         """Load a full or partial state dict, as `ModelState.load_state_dict` says; master weights follow."""
         result = super().load_state_dict(*args, **kwargs)
         if state.optimizer is not None:
-            state.optimizer.follow_model()
+            state.optimizer.refresh_masters()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class DistributedModel(ModelState):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a step as every rank of a pipeline must have them (called by `@smp.step`)."""
-        self._same_call.check(f"the step `{name}`", self._mode, (args, kwargs))
+        self._call_check.check(f"the step `{name}`", self._mode_text, (args, kwargs))
         if self.pipeline is None:
             return args, kwargs
         same: tuple[tuple[Any, ...], dict[str, Any]] = self.pipeline.broadcast_inputs((args, kwargs))
@@ -260,14 +260,14 @@ class DistributedModel(ModelState):
         """Get ready for the microbatches of a step (called by `@smp.step`); at the first, partition the model."""
         if self.pipeline is not None and not self.partitioned:
             self.pipeline.prepare(function, first)
-            self._resume_random()
+            self._restore_random()
             self.partitioned = True
             self._replicate()
             if state.optimizer is not None:
-                state.optimizer.keep_own_states()
+                state.optimizer.drop_foreign_states()
             run_deferred_loads()
             if state.optimizer is not None:
-                state.optimizer.follow_model()
+                state.optimizer.refresh_masters()
         self._run_hooks(self._post_partition_hooks)
         if self.offloading is not None:
             self.offloading.begin_step(self.module)
@@ -284,7 +284,7 @@ class DistributedModel(ModelState):
                 return
             self.random = RandomStreams(common_seed() + state.rdp_rank, state.device)
             install_streams(self.module, [unit.name for unit in units_of(self.module).units], self.random)
-            self._resume_random()
+            self._restore_random()
         with self.random.training_step(training=self.module.training), self.random.between_units():
             yield
 
@@ -298,21 +298,21 @@ class DistributedModel(ModelState):
     def random_state(self) -> Mapping[str, int]:
         """Return how far the streams of random numbers are, the same on all ranks: what a checkpoint keeps of them."""
         random = self._streams
-        return self._resumed_random if random is None else {"seed": random.seed - state.rdp_rank, "step": random.step}
+        return self._saved_random if random is None else {"seed": random.seed - state.rdp_rank, "step": random.step}
 
     def load_random_state(self, kept: Mapping[str, int]) -> None:
         """Go on with the random numbers of the job that saved `random_state()`; nothing if it is empty."""
-        self._resumed_random = dict(kept)
-        self._resume_random()
+        self._saved_random = dict(kept)
+        self._restore_random()
 
-    def _resume_random(self) -> None:
+    def _restore_random(self) -> None:
         random = self._streams
-        if random is not None and self._resumed_random:
-            random.seed, random.step = self._resumed_random["seed"] + state.rdp_rank, self._resumed_random["step"]
-            self._resumed_random = {}
+        if random is not None and self._saved_random:
+            random.seed, random.step = self._saved_random["seed"] + state.rdp_rank, self._saved_random["step"]
+            self._saved_random = {}
 
     @property
-    def _mode(self) -> str:
+    def _mode_text(self) -> str:
         gradients = "with" if torch.is_grad_enabled() else "without"
         return f"{'training' if self.training else 'evaluation'}, {gradients} gradients"
 
@@ -387,23 +387,23 @@ class DistributedModel(ModelState):
 
             self.data_parallel = shard_model(self.module, self._reduction)
             if state.optimizer is not None:
-                self.data_parallel.adopt(state.optimizer.param_groups)
+                self.data_parallel.update_param_groups(state.optimizer.param_groups)
             return
         holders = {} if self.pipeline is None else self.pipeline.holders
         self.data_parallel = replicate(self.module, holders, self._reduction)
 
     def _microbatch_scale(self, run: StepProgress) -> float:
         # A communication hook divides by what it wants (SMP v1: replicas and microbatches), so it gets plain sums.
-        hooked = self.data_parallel is not None and self.data_parallel.has_comm_hook
-        return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not hooked else 1.0
+        has_hook = self.data_parallel is not None and self.data_parallel.has_comm_hook
+        return 1.0 / run.num_microbatches if self.average_grads_across_microbatches and not has_hook else 1.0
 
-    def _guard_bare_backward(self) -> None:
+    def _refuse_backward_on_tensors(self) -> None:
         """Refuse `loss.backward()` where its gradients would miss a scale: of the microbatch, or of the loss."""
         first = next((param for param in self.module.parameters() if param.requires_grad), None)
         if first is not None:
-            first.register_post_accumulate_grad_hook(self._refuse_bare_backward)  # type: ignore[no-untyped-call]
+            first.register_post_accumulate_grad_hook(self._refuse_backward_on_tensor)  # type: ignore[no-untyped-call]
 
-    def _refuse_bare_backward(self, _: torch.Tensor) -> None:
+    def _refuse_backward_on_tensor(self, _: torch.Tensor) -> None:
         if state.model is not self or self._in_backward:
             return
         if state.step is not None or _loss_scale() != 1.0:
@@ -416,7 +416,7 @@ class DistributedModel(ModelState):
             hook(self, cast("DistributedOptimizer | None", state.optimizer))
 
 
-def _answer_to_module(module: nn.Module) -> None:
+def _alias_module(module: nn.Module) -> None:
     """Let `model.module.module.module` reach the user's model.
 
     SMP v1 had a wrapper more or less from version to version, and public scripts count the hops of theirs. A plain
@@ -427,7 +427,7 @@ def _answer_to_module(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _abandoned_on_error(replica: DataParallel | None) -> Iterator[None]:
+def _abandon_on_error(replica: DataParallel | None) -> Iterator[None]:
     """Forget a pass outside any step that an exception ends; the step sees to its own."""
     try:
         yield
@@ -441,7 +441,7 @@ def _loss_scale() -> float:
     return 1.0 if state.optimizer is None else state.optimizer.scale_for_backward()
 
 
-def _scaled(
+def _scale_grad_outputs(
     roots: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None] | None, scale: float
 ) -> list[torch.Tensor | None]:
     """Return the gradients that backward starts from, times `scale`."""

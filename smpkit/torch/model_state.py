@@ -11,15 +11,15 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.attributes import assignment_refusal
 from smpkit.torch.gathering import merge_on_all_ranks, merge_on_first_rank
-from smpkit.torch.partitioning.apply import pp_rank_of, user_of
-from smpkit.torch.partitioning.delayed import fill, is_delayed
-from smpkit.torch.sharded_tensors import as_local, as_shards, as_whole
+from smpkit.torch.partitioning.apply import pp_rank_of, running_pp_rank_of
+from smpkit.torch.partitioning.delayed import is_delayed, set_delayed_value
+from smpkit.torch.sharded_tensors import distribute_state, full_tensor_of, local_tensor_of
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.shards import shard_of
 from smpkit.torch.tensor_parallel.whole_state import (
-    joined,
-    pieces_of,
+    join_state,
+    shard_state,
     shards_in,
     with_distributed_names,
     with_original_names,
@@ -99,7 +99,9 @@ class ModelState(nn.Module):
         whole: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         if state.cfg.sharded_data_parallel_degree > 1:
             keeps = not gather_to_rank0 or state.rdp_rank == 0
-            whole = {name: value for name, each in whole.items() if (value := as_whole(each)) is not None and keeps}
+            whole = {
+                name: value for name, each in whole.items() if (value := full_tensor_of(each)) is not None and keeps
+            }
             if not keeps:  # nor do the others of this replica
                 return {}
         prefix: str = kwargs.get("prefix", "")
@@ -110,7 +112,7 @@ class ModelState(nn.Module):
         else:
             merged = whole
         if state.tp_size > 1:
-            merged = joined(self.module, merged, prefix=prefix, on_first=gather_to_rank0)
+            merged = join_state(self.module, merged, prefix=prefix, on_first=gather_to_rank0)
             if gather_to_rank0 and state.tp_rank > 0:
                 return {}
         if is_partitioned:
@@ -133,7 +135,7 @@ class ModelState(nn.Module):
         """Return this rank's part of the state, plus `_smp_is_partial` = True."""
         run_deferred_loads()
         held = self._held_names()
-        own = {name: as_local(value) for name, value in self.module.state_dict().items() if name in held}
+        own = {name: local_tensor_of(value) for name, value in self.module.state_dict().items() if name in held}
         return {**own, PARTIAL_KEY: True}
 
     def load_state_dict(  # type: ignore[override]
@@ -167,11 +169,11 @@ class ModelState(nn.Module):
             if strict:
                 self._check_names(values, held if partial and same_partition_load else set(self.module.state_dict()))
             values = {name: value for name, value in values.items() if name in held}
-        values = pieces_of(values, shards_in(self.module))
+        values = shard_state(values, shards_in(self.module))
         for name, parameter in self.module.named_parameters():
             if is_delayed(parameter) and name in values:
-                fill(parameter, values[name])
-        values = as_shards(values, self.module)
+                set_delayed_value(parameter, values[name])
+        values = distribute_state(values, self.module)
         parts = self.pipeline is not None and partial and same_partition_load
         return self.module.load_state_dict(values, strict=strict and not (is_partitioned or parts), **kwargs)
 
@@ -191,7 +193,7 @@ class ModelState(nn.Module):
         assignment = None if self.pipeline is None else self.pipeline.assignment
         if assignment is None:
             return True
-        return user_of(name.rpartition(".")[0], assignment.partition_of) in (None, state.pp_rank)
+        return running_pp_rank_of(name.rpartition(".")[0], assignment.partition_of) in (None, state.pp_rank)
 
     def _check_names(self, values: Mapping[str, Any], expected: set[str]) -> None:
         missing, surplus = sorted(expected - values.keys()), sorted(values.keys() - expected)
@@ -240,8 +242,8 @@ class ModelState(nn.Module):
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Tell whether this rank keeps the optimizer's state of a parameter, or would."""
-        shards = None if self.data_parallel is None else self.data_parallel.shards
-        return self.holds(parameter) and (shards is None or shards.owns(parameter))
+        zero1 = None if self.data_parallel is None else self.data_parallel.zero1
+        return self.holds(parameter) and (zero1 is None or zero1.owns(parameter))
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters whose optimizer state this rank keeps.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bind", "cores_beside"]
+__all__ = ["bind", "cores_near_gpu"]
 
 _log = logging.getLogger("smpkit")
 
@@ -37,7 +37,7 @@ def bind(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
     properties: Any = torch.cuda.get_device_properties(device)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
-    cores = cores_beside(address, allowed)
+    cores = cores_near_gpu(address, allowed)
     if not cores:
         return
     # Threads that exist already (torch's, where it has computed something) do not follow the one that starts others.
@@ -48,24 +48,24 @@ def bind(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
     _log.info("this rank runs on the %d cores beside its GPU (%s)", len(cores), address)
 
 
-def cores_beside(address: str, allowed: Collection[int]) -> set[int]:
+def cores_near_gpu(address: str, allowed: Collection[int]) -> set[int]:
     """Return the cores to which a process should be bound whose GPU has a PCI address; none where that would not help.
 
     Args:
         address: as Linux writes it, `0000:3b:00.0`.
         allowed: the cores that the process may use now.
     """
-    nodes, online = _numbers("devices/system/node/online"), _numbers("devices/system/cpu/online")
+    nodes, online = _parse_list("devices/system/node/online"), _parse_list("devices/system/cpu/online")
     if len(nodes) < 2 or set(allowed) != online:
         return set()
     device = f"bus/pci/devices/{address}"
     if not _read(f"{device}/numa_node").isdecimal():  # -1: the machine does not know
         return set()
-    beside = _numbers(f"{device}/local_cpulist") & online
-    return set() if beside == online else beside
+    near = _parse_list(f"{device}/local_cpulist") & online
+    return set() if near == online else near
 
 
-def _numbers(name: str) -> set[int]:
+def _parse_list(name: str) -> set[int]:
     """Read a list such as `0-3,8`."""
     numbers: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", _read(name)):

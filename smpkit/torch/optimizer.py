@@ -24,9 +24,9 @@ from smpkit.torch.optimizer_states import (
     to_shards,
 )
 from smpkit.torch.precision import half_dtype
-from smpkit.torch.sharded_state import StateShards
+from smpkit.torch.sharded_state import Zero1Partition
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.successors import adopt_successors
+from smpkit.torch.tensor_parallel.successors import replace_optimizer_parameters
 from smpkit.torch.unread import run_deferred_loads
 
 __all__ = ["DistributedOptimizer"]
@@ -72,9 +72,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             scaler = StaticLossScaler()
         self.optimizer = optimizer
         if state.model is not None:
-            adopt_successors(optimizer)
+            replace_optimizer_parameters(optimizer)
         if state.model is not None and state.model.data_parallel is not None:
-            state.model.data_parallel.adopt(optimizer.param_groups)
+            state.model.data_parallel.update_param_groups(optimizer.param_groups)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)
         """What stands between the optimizer inside and a model in half precision; None without `fp16` and `bf16`."""
         state.optimizer = self
@@ -146,25 +146,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if closure is None:
                 self._clip(state.cfg.sdp_gradient_clipping)
             else:
-                closure = self._clipping(closure, state.cfg.sdp_gradient_clipping)
-        shards = _shards()
+                closure = self._clip_after(closure, state.cfg.sdp_gradient_clipping)
+        zero1 = _zero1_partition()
         if isinstance(self.optimizer, torch.optim.LBFGS) and state.pp_size * state.tp_size > 1:
             raise UnsupportedError(
                 "LBFGS looks at all parameters at once, but each pipeline and tensor-parallel rank has some of them",
                 hint="use another optimizer, or degrees of 1",
             )
-        if shards is not None and isinstance(self.optimizer, torch.optim.LBFGS):
+        if zero1 is not None and isinstance(self.optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 "LBFGS looks at all parameters at once, but shard_optimizer_state gives each rank some of them",
                 hint="remove shard_optimizer_state, or use another optimizer",
             )
-        with contextlib.nullcontext() if shards is None else shards.only_owned():
+        with contextlib.nullcontext() if zero1 is None else zero1.hide_unowned_gradients():
             if self.masters is not None:
                 result = self.masters.step(self.optimizer.step)
             else:
                 result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        if shards is not None and not (self.masters is not None and self.masters.overflow):
-            shards.spread()
+        if zero1 is not None and not (self.masters is not None and self.masters.overflow):
+            zero1.broadcast_updated()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -189,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return float(inside(max_norm, norm_type))
         return self._clip(max_norm, norm_type)
 
-    def _clipping(self, closure: Callable[[], float], max_norm: float) -> Callable[[], float]:
+    def _clip_after(self, closure: Callable[[], float], max_norm: float) -> Callable[[], float]:
         def clipped() -> float:
             loss = closure()
             self._clip(max_norm)
@@ -199,37 +199,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
         if self.masters is None:
-            return float(clip_grad_norm_(self._parameters(), max_norm, norm_type))
-        return self._half.clip(max_norm, norm_type)
+            return float(clip_grad_norm_(self._model_parameters(), max_norm, norm_type))
+        return self._masters_or_raise.clip(max_norm, norm_type)
 
     @property
     def overflow(self) -> bool:
         """Whether the latest step was skipped because a gradient was not finite (with `fp16` or `bf16` only)."""
-        return self._half.overflow
+        return self._masters_or_raise.overflow
 
     @property
     def loss_scaler(self) -> LossScaler:
-        return self._half.scaler
+        return self._masters_or_raise.scaler
 
     @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied with (with `fp16` or `bf16` only; 1 with `bf16`)."""
-        return self._half.scaler.loss_scale
+        return self._masters_or_raise.scaler.loss_scale
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[torch.nn.Parameter]]:
         """The master weights by parameter group; empty lists before the first step of a pipeline."""
-        return self._half.fp32_from_fp16_groups
+        return self._masters_or_raise.fp32_from_fp16_groups
 
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
         """The model's parameters that have master weights, by parameter group."""
-        return self._half.fp16_groups
+        return self._masters_or_raise.fp16_groups
 
     def init_master_params(self) -> None:
         """Make the master weights now; they are made by themselves when they are needed."""
         if self.masters is not None:
-            self.masters.settle()
+            self.masters.create_missing()
 
     def reload_model_params(self) -> None:
         """Make the master weights equal to the model's, after something else than `step` has changed those.
@@ -237,19 +237,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         After `model.load_state_dict` that is done already.
         """
         if self.masters is not None:
-            self.masters.read_weights()
+            self.masters.copy_from_model()
 
-    def follow_model(self) -> None:
+    def refresh_masters(self) -> None:
         """Renew the master weights of what has been loaded into the model (called by `model.load_state_dict`)."""
         if self.masters is not None:
-            self.masters.read_weights(keep_finer=True)
+            self.masters.copy_from_model(keep_if_rounded=True)
 
     def scale_for_backward(self) -> float:
         """Return what the loss of the backward that comes next is multiplied with (called by `model.backward`)."""
         return 1.0 if self.masters is None else self.masters.scale_for_backward()
 
     @property
-    def _half(self) -> MasterWeights:
+    def _masters_or_raise(self) -> MasterWeights:
         if self.masters is None:  # then the attribute may be one of the optimizer inside
             raise AttributeError("without fp16 and bf16 there are no master weights")
         return self.masters
@@ -267,8 +267,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parallelism the weight is its own), and `["loss_scaler"]` is the state of the loss scale.
         """
         result = self._own_state_dict()
-        if _shards() is not None:
-            result = {**result, "state": gather_all(result["state"], self._parameters())}
+        if _zero1_partition() is not None:
+            result = {**result, "state": gather_all(result["state"], self._model_parameters())}
         if state.cfg.sharded_data_parallel_degree > 1:
             result = {**result, "state": to_full(result["state"])}
         if state.pp_size == 1:
@@ -293,7 +293,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 call this: on rdp_rank 0 `["state"]` is then a list by rdp_rank. Else it is this rank's own shard.
         """
         own = {**self._own_state_dict(), PARTIAL_KEY: True}
-        if gather_if_shard and _shards() is not None:
+        if gather_if_shard and _zero1_partition() is not None:
             own["state"] = gather_by_rdp_rank(own["state"])
         if state.cfg.sharded_data_parallel_degree > 1:
             own["state"] = to_local(own["state"])
@@ -314,23 +314,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             values["state"] = merge_shards(values["state"])
         if state.pp_size > 1 and state_dict.get(PARTIAL_KEY):
             values["state"] = merge_on_all_ranks(values["state"])
-        shards = _shards()
-        if shards is not None:
+        zero1 = _zero1_partition()
+        if zero1 is not None:
             if state_dict.get(PARTIAL_KEY):
-                values["state"] = gather_owned(values["state"], self._parameters(), shards.owns)
-            values["state"] = {n: each for n, each in values["state"].items() if shards.owns(self._parameters()[n])}
+                values["state"] = gather_owned(values["state"], self._model_parameters(), zero1.owns)
+            values["state"] = {
+                n: each for n, each in values["state"].items() if zero1.owns(self._model_parameters()[n])
+            }
         if state.cfg.sharded_data_parallel_degree > 1:
-            values["state"] = to_shards(values["state"], self._parameters())
+            values["state"] = to_shards(values["state"], self._model_parameters())
         if self.masters is not None:
             self.masters.load_state_dict(values)
         else:
             self.optimizer.load_state_dict(values)
-        self.keep_own_states()
+        self.drop_foreign_states()
 
-    def keep_own_states(self) -> None:
+    def drop_foreign_states(self) -> None:
         """Let go of the states of parameters that other ranks hold or own, and keep the others beside theirs."""
         model = state.model
-        if model is None or not model.partitioned or (model.pipeline is None and _shards() is None):
+        if model is None or not model.partitioned or (model.pipeline is None and _zero1_partition() is None):
             return
         self.init_master_params()
         for parameter, values in list(self.state.items()):
@@ -342,19 +344,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     values[key] = value.to(parameter.device)
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def _model_parameters(self) -> list[torch.Tensor]:
         """Return the model's parameters by the numbers that state dicts give them."""
         return [self.model_parameter(parameter) for group in self.param_groups for parameter in group["params"]]
 
     def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter that a member of `param_groups` is the master weight of: often itself."""
-        return parameter if self.masters is None else self.masters.weight_of(parameter)
+        return parameter if self.masters is None else self.masters.model_parameter_of(parameter)
 
 
-def _shards() -> StateShards | None:
+def _zero1_partition() -> Zero1Partition | None:
     """Return who owns which parameter, where the optimizer state is sharded and this rank's part of the model known."""
     model = state.model
-    return None if model is None or model.data_parallel is None else model.data_parallel.shards
+    return None if model is None or model.data_parallel is None else model.data_parallel.zero1
 
 
 def _check(optimizer: Any) -> None:

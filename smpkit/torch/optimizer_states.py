@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from smpkit.torch.comm import CommGroup, RankType, allgather, recv_from, send
-from smpkit.torch.sharded_tensors import as_local, as_whole, shard_like
+from smpkit.torch.sharded_tensors import distribute_like, full_tensor_of, local_tensor_of
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
@@ -42,18 +42,18 @@ def merge_shards(states: States | Sequence[States]) -> dict[int, Any]:
 
 def to_local(states: States) -> dict[int, Any]:
     """Return states with this rank's parts of tensors that sharded data parallelism divides."""
-    return _map_values(states, as_local)
+    return _map_values(states, local_tensor_of)
 
 
 def to_full(states: States) -> dict[int, Any]:
     """Return states with the wholes of such tensors; all ranks of RDP_GROUP call this."""
-    return _map_values(states, as_whole)
+    return _map_values(states, full_tensor_of)
 
 
 def to_shards(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
     """Return states of wholes or of this rank's parts as sharded data parallelism divides the parameters."""
     return {
-        number: {key: shard_like(value, parameters[number]) for key, value in entry.items()}
+        number: {key: distribute_like(value, parameters[number]) for key, value in entry.items()}
         for number, entry in states.items()
     }
 

@@ -20,7 +20,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.gradient_norm import global_norm, local_part
+from smpkit.torch.gradient_norm import global_norm, local_tensor
 from smpkit.torch.state import state
 from smpkit.torch.tensor_norms import norms_of
 
@@ -30,7 +30,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Alike:
+class _SameStepParameters:
     """Parameters of a group that have a gradient and have taken as many steps.
 
     Args:
@@ -46,14 +46,14 @@ class _Alike:
     @cached_property
     def weights(self) -> Tensors:
         """What this rank holds of the parameters."""
-        return [local_part(each.detach()) for each in self.parameters]
+        return [local_tensor(each.detach()) for each in self.parameters]
 
     @cached_property
     def gradients(self) -> Tensors:
-        return [local_part(each.grad) for each in self.parameters if each.grad is not None]
+        return [local_tensor(each.grad) for each in self.parameters if each.grad is not None]
 
     def state(self, name: str) -> Tensors:
-        return [local_part(each[name]) for each in self.states]
+        return [local_tensor(each[name]) for each in self.states]
 
 
 class _Fused(torch.optim.Optimizer, ABC):
@@ -83,20 +83,20 @@ class _Fused(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._begin()
+        self._before_update()
         for group in self.param_groups:
-            for alike in self._alike(group):
-                self._update(group, alike)
+            for same_step in self._by_step_count(group):
+                self._update(group, same_step)
         return loss
 
-    def _begin(self) -> None:
+    def _before_update(self) -> None:
         """Look at all gradients before any parameter changes."""
 
     @abstractmethod
-    def _update(self, group: dict[str, Any], alike: _Alike) -> None:
+    def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
         """Change parameters of `group` and their states."""
 
-    def _alike(self, group: dict[str, Any]) -> Iterator[_Alike]:
+    def _by_step_count(self, group: dict[str, Any]) -> Iterator[_SameStepParameters]:
         """Count a step and yield the parameters with gradients, those of the same count together."""
         by_step: dict[float, Tensors] = {}
         for parameter in group["params"]:
@@ -109,13 +109,13 @@ class _Fused(torch.optim.Optimizer, ABC):
             own = self.state[parameter]
             if not own:
                 own["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-                own.update(self._first_state(parameter))
+                own.update(self._initial_state(parameter))
             own["step"] += 1
             by_step.setdefault(float(own["step"]), []).append(parameter)
         for steps, parameters in sorted(by_step.items(), key=lambda item: item[0]):
-            yield _Alike(parameters, [self.state[each] for each in parameters], steps)
+            yield _SameStepParameters(parameters, [self.state[each] for each in parameters], steps)
 
-    def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
@@ -150,19 +150,19 @@ class FusedAdam(_Fused):
         settings = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
 
-    def _update(self, group: dict[str, Any], alike: _Alike) -> None:
+    def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
         beta1, beta2 = group["betas"]
         if not group["bias_correction"]:
-            updates = _adam_updates(group, alike, alike.gradients, 1.0 - beta1, self.adam_w_mode)
-            torch._foreach_add_(alike.weights, updates, alpha=-float(group["lr"]))
+            updates = _adam_updates(group, same_step, same_step.gradients, 1.0 - beta1, self.adam_w_mode)
+            torch._foreach_add_(same_step.weights, updates, alpha=-float(group["lr"]))
             return
         adam(
-            alike.weights,
-            alike.gradients,
-            alike.state("exp_avg"),
-            alike.state("exp_avg_sq"),
+            same_step.weights,
+            same_step.gradients,
+            same_step.state("exp_avg"),
+            same_step.state("exp_avg_sq"),
             [],
-            _counts(alike.weights, alike.steps - 1.0),  # torch's kernel counts this step itself
+            _step_counts(same_step.weights, same_step.steps - 1.0),  # torch's kernel counts this step itself
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -216,31 +216,31 @@ class FusedLAMB(_Fused):
         settings |= {"grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
         super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
 
-    def _begin(self) -> None:
-        self._norm = self._norm_of_all()
+    def _before_update(self) -> None:
+        self._norm = self._global_norm()
 
-    def _norm_of_all(self) -> torch.Tensor | None:
+    def _global_norm(self) -> torch.Tensor | None:
         if not any(group["max_grad_norm"] > 0 for group in self.param_groups):
             return None
         every = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
         if state.initialized:
-            return global_norm([(_of_model(each), each.grad) for each in every])
+            return global_norm([(_model_parameter(each), each.grad) for each in every])
         norm: torch.Tensor = torch.nn.utils.get_total_norm([each.grad for each in every])
         return norm
 
-    def _update(self, group: dict[str, Any], alike: _Alike) -> None:
-        gradients = alike.gradients
+    def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
+        gradients = same_step.gradients
         if self._norm is not None and group["max_grad_norm"] > 0:
             excess = (self._norm / group["max_grad_norm"]).clamp(min=1.0)
             gradients = list(torch._foreach_div(gradients, excess.to(gradients[0])))
         weight = 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
-        updates = _adam_updates(group, alike, gradients, weight, self.adam_w_mode)
+        updates = _adam_updates(group, same_step, gradients, weight, self.adam_w_mode)
         if self.use_nvlamb or group["weight_decay"] != 0:
-            of_weights = norms_of(alike.weights, alike.parameters, 2.0)
-            of_updates = norms_of(updates, alike.parameters, 2.0)
-            ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
+            weight_norms = norms_of(same_step.weights, same_step.parameters, 2.0)
+            update_norms = norms_of(updates, same_step.parameters, 2.0)
+            ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
             torch._foreach_mul_(updates, list(ratios.unbind()))
-        torch._foreach_add_(alike.weights, updates, alpha=-float(group["lr"]))
+        torch._foreach_add_(same_step.weights, updates, alpha=-float(group["lr"]))
 
 
 FusedLamb = FusedLAMB
@@ -289,37 +289,37 @@ class FusedNovoGrad(_Fused):
         settings |= {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
         super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
 
-    def _first_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": local_part(parameter).new_zeros(())}
+    def _initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": local_tensor(parameter).new_zeros(())}
 
-    def _update(self, group: dict[str, Any], alike: _Alike) -> None:
+    def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
         beta1, _ = group["betas"]
-        gradients, momenta = alike.gradients, alike.state("exp_avg")
-        divisors = list(self._divisors(group, alike).unbind())
+        gradients, momenta = same_step.gradients, same_step.state("exp_avg")
+        divisors = list(self._divisors(group, same_step).unbind())
         weight = 1.0 - beta1 if group["grad_averaging"] else 1.0
         if self.reg_inside_moment:
             gradients = list(torch._foreach_div(gradients, divisors))
-            torch._foreach_add_(gradients, alike.weights, alpha=group["weight_decay"])
+            torch._foreach_add_(gradients, same_step.weights, alpha=group["weight_decay"])
         torch._foreach_mul_(momenta, beta1)
         torch._foreach_add_(momenta, gradients, alpha=weight)
-        updates = list(torch._foreach_div(momenta, 1.0 - beta1**alike.steps if group["bias_correction"] else 1.0))
+        updates = list(torch._foreach_div(momenta, 1.0 - beta1**same_step.steps if group["bias_correction"] else 1.0))
         if not self.reg_inside_moment:
             torch._foreach_div_(updates, divisors)
-            torch._foreach_add_(updates, alike.weights, alpha=group["weight_decay"])
-        torch._foreach_add_(alike.weights, updates, alpha=-float(group["lr"]))
+            torch._foreach_add_(updates, same_step.weights, alpha=group["weight_decay"])
+        torch._foreach_add_(same_step.weights, updates, alpha=-float(group["lr"]))
 
-    def _divisors(self, group: dict[str, Any], alike: _Alike) -> torch.Tensor:
+    def _divisors(self, group: dict[str, Any], same_step: _SameStepParameters) -> torch.Tensor:
         """Bring the averages of norms up to date; return what gradients are divided by."""
         _, beta2 = group["betas"]
-        averages = alike.state("exp_avg_sq")
-        norms = norms_of(alike.gradients, alike.parameters, 2.0 if group["norm_type"] == 2 else math.inf)
-        old = norms if alike.steps == 1 and not group["init_zero"] else torch.stack(averages)
+        averages = same_step.state("exp_avg_sq")
+        norms = norms_of(same_step.gradients, same_step.parameters, 2.0 if group["norm_type"] == 2 else math.inf)
+        old = norms if same_step.steps == 1 and not group["init_zero"] else torch.stack(averages)
         if group["norm_type"] == 2:
             new = (beta2 * old.square() + (1.0 - beta2) * norms.square()).sqrt()
         else:
             new = beta2 * old + (1.0 - beta2) * norms
         torch._foreach_copy_(averages, list(new.unbind()))
-        correction = math.sqrt(1.0 - beta2**alike.steps) if group["bias_correction"] else 1.0
+        correction = math.sqrt(1.0 - beta2**same_step.steps) if group["bias_correction"] else 1.0
         divisors: torch.Tensor = new / correction + group["eps"]
         return divisors
 
@@ -327,7 +327,7 @@ class FusedNovoGrad(_Fused):
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
-def _counts(weights: Tensors, count: float) -> Tensors:
+def _step_counts(weights: Tensors, count: float) -> Tensors:
     """Return a tensor of one number for each weight, on its device: made at once, not by a kernel for each weight."""
     of_device = {
         device: iter(torch.full((number,), count, dtype=torch.float32, device=device).unbind())
@@ -336,17 +336,19 @@ def _counts(weights: Tensors, count: float) -> Tensors:
     return [next(of_device[weight.device]) for weight in weights]
 
 
-def _adam_updates(group: dict[str, Any], alike: _Alike, gradients: Tensors, weight: float, decoupled: bool) -> Tensors:
+def _adam_updates(
+    group: dict[str, Any], same_step: _SameStepParameters, gradients: Tensors, weight: float, decoupled: bool
+) -> Tensors:
     """Bring Adam's moments up to date and return what the parameters change by, without the learning rate.
 
     Args:
         weight: of the new gradient in the first moment.
     """
     beta1, beta2 = group["betas"]
-    first, second = alike.state("exp_avg"), alike.state("exp_avg_sq")
-    steps, decay = alike.steps, group["weight_decay"]
+    first, second = same_step.state("exp_avg"), same_step.state("exp_avg_sq")
+    steps, decay = same_step.steps, group["weight_decay"]
     if decay and not decoupled:
-        gradients = list(torch._foreach_add(gradients, alike.weights, alpha=decay))
+        gradients = list(torch._foreach_add(gradients, same_step.weights, alpha=decay))
     torch._foreach_mul_(first, beta1)
     torch._foreach_add_(first, gradients, alpha=weight)
     torch._foreach_mul_(second, beta2)
@@ -359,11 +361,11 @@ def _adam_updates(group: dict[str, Any], alike: _Alike, gradients: Tensors, weig
     if group["bias_correction"]:
         torch._foreach_div_(updates, 1.0 - beta1**steps)
     if decay and decoupled:
-        torch._foreach_add_(updates, alike.weights, alpha=decay)
+        torch._foreach_add_(updates, same_step.weights, alpha=decay)
     return updates
 
 
-def _of_model(parameter: torch.Tensor) -> torch.Tensor:
+def _model_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Return the model's parameter whose master weight this may be: it knows on which ranks it lies."""
     return parameter if state.optimizer is None else state.optimizer.model_parameter(parameter)
 

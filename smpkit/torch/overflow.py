@@ -9,10 +9,10 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 
-__all__ = ["found_anywhere"]
+__all__ = ["all_reduce_found_inf"]
 
 
-def found_anywhere(found: torch.Tensor) -> torch.Tensor:
+def all_reduce_found_inf(found: torch.Tensor) -> torch.Tensor:
     """Return the largest `found` of all ranks that train the same weights; all of them call this.
 
     The gradients of replicas are equal once they are reduced, so the ranks of one model ask only each other; unless

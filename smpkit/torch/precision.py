@@ -16,7 +16,7 @@ from torch import nn
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.pipeline.specs import map_tensors
-from smpkit.torch.tensor_parallel.shards import marked_like
+from smpkit.torch.tensor_parallel.shards import copy_mark_to
 
 __all__ = ["MASTER_KEY", "SCALER_KEY", "cast_inputs", "cast_model", "cast_outputs", "half_dtype", "join_fp16_states"]
 __all__ += ["split_fp16_states"]
@@ -55,7 +55,7 @@ def cast_model(root: nn.Module, dtype: torch.dtype, *, weights: bool = True) -> 
         for key, buffer in module.named_buffers(recurse=False):
             wanted = torch.float32 if key in _FLOAT32_BUFFERS else own
             if buffer.is_floating_point() and buffer.dtype != wanted:
-                module._buffers[key] = marked_like(buffer.to(wanted), buffer)
+                module._buffers[key] = copy_mark_to(buffer.to(wanted), buffer)
 
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:

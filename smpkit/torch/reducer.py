@@ -13,11 +13,11 @@ same order, for the same reason.
 
 [Note: why the result is right however often it is reduced] Averaging is linear, and a reduced gradient is equal on all
 ranks, so averaging `reduced + new` gives `reduced + average(new)`. Several backwards in one step, accumulation over
-steps and a second reduction all follow from this; no other bookkeeping is needed. A factor, where a gradient has one,
+steps and a second reduction all follow from this; no other bookkeeping is needed. A scale, where a gradient has one,
 therefore multiplies each gradient as it arises, and not the result.
 
 [Note: results on one rank] With sharded optimizer state only the owner of a parameter gets the result, and the others
-drop their part: there a reduced gradient is not equal on all ranks. The owner therefore sets it aside when a backward
+drop their part: there a reduced gradient is not equal on all ranks. The owner therefore stashes it when a backward
 adds to it, before it does, and adds it to the next result.
 """
 
@@ -38,7 +38,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.buckets import Bucket, Route, plan_buckets
+from smpkit.torch.buckets import Bucket, ReduceTarget, plan_buckets
 from smpkit.torch.deadline import waiting
 
 __all__ = ["CommHook", "GradientReducer"]
@@ -47,18 +47,18 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
 @dataclass(frozen=True)
-class _Reduction:
+class _PendingReduction:
     """A reduction under way: the all-reduce of a buffer (or of its flags), and what a hook made of the gradients."""
 
     work: dist.Work
-    hooked: torch.futures.Future[Any] | None = None
+    hook_result: torch.futures.Future[Any] | None = None
 
     def wait(self) -> torch.Tensor | None:
         """Wait for both; return what the hook's future holds."""
         self.work.wait()
-        if self.hooked is None:
+        if self.hook_result is None:
             return None
-        value = self.hooked.wait()
+        value = self.hook_result.wait()
         result = value[0] if isinstance(value, list | tuple) else value
         assert isinstance(result, torch.Tensor)
         return result
@@ -75,14 +75,14 @@ class GradientReducer:
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, nn.Parameter, Route]],
+        parameters: Sequence[tuple[str, nn.Parameter, ReduceTarget]],
         *,
         bucket_cap_bytes: int,
         as_view: bool = False,
     ) -> None:
         self._parameters = [param for _, param, _ in parameters]
         self._names = {id(param): name for name, param, _ in parameters}
-        self._routes = {id(param): route for _, param, route in parameters}
+        self._targets = {id(param): target for _, param, target in parameters}
         self._bucket_cap_bytes = bucket_cap_bytes
         self._as_view = as_view
         self._comm_hook: tuple[Any, CommHook] | None = None
@@ -92,8 +92,8 @@ class GradientReducer:
         self._slots: dict[int, tuple[Bucket, int]] = {}
         self._frozen_results: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self._armed = False
-        self._started: list[_Reduction] = []
+        self._overlaps = False
+        self._pending: list[_PendingReduction] = []
         self.on_backward_end: Callable[[], None] | None = None
         self._end_queued = False
         self.refresh()
@@ -122,28 +122,28 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
-        touched, reduced = self._progress()
-        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._routes[id(param)])
+        used, reduced = self._used_and_reduced()
+        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._targets[id(param)])
         self._slots = {
             id(param): (bucket, slot) for bucket in self._buckets for slot, param in enumerate(bucket.params)
         }
         for bucket in self._buckets:
-            bucket.touched = {slot for slot, param in enumerate(bucket.params) if id(param) in touched}
+            bucket.used = {slot for slot, param in enumerate(bucket.params) if id(param) in used}
             bucket.reduced = {slot for slot, param in enumerate(bucket.params) if id(param) in reduced}
         self._frozen_results = reduced - set(self._slots)
         self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in live]  # type: ignore[no-untyped-call]
         self._handles += [
-            param.register_hook(functools.partial(self._before_gradient, bucket, slot))  # type: ignore[no-untyped-call]
+            param.register_hook(functools.partial(self._stash_earlier_result, bucket, slot))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
             if bucket.owner is not None and bucket.is_owner
             for slot, param in enumerate(bucket.params)
         ]
 
-    def _progress(self) -> tuple[set[int], set[int]]:
+    def _used_and_reduced(self) -> tuple[set[int], set[int]]:
         """Return the ids of parameters that this rank has contributed to, and of those whose gradient is a result."""
-        touched = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.touched}
+        used = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.used}
         reduced = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.reduced}
-        return touched, reduced | self._frozen_results
+        return used, reduced | self._frozen_results
 
     def release(self) -> None:
         """Let go of the parameters: what their hooks hold, the group among it, lives as long as they do."""
@@ -151,20 +151,20 @@ class GradientReducer:
             handle.remove()
         self._handles, self._signature = [], []
 
-    def arm(self) -> None:
+    def overlap_next_backward(self) -> None:
         """Let the backward that comes next start reductions as its gradients become final."""
         for bucket in self._buckets:
-            bucket.fresh.clear()
-        self._armed = True
+            bucket.ready.clear()
+        self._overlaps = True
 
-    def disarm(self) -> None:
-        """Take `arm` back: the backward that comes next is not the last."""
-        self._armed = False
+    def cancel_overlap(self) -> None:
+        """Take `overlap_next_backward` back: the backward that comes next is not the last."""
+        self._overlaps = False
 
     @property
     def active(self) -> bool:
         """Whether reductions have started that are not finished."""
-        return bool(self._started)
+        return bool(self._pending)
 
     def finish(self) -> None:
         """Start what has not started, wait for everything, and give every parameter its averaged gradient.
@@ -172,44 +172,44 @@ class GradientReducer:
         Raises:
             DeadlineError, RemoteError: a rank of the group did not come or failed.
         """
-        self._armed = False
-        while len(self._started) < len(self._buckets):
-            self._start(self._buckets[len(self._started)])
-        unread = []
-        for bucket, reduction in zip(self._buckets, self._started, strict=True):
+        self._overlaps = False
+        while len(self._pending) < len(self._buckets):
+            self._start(self._buckets[len(self._pending)])
+        needs_flags_read = []
+        for bucket, reduction in zip(self._buckets, self._pending, strict=True):
             with waiting(f"the reduction of gradients (bucket {bucket.index()})", _group_of(bucket)):
-                hooked = reduction.wait()
-            if hooked is not None:
-                bucket.set_buffer(hooked)
+                hook_result = reduction.wait()
+            if hook_result is not None:
+                bucket.set_buffer(hook_result)
             if bucket.needs_flags:
-                unread.append(bucket)
+                needs_flags_read.append(bucket)
             else:
                 bucket.unpack(self._as_view)
-        for bucket, flags in zip(unread, _flags_of(unread), strict=True):
+        for bucket, flags in zip(needs_flags_read, _flags_of(needs_flags_read), strict=True):
             bucket.unpack(self._as_view, flags)
-        self._started = []
+        self._pending = []
 
     def abandon(self) -> None:
         """Forget what an exception interrupted, so that the next step starts clean."""
-        self._armed = False
+        self._overlaps = False
         self._end_queued = False
-        self._started = []
+        self._pending = []
         for bucket in self._buckets:
-            bucket.forget()
+            bucket.reset()
 
-    def shadow(self) -> None:
+    def join_reductions(self) -> None:
         """Take part in one reduction with zeros, for the others of the group that still have inputs."""
         for bucket in self._buckets:
             bucket.flat.zero_()
             self._start_packed(bucket)
             with waiting(f"the reduction of gradients (bucket {bucket.index()}, out of inputs)", _group_of(bucket)):
-                self._started[-1].wait()
-        self._started = []
+                self._pending[-1].wait()
+        self._pending = []
 
-    def _before_gradient(self, bucket: Bucket, slot: int, _: torch.Tensor) -> None:
+    def _stash_earlier_result(self, bucket: Bucket, slot: int, _: torch.Tensor) -> None:
         with self._lock:
             if slot in bucket.reduced:
-                bucket.set_aside(slot)
+                bucket.stash_result(slot)
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         """Note that a backward has accumulated `param.grad` (runs inside backward, after each accumulation)."""
@@ -217,15 +217,15 @@ class GradientReducer:
             bucket, slot = self._slots[id(param)]
             self._check(param, bucket)
             if self._as_view:
-                bucket.adopt(slot)
-            bucket.touched.add(slot)
-            bucket.fresh.add(slot)
+                bucket.make_grad_view(slot)
+            bucket.used.add(slot)
+            bucket.ready.add(slot)
             if self.on_backward_end is not None and not self._end_queued:
                 self._end_queued = True
                 Variable._execution_engine.queue_callback(self._end_of_backward)
-            while self._armed and len(self._started) < len(self._buckets):
-                candidate = self._buckets[len(self._started)]
-                if not candidate.complete():
+            while self._overlaps and len(self._pending) < len(self._buckets):
+                candidate = self._buckets[len(self._pending)]
+                if not candidate.is_ready():
                     return
                 self._start(candidate)
 
@@ -241,7 +241,7 @@ class GradientReducer:
                 f"parameter `{name}` has a sparse gradient, which data parallelism does not reduce",
                 hint="make its embedding with sparse=False",
             )
-        if bucket.index() < len(self._started):
+        if bucket.index() < len(self._pending):
             raise UsageError(
                 f"parameter `{name}` received another gradient in the same backward, after its reduction had started",
                 hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
@@ -255,23 +255,23 @@ class GradientReducer:
 
     def _start_packed(self, bucket: Bucket) -> None:
         if self._comm_hook is None:
-            self._started.append(_Reduction(_reduce(bucket)))
+            self._pending.append(_PendingReduction(_reduce(bucket)))
             return
         state, hook = self._comm_hook
         # The hook may compress or reshape the gradients, so the flags travel by themselves.
         future = hook(state, bucket)
-        self._started.append(_Reduction(_all_reduce(bucket.flags, _group_of(bucket)), future))
+        self._pending.append(_PendingReduction(_all_reduce(bucket.flags, _group_of(bucket)), future))
 
 
 def _flags_of(buckets: Sequence[Bucket]) -> list[list[float]]:
     """Read the flags of buckets from their devices, all at once: each time, the host waits for what a device does."""
     known: dict[Bucket, list[float]] = {}
-    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Bucket]] = defaultdict(list)
+    by_device_and_dtype: defaultdict[tuple[torch.device, torch.dtype], list[Bucket]] = defaultdict(list)
     for bucket in buckets:
-        by_kind[bucket.flags.device, bucket.flags.dtype].append(bucket)
-    for alike in by_kind.values():
-        values = iter(torch.cat([bucket.flags for bucket in alike]).tolist())
-        known.update((bucket, list(itertools.islice(values, len(bucket.params)))) for bucket in alike)
+        by_device_and_dtype[bucket.flags.device, bucket.flags.dtype].append(bucket)
+    for of_one_kind in by_device_and_dtype.values():
+        values = iter(torch.cat([bucket.flags for bucket in of_one_kind]).tolist())
+        known.update((bucket, list(itertools.islice(values, len(bucket.params)))) for bucket in of_one_kind)
     return [known[bucket] for bucket in buckets]
 
 

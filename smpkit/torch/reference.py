@@ -112,7 +112,7 @@ def _own_docstring(kind: type, method: str) -> str:
     return ""
 
 
-class _Written:
+class _Verbatim:
     """Something that a signature shows as it is written in the source."""
 
     def __init__(self, text: str) -> None:
@@ -131,7 +131,7 @@ def _signature(name: str, function: Any) -> str:
     returned = found.return_annotation
     plain = found.replace(
         parameters=parameters,
-        return_annotation=_Written(returned) if isinstance(returned, str) and returned != "None" else found.empty,
+        return_annotation=_Verbatim(returned) if isinstance(returned, str) and returned != "None" else found.empty,
     )
     line = f"{name}{plain}"
     if len(line) <= _WIDTH:
@@ -143,13 +143,13 @@ def _signature(name: str, function: Any) -> str:
 def _parameter(parameter: inspect.Parameter) -> inspect.Parameter:
     annotation, default = parameter.annotation, parameter.default
     if isinstance(annotation, str):
-        annotation = _Written(annotation)
+        annotation = _Verbatim(annotation)
     if isinstance(default, enum.Enum):
-        default = _Written(f"smp.{default.name}")
+        default = _Verbatim(f"smp.{default.name}")
     elif default is not parameter.empty and (
         callable(default) or inspect.ismodule(default) or " at 0x" in repr(default)
     ):
-        default = _Written(getattr(default, "__name__", "..."))
+        default = _Verbatim(getattr(default, "__name__", "..."))
     return parameter.replace(annotation=annotation, default=default)
 
 

@@ -39,10 +39,10 @@ def check_same_model(module: nn.Module) -> None:
 
 
 def _check_same(lines: Sequence[str], group: dist.ProcessGroup) -> None:
-    digests = _collect(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+    digests = _all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
         return
-    descriptions = _collect(list(lines), group)
+    descriptions = _all_gather_object(list(lines), group)
     ranks = dist.get_process_group_ranks(group)
     other = next(index for index, each in enumerate(digests) if each != digests[0])
     raise UsageError(
@@ -52,7 +52,7 @@ def _check_same(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     )
 
 
-def _collect(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
+def _all_gather_object(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
     """Return the value of each rank of the group."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with waiting("the comparison of models", group):
@@ -63,7 +63,7 @@ def _collect(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Overwrite `tensors` with the values of the rank at index `source` of `group`, in a few large messages."""
     with torch.no_grad():
-        for chunk in _chunks(tensors):
+        for chunk in _fill_chunks(tensors):
             packed = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
             with waiting("the broadcast of parameters and buffers", group):
                 dist.broadcast(packed, group=group, group_src=source)
@@ -72,7 +72,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup,
                 tensor.copy_(piece.view(tensor.shape))
 
 
-def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _fill_chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     chunks: list[list[torch.Tensor]] = []
     filled: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     for tensor in tensors:

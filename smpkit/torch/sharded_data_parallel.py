@@ -25,14 +25,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.blocks import blocks_of
-from smpkit.torch.data_parallel import DataParallel, Reduction, broadcast_held
+from smpkit.torch.blocks import repeated_blocks
+from smpkit.torch.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
 from smpkit.torch.deadline import waiting
-from smpkit.torch.holders import Held, find_held
+from smpkit.torch.holders import ParameterPlacement, place_parameters
 from smpkit.torch.initialize import extra_group
 from smpkit.torch.partitioning.delayed import initialize
 from smpkit.torch.replicas import check_same_model
-from smpkit.torch.sharded_tensors import is_divided
+from smpkit.torch.sharded_tensors import is_dtensor
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import mark, shard_of
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedDataParallel", "shard_model"]
 
 
-def shard_model(module: nn.Module, reduction: Reduction) -> ShardedDataParallel:
+def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataParallel:
     """Divide a model over this rank's sharding group, and return what keeps the replicas of the parts equal.
 
     Weights that have no memory yet (`delay_param_initialization`) get it block by block, so that no rank ever holds
@@ -54,23 +54,30 @@ def shard_model(module: nn.Module, reduction: Reduction) -> ShardedDataParallel:
         UnsupportedError: a gradient that is not simply averaged over the replicas.
     """
     check_same_model(module)
-    held = find_held(module, {})
-    for each in held:
-        if each.factor != 1:
+    placements = place_parameters(module, {})
+    for each in placements:
+        if each.grad_scale != 1:
             raise UnsupportedError(
-                f"`{each.name}` has a gradient that is multiplied by {each.factor:g}, which sharded data parallelism "
-                "does not do",
+                f"`{each.name}` has a gradient that is multiplied by {each.grad_scale:g}, which sharded data "
+                "parallelism does not do",
                 hint="set `prescaled_batch: true`, or sharded_data_parallel_degree to 1",
             )
-    blocks = blocks_of(module)
+    blocks = repeated_blocks(module)
     _warn_of_large_blocks(module, blocks)
-    replaced: dict[int, tuple[nn.Parameter, str]] = {id(each.parameter): (each.parameter, each.name) for each in held}
-    by_id = {id(each.parameter): each for each in held}
+    replaced: dict[int, tuple[nn.Parameter, str]] = {
+        id(each.parameter): (each.parameter, each.name) for each in placements
+    }
+    by_id = {id(each.parameter): each for each in placements}
     mesh = _mesh()
     for block in [*blocks, module]:
         parts = [by_id.pop(id(each)) for each in block.parameters() if id(each) in by_id]
-        _make_whole(module, parts)
-        fully_shard(block, mesh=mesh, reshard_after_forward=_reshards(block, module, parts), mp_policy=_precision())
+        _materialize(module, parts)
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=_reshards_after_forward(block, module, parts),
+            mp_policy=_precision(),
+        )
         for part in parts:
             part.parameter.data = part.parameter.new_empty(0)  # an optimizer that refers to it keeps no memory
     return ShardedDataParallel(module, replaced, reduction)
@@ -79,32 +86,34 @@ def shard_model(module: nn.Module, reduction: Reduction) -> ShardedDataParallel:
 class ShardedDataParallel(DataParallel):
     """One rank's part of a model that is divided over a sharding group."""
 
-    divides_weights = True
+    shards_parameters = True
 
-    def __init__(self, module: nn.Module, replaced: dict[int, tuple[nn.Parameter, str]], reduction: Reduction) -> None:
+    def __init__(
+        self, module: nn.Module, replaced: dict[int, tuple[nn.Parameter, str]], reduction: ReductionOptions
+    ) -> None:
         super().__init__(module, [], reduction)
         assert isinstance(module, FSDPModule)
         self._root = module
-        self._has_columns = state.rdp_size > state.cfg.sharded_data_parallel_degree
+        self._has_replicate_groups = state.rdp_size > state.cfg.sharded_data_parallel_degree
         now = dict(module.named_parameters())
         self._replaced = {key: (before, now[name]) for key, (before, name) in replaced.items()}
         for before, after in self._replaced.values():
             shard = shard_of(before)
             if shard is not None:
                 mark(after, shard)
-        self._ran = False
+        self._was_called = False
         """Whether the model has been called: only then `fully_shard` has something to forget."""
-        module.register_forward_pre_hook(self._note_run)
-        self._failed_with: frozenset[str] | None = None
+        module.register_forward_pre_hook(self._mark_called)
+        self._gathered_at_failure: frozenset[str] | None = None
         """The parameters that were gathered when a pass failed, until the next one begins."""
 
-    def adopt(self, groups: Sequence[dict[str, Any]]) -> None:
+    def update_param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Let the parameter groups of an optimizer that was made before the model was divided hold the parts."""
         for group in groups:
             group["params"] = [self._replaced.get(id(each), (each, each))[1] for each in group["params"]]
 
     def begin_step(self, training: bool) -> None:
-        self._agree_on_failure()
+        self._check_same_failure()
         super().begin_step(training)
 
     def before_backward(self, run: StepProgress) -> None:
@@ -114,9 +123,9 @@ class ShardedDataParallel(DataParallel):
     def before_last_backward(self) -> None:
         """Nothing: `fully_shard` reduces while backward runs, every time."""
 
-    def begin_plain_pass(self, training: bool) -> None:
+    def begin_pass_outside_step(self, training: bool) -> None:
         """Get ready for a backward outside any step, which averages over all replicas: averages add up."""
-        self._agree_on_failure()
+        self._check_same_failure()
         if torch.is_grad_enabled():
             self._root.set_requires_all_reduce(True)
             self._begin_pass(training)
@@ -126,14 +135,14 @@ class ShardedDataParallel(DataParallel):
 
         Without a message to other ranks, which may not have failed: the next pass asks them.
         """
-        gathered = {n: each for n, each in self._root.named_parameters() if not is_divided(each)}
-        self._failed_with = frozenset(gathered) | (self._failed_with or frozenset())
+        gathered = {n: each for n, each in self._root.named_parameters() if not is_dtensor(each)}
+        self._gathered_at_failure = frozenset(gathered) | (self._gathered_at_failure or frozenset())
         for each in gathered.values():
             each.grad = None
-        if self._ran and hasattr(self._root, "reset_iter_state"):  # since torch 2.13
+        if self._was_called and hasattr(self._root, "reset_iter_state"):  # since torch 2.13
             self._root.reset_iter_state()
         done = self._passes % self._passes_per_reduction
-        if done and self._has_columns:
+        if done and self._has_replicate_groups:
             # Their gradients lay beside the parameters, reduced over a row and not yet over the columns.
             self._passes -= done
             warnings.warn(
@@ -143,33 +152,33 @@ class ShardedDataParallel(DataParallel):
                 stacklevel=4,
             )
 
-    def _note_run(self, *_: object) -> None:
-        self._ran = True
+    def _mark_called(self, *_: object) -> None:
+        self._was_called = True
 
-    def _agree_on_failure(self) -> None:
+    def _check_same_failure(self) -> None:
         """After a failed pass, go on if all ranks failed at the same place: then no message is on its way.
 
         Raises:
             UsageError: they did not, or this torch cannot forget a failed pass.
         """
-        if self._failed_with is None:
+        if self._gathered_at_failure is None:
             return
         if not hasattr(self._root, "reset_iter_state"):
             raise UsageError(
                 f"a step failed, and torch {torch.__version__} cannot go on with sharded data parallelism after that",
                 hint="install torch 2.13 or later, or resume from a checkpoint in a new process",
             )
-        everybody: list[Any] = [None] * dist.get_world_size(self.group)
+        by_rank: list[Any] = [None] * dist.get_world_size(self.group)
         with waiting("the agreement of ranks on a step that failed, which must fail on all of them", self.group):
-            dist.all_gather_object(everybody, sorted(self._failed_with), group=self.group)
-        for rank, theirs in zip(dist.get_process_group_ranks(self.group), everybody, strict=True):
-            if theirs != everybody[0]:
+            dist.all_gather_object(by_rank, sorted(self._gathered_at_failure), group=self.group)
+        for rank, theirs in zip(dist.get_process_group_ranks(self.group), by_rank, strict=True):
+            if theirs != by_rank[0]:
                 raise UsageError(
                     f"a step failed at one place on rank {dist.get_global_rank(self.group, 0)} and at another on rank"
                     f" {rank}, which sharded data parallelism cannot go on after",
                     hint="resume from a checkpoint in a new process",
                 )
-        self._failed_with = None
+        self._gathered_at_failure = None
 
     def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:  # noqa: ARG002 - the base's arguments
         raise UnsupportedError(
@@ -192,7 +201,7 @@ def _mesh() -> DeviceMesh:
 
 
 @torch.no_grad()
-def _make_whole(root: nn.Module, parts: Sequence[Held]) -> None:
+def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement]) -> None:
     """Give the parameters of one block, on this rank's device, the values of the first replica."""
     initialize(root, [each.parameter for each in parts], state.device, torch.initial_seed())
     for each in parts:
@@ -200,7 +209,7 @@ def _make_whole(root: nn.Module, parts: Sequence[Held]) -> None:
         # Parts in float32 are their own master weights; the block computes in what _precision says.
         half = value.dtype in (torch.float16, torch.bfloat16) and _precision().param_dtype is not None
         each.parameter.data = value.float() if half else value
-    broadcast_held(parts, dist.get_global_rank(state.process_group(CommGroup.DP_GROUP), 0))
+    broadcast_parameters(parts, dist.get_global_rank(state.process_group(CommGroup.DP_GROUP), 0))
 
 
 def _precision() -> MixedPrecisionPolicy:
@@ -210,7 +219,7 @@ def _precision() -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
 
 
-def _reshards(block: nn.Module, root: nn.Module, parts: Sequence[Held]) -> bool:
+def _reshards_after_forward(block: nn.Module, root: nn.Module, parts: Sequence[ParameterPlacement]) -> bool:
     """Tell whether a block is divided again between its forward and its backward."""
     size = sum(each.parameter.numel() for each in parts)
     return block is not root and size >= state.cfg.sdp_param_persistence_threshold

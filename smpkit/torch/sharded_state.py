@@ -21,45 +21,45 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from smpkit.torch.buckets import Route
+from smpkit.torch.buckets import ReduceTarget
 from smpkit.torch.deadline import waiting
-from smpkit.torch.holders import Held
+from smpkit.torch.holders import ParameterPlacement
 
-__all__ = ["StateShards"]
+__all__ = ["Zero1Partition"]
 
 _CHUNK_BYTES = 25 * 1024 * 1024
 _CHUNKS_IN_FLIGHT = 4  # bounds the memory that packing needs
 
 
-class StateShards:
+class Zero1Partition:
     """Who owns which parameter.
 
     Args:
-        held: this rank's parameters; the same on all ranks that hold the same.
+        placements: of this rank's parameters; the same on all ranks that hold the same.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._held = list(held)
-        self._owners = _deal(self._held)
-        groups = {id(each.parameter): each.averaged for each in self._held}
-        self._mine = {id_ for id_, owner in self._owners.items() if owner == dist.get_rank(groups[id_])}
+    def __init__(self, placements: Sequence[ParameterPlacement]) -> None:
+        self._placements = list(placements)
+        self._owners = _assign_owners(self._placements)
+        groups = {id(each.parameter): each.reduce_group for each in self._placements}
+        self._owned = {id_ for id_, owner in self._owners.items() if owner == dist.get_rank(groups[id_])}
 
-    def route_of(self, held: Held) -> Route:
+    def reduce_target_of(self, placement: ParameterPlacement) -> ReduceTarget:
         """Return where a parameter's gradient goes."""
-        return Route(held.averaged, self._owners.get(id(held.parameter)))
+        return ReduceTarget(placement.reduce_group, self._owners.get(id(placement.parameter)))
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Tell whether this rank keeps the optimizer state of a parameter that it holds."""
-        return id(parameter) in self._mine or id(parameter) not in self._owners
+        return id(parameter) in self._owned or id(parameter) not in self._owners
 
-    def divides(self, parameter: torch.Tensor) -> bool:
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
         """Tell whether several ranks share the states of parameters like this one."""
         return id(parameter) in self._owners
 
     @contextlib.contextmanager
-    def only_owned(self) -> Iterator[None]:
+    def hide_unowned_gradients(self) -> Iterator[None]:
         """Hide gradients of parameters that others own, or the optimizer would make states for them."""
-        hidden = [(each.parameter, each.parameter.grad) for each in self._held if not self.owns(each.parameter)]
+        hidden = [(each.parameter, each.parameter.grad) for each in self._placements if not self.owns(each.parameter)]
         for parameter, _ in hidden:
             parameter.grad = None
         try:
@@ -69,25 +69,25 @@ class StateShards:
                 parameter.grad = gradient
 
     @torch.no_grad()
-    def spread(self) -> None:
-        """Give the owners' values to all that hold the parameters; every rank calls this, after a step."""
-        flying: deque[_Flight] = deque()
+    def broadcast_updated(self) -> None:
+        """Broadcast each updated parameter from its owner; every rank calls this, after a step."""
+        pending: deque[_PendingBroadcast] = deque()
         for chunk in self._chunks():
-            if len(flying) == _CHUNKS_IN_FLIGHT:
-                flying.popleft().land()
-            flying.append(_Flight.start(chunk, self.route_of(chunk[0])))
-        for flight in flying:
-            flight.land()
+            if len(pending) == _CHUNKS_IN_FLIGHT:
+                pending.popleft().finish()
+            pending.append(_PendingBroadcast.start(chunk, self.reduce_target_of(chunk[0])))
+        for pending_broadcast in pending:
+            pending_broadcast.finish()
 
-    def _chunks(self) -> list[list[Held]]:
+    def _chunks(self) -> list[list[ParameterPlacement]]:
         """Return parameters that travel together, the same in the same order on all ranks that hold them."""
-        chunks: list[list[Held]] = []
-        filled: dict[object, tuple[list[Held], int]] = {}
-        for each in self._held:
-            route = self.route_of(each)
-            if route.owner is None or not each.parameter.requires_grad:
+        chunks: list[list[ParameterPlacement]] = []
+        filled: dict[object, tuple[list[ParameterPlacement], int]] = {}
+        for each in self._placements:
+            target = self.reduce_target_of(each)
+            if target.owner is None or not each.parameter.requires_grad:
                 continue
-            key = (route, each.parameter.dtype, each.parameter.device)
+            key = (target, each.parameter.dtype, each.parameter.device)
             size = each.parameter.numel() * each.parameter.element_size()
             chunk, used = filled.get(key, ([], 0))
             if not chunk or used + size > _CHUNK_BYTES:
@@ -99,51 +99,53 @@ class StateShards:
 
 
 @dataclass
-class _Flight:
-    """Parameters on their way from their owner."""
+class _PendingBroadcast:
+    """A broadcast of packed parameters from their owner, under way."""
 
-    chunk: list[Held]
-    route: Route
+    chunk: list[ParameterPlacement]
+    target: ReduceTarget
     packed: torch.Tensor
     work: dist.Work
 
     @classmethod
-    def start(cls, chunk: list[Held], route: Route) -> _Flight:
-        assert route.group is not None
-        assert route.owner is not None
-        if route.owner == dist.get_rank(route.group):
+    def start(cls, chunk: list[ParameterPlacement], target: ReduceTarget) -> _PendingBroadcast:
+        assert target.group is not None
+        assert target.owner is not None
+        if target.owner == dist.get_rank(target.group):
             packed = torch.cat([each.parameter.detach().reshape(-1) for each in chunk])
         else:
             packed = chunk[0].parameter.new_empty(sum(each.parameter.numel() for each in chunk))
-        work = dist.broadcast(packed, group=route.group, group_src=route.owner, async_op=True)
+        work = dist.broadcast(packed, group=target.group, group_src=target.owner, async_op=True)
         assert work is not None
-        return cls(chunk, route, packed, work)
+        return cls(chunk, target, packed, work)
 
-    def land(self) -> None:
-        assert self.route.group is not None
-        with waiting("the updated parameters of another rank", self.route.group):
+    def finish(self) -> None:
+        assert self.target.group is not None
+        with waiting("the updated parameters of another rank", self.target.group):
             self.work.wait()
-        if self.route.owner == dist.get_rank(self.route.group):
+        if self.target.owner == dist.get_rank(self.target.group):
             return
         pieces = torch.split(self.packed, [each.parameter.numel() for each in self.chunk])
         for each, piece in zip(self.chunk, pieces, strict=True):
             each.parameter.copy_(piece.view(each.parameter.shape))
 
 
-def _deal(held: Sequence[Held]) -> dict[int, int]:
+def _assign_owners(placements: Sequence[ParameterPlacement]) -> dict[int, int]:
     """Return who owns each parameter, as an index in the group that averages it.
 
     The largest first, each to whom has least: no rank then owns more than the mean and one parameter. Frozen parameters
     are dealt out by themselves, or they would leave those that have a state to few ranks.
     """
     owners: dict[int, int] = {}
-    loads: dict[tuple[dist.ProcessGroup, bool], list[int]] = {}
-    for each in sorted(held, key=lambda each: each.parameter.numel() * each.parameter.element_size(), reverse=True):
-        if each.averaged is None:
+    bytes_owned: dict[tuple[dist.ProcessGroup, bool], list[int]] = {}
+    for each in sorted(
+        placements, key=lambda each: each.parameter.numel() * each.parameter.element_size(), reverse=True
+    ):
+        if each.reduce_group is None:
             continue
-        key = (each.averaged, each.parameter.requires_grad)
-        load = loads.setdefault(key, [0] * dist.get_world_size(each.averaged))
-        owner = load.index(min(load))
-        load[owner] += each.parameter.numel() * each.parameter.element_size()
+        key = (each.reduce_group, each.parameter.requires_grad)
+        owned = bytes_owned.setdefault(key, [0] * dist.get_world_size(each.reduce_group))
+        owner = owned.index(min(owned))
+        owned[owner] += each.parameter.numel() * each.parameter.element_size()
         owners[id(each.parameter)] = owner
     return owners

@@ -12,10 +12,10 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_local", "as_shards", "as_whole", "is_divided", "shard_like"]
+__all__ = ["distribute_like", "distribute_state", "full_tensor_of", "is_dtensor", "local_tensor_of"]
 
 
-def is_divided(value: object) -> TypeGuard[DTensor]:
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Tell whether something is a divided tensor: a DTensor, of which there is none before torch's module is loaded.
 
     Loading it costs every rank a second at its start, which most jobs have no use for.
@@ -24,19 +24,19 @@ def is_divided(value: object) -> TypeGuard[DTensor]:
     return isinstance(value, getattr(module, "DTensor", ()))
 
 
-def as_local(value: Any) -> Any:
+def local_tensor_of(value: Any) -> Any:
     """Return this rank's part of a divided tensor, as a plain one; anything else as it is."""
-    return value.to_local() if is_divided(value) else value
+    return value.to_local() if is_dtensor(value) else value
 
 
-def as_whole(value: Any) -> Any:
+def full_tensor_of(value: Any) -> Any:
     """Return the whole of a divided tensor; all ranks of its mesh call this. Anything else as it is."""
-    return value.full_tensor() if is_divided(value) else value
+    return value.full_tensor() if is_dtensor(value) else value
 
 
-def shard_like(value: Any, parameter: torch.Tensor) -> Any:
+def distribute_like(value: Any, parameter: torch.Tensor) -> Any:
     """Return a plain tensor (the whole, or this rank's part) divided as a parameter is; anything else as it is."""
-    if not is_divided(parameter) or not isinstance(value, torch.Tensor) or is_divided(value):
+    if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or is_dtensor(value):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -56,7 +56,9 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
     return value
 
 
-def as_shards(values: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def distribute_state(values: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """Return a state dict of a module, with wholes or this rank's parts, as the module holds it."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    return {name: shard_like(each, parameters[name]) if name in parameters else each for name, each in values.items()}
+    return {
+        name: distribute_like(each, parameters[name]) if name in parameters else each for name, each in values.items()
+    }

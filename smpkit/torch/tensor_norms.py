@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.deadline import waiting
-from smpkit.torch.sharded_tensors import is_divided
+from smpkit.torch.sharded_tensors import is_dtensor
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.shards import shard_of
 
@@ -24,7 +24,7 @@ def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # nothing has no largest value
     norms = torch.stack(list(torch._foreach_norm(filled, norm_type)))
     squares = norm_type == 2.0
-    for group, divided in _divisions(parameters):
+    for group, divided in _sharded_over(parameters):
         whole = norms.square() if squares else norms.clone()
         with waiting("the norms of divided tensors", group):
             dist.all_reduce(whole, op=dist.ReduceOp.SUM if squares else dist.ReduceOp.MAX, group=group)
@@ -32,12 +32,12 @@ def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     return norms
 
 
-def _divisions(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
+def _sharded_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
     """Yield the groups of ranks that hold tensors together, and which tensors: first what was divided last."""
-    parts = [is_divided(each) for each in parameters]
-    mesh = next((each.device_mesh for each in parameters if is_divided(each)), None)
+    dtensors = [is_dtensor(each) for each in parameters]
+    mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None)
     if mesh is not None:
-        yield mesh.get_group("shard"), parts
-    pieces = [(shard := shard_of(each)) is not None and shard.is_distributed for each in parameters]
-    if state.initialized and state.tp_size > 1 and any(pieces):
-        yield state.process_group(CommGroup.TP_GROUP), pieces
+        yield mesh.get_group("shard"), dtensors
+    tp_shards = [(shard := shard_of(each)) is not None and shard.is_distributed for each in parameters]
+    if state.initialized and state.tp_size > 1 and any(tp_shards):
+        yield state.process_group(CommGroup.TP_GROUP), tp_shards

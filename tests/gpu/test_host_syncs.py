@@ -88,7 +88,7 @@ def test_a_pipelined_step_waits_only_where_values_go_through_the_hosts(name: str
 
 def test_fp16_reads_once_whether_a_gradient_has_overflowed() -> None:
     (places,) = run_ranks(places_of_syncs, 1, "fp16", timeout=170)
-    assert places == ["master_weights.prepare"]
+    assert places == ["master_weights.unscale_gradients"]
 
 
 def test_flags_of_unused_parameters_are_read_once() -> None:

@@ -44,7 +44,7 @@ def test_packing_and_unpacking_is_exact_for_every_shape() -> None:
     (bucket,) = plan_buckets(params, 1000)
     for slot, param in enumerate(params):
         param.grad = torch.randn(param.shape)
-        bucket.touched.add(slot)
+        bucket.used.add(slot)
     wanted = [param.grad.clone() / 2 for param in params if param.grad is not None]
     bucket.pack(2)
     bucket.unpack(as_view=False)
@@ -58,6 +58,6 @@ def test_a_gradient_with_other_strides_is_packed_by_value() -> None:
     (bucket,) = plan_buckets([param], 1000)
     param.grad = torch.arange(6.0).view(3, 2).t()
     wanted = param.grad.clone()
-    bucket.touched.add(0)
+    bucket.used.add(0)
     bucket.pack(1)
     assert torch.equal(bucket.views[0], wanted)

@@ -14,7 +14,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
 from smpkit.torch.partitioning.describe import describe
-from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
+from smpkit.torch.partitioning.trace import TrialStep, measure_units, run_fake, units_of
 
 
 class Tied(nn.Module):
@@ -94,7 +94,7 @@ def test_with_inputs_compute_and_activations_are_known(factory: Any) -> None:
 def test_weights_are_no_activations_of_a_traced_step() -> None:
     # A linear layer saves the transpose of its weight, which is a view: it was counted as an activation.
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
-    costs = measure_units(model, units_of(model), lambda: run_fake(model, Step(model, (torch.zeros(2, 100),))))
+    costs = measure_units(model, units_of(model), lambda: run_fake(model, TrialStep(model, (torch.zeros(2, 100),))))
     assert [cost.activation_bytes for cost in costs] == [2 * 100 * 4] * 2
 
 

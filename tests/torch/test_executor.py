@@ -388,11 +388,11 @@ def test_ranks_that_go_different_ways_hear_of_it() -> None:
 def shared_inputs(shapes: Sequence[Sequence[int]], head_bytes: int) -> tuple[bool, list[int]]:
     """Return whether this rank saw the inputs of rank 0 in each step, and the blocks in which rank 0 sent them."""
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 3, "ddp": True})
-    from smpkit.torch.partitioning.measure import Measured
+    from smpkit.torch.partitioning.measure import MeasureOptions
     from smpkit.torch.pipeline.inputs import InputBroadcast
     from smpkit.torch.pipeline.pipeline import Pipeline
 
-    transport = Pipeline(nn.Linear(1, 1), Measured(), lambda root, ranks: None)._transport
+    transport = Pipeline(nn.Linear(1, 1), MeasureOptions(), lambda root, ranks: None)._transport
     inputs, equal, blocks = InputBroadcast(transport, smp.pp_rank(), 3, torch.device("cpu")), True, []
     for step in range(5):
         expected = [torch.randn(shape, generator=torch.Generator().manual_seed(step)) for shape in shapes]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.gradient_norm import global_norm
-from smpkit.torch.tensor_parallel.shards import Shard, mark, take
+from smpkit.torch.tensor_parallel.shards import TpShard, mark, take_shard
 from tests.ranks import run_ranks
 
 NORMS = [2.0, 1.0, 3.0, float("inf")]
@@ -47,8 +47,8 @@ def clip_in_parts(max_norm: float) -> list[tuple[Tensor, dict[str, Tensor]]]:
         for name, gradient in whole_gradients().items():
             mine = gradient
             if name == "first" and tp_size > 1:
-                shard = Shard((4, 3), 0, (), smp.tp_rank(), tp_size, CommGroup.RDP_GROUP, 1 / tp_size)
-                mine = take(gradient, shard)
+                shard = TpShard((4, 3), 0, (), smp.tp_rank(), tp_size, CommGroup.RDP_GROUP, 1 / tp_size)
+                mine = take_shard(gradient, shard)
             parameter = nn.Parameter(torch.zeros_like(mine))
             if mine is not gradient:
                 mark(parameter, shard)

@@ -31,14 +31,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("machine")
 def test_the_cores_of_the_gpus_socket_are_found() -> None:
-    assert numa.cores_beside(GPU, range(16)) == {4, 5, 6, 7, 12, 13, 14, 15}
-    assert numa.cores_beside("0000:00:00.0", range(16)) == set()
+    assert numa.cores_near_gpu(GPU, range(16)) == {4, 5, 6, 7, 12, 13, 14, 15}
+    assert numa.cores_near_gpu("0000:00:00.0", range(16)) == set()
 
 
 def test_cores_that_somebody_has_chosen_stay(machine: Path) -> None:
-    assert numa.cores_beside(GPU, range(8)) == set()
+    assert numa.cores_near_gpu(GPU, range(8)) == set()
     (machine / "devices/system/cpu/online").write_text("0-7")
-    assert numa.cores_beside(GPU, range(8)) == {4, 5, 6, 7}
+    assert numa.cores_near_gpu(GPU, range(8)) == {4, 5, 6, 7}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_cores_that_somebody_has_chosen_stay(machine: Path) -> None:
 )
 def test_nothing_is_bound_where_it_would_not_help(machine: Path, name: str, text: str) -> None:
     (machine / name).write_text(text)
-    assert numa.cores_beside(GPU, range(16)) == set()
+    assert numa.cores_near_gpu(GPU, range(16)) == set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has affinities")

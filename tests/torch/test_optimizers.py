@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.tensor_parallel.shards import Shard, mark, take
+from smpkit.torch.tensor_parallel.shards import TpShard, mark, take_shard
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-12  # float64; the order of a few products differs
@@ -290,16 +290,16 @@ def test_what_cannot_be_meant_is_refused() -> None:
 def train_pieces() -> list[list[torch.Tensor]]:
     """Train with the first tensor divided over two tensor-parallel ranks."""
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
-    shard = Shard((4, 3), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)
+    shard = TpShard((4, 3), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)
     results = []
     for kind in KINDS:
         parameters = tensors()
-        parameters[0] = nn.Parameter(take(parameters[0].detach(), shard))
+        parameters[0] = nn.Parameter(take_shard(parameters[0].detach(), shard))
         mark(parameters[0], shard)
         optimizer = kind(parameters, lr=0.1)
         for step in range(STEPS):
             given = gradients(step)
-            given[0] = take(given[0], shard)
+            given[0] = take_shard(given[0], shard)
             for parameter, gradient in zip(parameters, given, strict=True):
                 parameter.grad = gradient
             optimizer.step()

@@ -21,7 +21,7 @@ def optimizer_of(model: nn.Module, **options: Any) -> smp.DistributedOptimizer:
     return smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), **options)
 
 
-def weight_of(model: smp.DistributedModel) -> torch.Tensor:
+def model_parameter_of(model: smp.DistributedModel) -> torch.Tensor:
     return next(model.parameters())
 
 
@@ -84,11 +84,11 @@ def test_delayed_weights_stay_without_memory_and_are_those_of_float32_rounded() 
     with smp.delay_param_initialization():
         plain = nn.Linear(64, 64)
     torch.manual_seed(3)
-    expected = weight_of(smp.DistributedModel(plain)).detach().to(HALF)
+    expected = model_parameter_of(smp.DistributedModel(plain)).detach().to(HALF)
     smp.shutdown()
     smp.init({"fp16": True})
     torch.manual_seed(3)
-    assert weight_of(smp.DistributedModel(module)).equal(expected)
+    assert model_parameter_of(smp.DistributedModel(module)).equal(expected)
     smp.shutdown()
 
 
@@ -188,7 +188,7 @@ def test_a_model_that_diverged_is_named_once() -> None:
     for scale in (1.0, 1.0, 1.0):
         optimizer.zero_grad()
         model.backward(model(torch.ones(1, 2)).sum() * math.nan)
-        if not optimizer.loss_scaler.at_minimum or optimizer._half._warned:
+        if not optimizer.loss_scaler.at_minimum or optimizer._masters_or_raise._warned:
             optimizer.step()
         else:
             with pytest.warns(UserWarning, match="not finite at the smallest loss scale"):
@@ -201,11 +201,11 @@ def test_sparse_gradients_reach_their_masters() -> None:
     smp.init({"fp16": True})
     model = smp.DistributedModel(nn.Embedding(4, 2, sparse=True))
     optimizer = optimizer_of(model, static_loss_scale=8.0)
-    before = weight_of(model).detach().clone()
+    before = model_parameter_of(model).detach().clone()
     model.backward(model(torch.tensor([1, 1])).sum())
     assert optimizer.clip_master_grads(100.0) == pytest.approx(math.sqrt(8))
     optimizer.step()
-    assert weight_of(model).equal((before.float() - torch.tensor([0, 1, 0, 0])[:, None]).to(HALF))
+    assert model_parameter_of(model).equal((before.float() - torch.tensor([0, 1, 0, 0])[:, None]).to(HALF))
 
 
 @pytest.mark.usefixtures("world")

@@ -159,7 +159,7 @@ def count_messages(overlap: bool) -> tuple[list[int], int, int]:
     finish = data_parallel.reducers[0].finish
 
     def counted_finish() -> None:
-        early.append(len(data_parallel.reducers[0]._started))
+        early.append(len(data_parallel.reducers[0]._pending))
         finish()
 
     data_parallel.reducers[0].finish = counted_finish  # type: ignore[method-assign]

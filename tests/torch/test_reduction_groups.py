@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.tensor_parallel.shards import Shard, mark
+from smpkit.torch.tensor_parallel.shards import TpShard, mark
 from tests.ranks import RankFailed, run_ranks
 
 TP = 2
@@ -25,8 +25,8 @@ class Kinds(nn.Module):
         for name in ("ordinary", "piece", "scaled", "partial", "frozen"):
             self.register_parameter(name, nn.Parameter(torch.zeros(2, dtype=torch.float64)))
 
-        def shard(dim: int | None, group: CommGroup, scale: float) -> Shard:
-            return Shard((4,) if dim == 0 else (2,), dim, (), tp_rank, TP, group, scale)
+        def shard(dim: int | None, group: CommGroup, scale: float) -> TpShard:
+            return TpShard((4,) if dim == 0 else (2,), dim, (), tp_rank, TP, group, scale)
 
         mark(self.get_parameter("piece"), shard(0, CommGroup.RDP_GROUP, 1 / TP))
         mark(self.get_parameter("scaled"), shard(None, CommGroup.RDP_GROUP, 1 / TP))
@@ -83,7 +83,7 @@ def test_whole_values_come_from_the_first_rank_and_pieces_from_the_first_holder_
         }
 
 
-def weight_of(rank: int) -> Tensor:
+def model_parameter_of(rank: int) -> Tensor:
     return torch.tensor([1.0, 10.0], dtype=torch.float64) * (rank + 1) ** 2
 
 
@@ -95,7 +95,7 @@ def train(microbatches: int, accumulation: int, backwards: int, overlap: bool) -
         bucket_cap_mb=0.00002,
     )
     seen = []
-    batch = weight_of(smp.rank()).expand(microbatches, 2)
+    batch = model_parameter_of(smp.rank()).expand(microbatches, 2)
     for turn in range(3):
         if turn < 2:  # the third adds to the second
             model.zero_grad()
@@ -120,8 +120,8 @@ def test_gradients_are_averaged_over_their_group_and_scaled_once(size: int) -> N
     everyone = range(size)
     for rank, cases in enumerate(run_ranks(train_cases, size)):
         replicas = [each for each in everyone if each % TP == rank % TP]
-        over_dp = torch.stack([weight_of(each) for each in everyone]).mean(0)
-        over_rdp = torch.stack([weight_of(each) for each in replicas]).mean(0)
+        over_dp = torch.stack([model_parameter_of(each) for each in everyone]).mean(0)
+        over_rdp = torch.stack([model_parameter_of(each) for each in replicas]).mean(0)
         once = {"ordinary": over_dp, "piece": over_rdp / TP, "scaled": over_rdp / TP, "partial": over_dp * TP}
         once["frozen"] = once["piece"]
         for (_, accumulation, backwards, _), turns in zip(CASES, cases, strict=True):
@@ -141,10 +141,10 @@ def differ(what: str) -> None:
     module = Kinds(smp.tp_rank())
     if (smp.rank() == 3 and what == "piece") or (smp.rdp_rank() == 1 and what == "replica"):
         piece = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        mark(piece, Shard((6,), 0, (), smp.tp_rank(), TP, CommGroup.RDP_GROUP, 1 / TP))
+        mark(piece, TpShard((6,), 0, (), smp.tp_rank(), TP, CommGroup.RDP_GROUP, 1 / TP))
         module.register_parameter("piece", piece)
     if smp.rank() == 3 and what == "scale":
-        mark(module.get_parameter("partial"), Shard((2,), None, (), 1, TP, CommGroup.DP_GROUP, 1.0))
+        mark(module.get_parameter("partial"), TpShard((2,), None, (), 1, TP, CommGroup.DP_GROUP, 1.0))
     smp.DistributedModel(module)
 
 

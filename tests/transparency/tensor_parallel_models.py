@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.torch.partitioning.delayed import initialize
-from smpkit.torch.tensor_parallel.whole_state import joined
+from smpkit.torch.tensor_parallel.whole_state import join_state
 from tests.transparency.models import Trace, loss_of, record
 
 TOKENS, WIDTH, LENGTH = 17, 8, 8
@@ -187,4 +187,4 @@ def whole_gradients(model: Any) -> dict[str, Tensor | None]:
     """Return the gradients of what this rank holds, joined over its tensor-parallel group."""
     named = {name: None if p.grad is None else p.grad.clone() for name, p in model.local_named_parameters()}
     trained = {name: gradient for name, gradient in named.items() if gradient is not None}
-    return {**named, **joined(model.get_module(), trained)}
+    return {**named, **join_state(model.get_module(), trained)}

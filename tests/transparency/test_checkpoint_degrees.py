@@ -14,7 +14,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.tensor_parallel.shards import Shard, mark, take
+from smpkit.torch.tensor_parallel.shards import TpShard, mark, take_shard
 from tests.ranks import run_ranks
 
 Layout = tuple[int, int, int]
@@ -63,7 +63,7 @@ class DistributedTrio(smp.nn.DistributedModule):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        shard = Shard((3 * width, 3), 0, (width,) * 3, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
+        shard = TpShard((3 * width, 3), 0, (width,) * 3, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
         self.packed = nn.Parameter(torch.empty(shard.local_shape, dtype=torch.float64))
         mark(self.packed, shard)
 
@@ -98,8 +98,11 @@ def divide(model: nn.Module) -> None:
     units = [module for module in model.modules() if isinstance(module, Unit)]
     for unit, (name, (dim, parts)) in itertools.product(units, PIECES.items()):
         whole = unit.get_parameter(name)
-        shard = Shard(tuple(whole.shape), dim, parts, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
-        piece, factor = nn.Parameter(take(whole.data, shard)), take(unit.get_buffer(f"{name}_factor"), shard)
+        shard = TpShard(tuple(whole.shape), dim, parts, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
+        piece, factor = (
+            nn.Parameter(take_shard(whole.data, shard)),
+            take_shard(unit.get_buffer(f"{name}_factor"), shard),
+        )
         mark(piece, shard)
         mark(factor, shard)
         setattr(unit, name, piece)
@@ -155,8 +158,8 @@ def largest_difference(model: Any, optimizer: Any, whole: dict[str, torch.Tensor
         if last in PIECES | PACKED and expected.dim():
             dim, parts = (PIECES | PACKED)[last]
             shape = tuple(expected.shape)
-            shard = Shard(shape, dim, parts, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
-            expected = take(expected, shard)
+            shard = TpShard(shape, dim, parts, smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0)
+            expected = take_shard(expected, shard)
         assert value.shape == expected.shape, name
         worst = max(worst, (value.double() - expected.double()).abs().max().item())
     return worst

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.tensor_parallel.whole_state import joined
+from smpkit.torch.tensor_parallel.whole_state import join_state
 from tests.ranks import run_ranks
 
 Weights = dict[str, torch.Tensor]
@@ -116,7 +116,7 @@ def finest(model: Any, optimizer: Any) -> tuple[Weights, float | None]:
         states = optimizer.state_dict()["state"]
         masters = {number: each["master"] for number, each in states.items() if "master" in each}
         names = [name for name, _ in model.module.named_parameters()]
-        weights |= joined(model.module, {names[number]: master.clone() for number, master in masters.items()})
+        weights |= join_state(model.module, {names[number]: master.clone() for number, master in masters.items()})
     scale = None if optimizer.masters is None else float(optimizer.masters.scaler.loss_scale)
     return weights, scale
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch import sharded_data_parallel
-from smpkit.torch.blocks import blocks_of
+from smpkit.torch.blocks import repeated_blocks
 from tests.ranks import run_ranks
 
 STEPS, BATCH, WIDTH, TOKENS = 5, 16, 6, 11
@@ -328,7 +328,7 @@ def train_delayed() -> tuple[dict[str, Tensor], int]:
     torch.manual_seed(3)
     with smp.delay_param_initialization():
         module = Model()
-    original = sharded_data_parallel._make_whole
+    original = sharded_data_parallel._materialize
 
     def watched(root: nn.Module, parts: Any) -> None:
         nonlocal largest
@@ -336,7 +336,7 @@ def train_delayed() -> tuple[dict[str, Tensor], int]:
         plain = [each for each in root.parameters() if not isinstance(each, DTensor)]
         largest = max(largest, sum(p.numel() for p in plain if p.untyped_storage().size() > p.element_size()))
 
-    with mock.patch.object(sharded_data_parallel, "_make_whole", watched):
+    with mock.patch.object(sharded_data_parallel, "_materialize", watched):
         model = smp.DistributedModel(module)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     begun = {name: value.clone() for name, value in model.state_dict().items()}
@@ -464,9 +464,9 @@ def test_after_a_failed_pass_training_goes_on_as_if_it_had_not_been() -> None:
 
 def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() -> None:
     model = build()
-    assert blocks_of(model) == list(model.blocks)
+    assert repeated_blocks(model) == list(model.blocks)
     shared = model.blocks[1]
     assert isinstance(shared, Block)
     model.register_parameter("outside", shared.norm.weight)
-    assert blocks_of(model) == [model.blocks[0], model.blocks[2]]
-    assert blocks_of(nn.Linear(2, 2)) == []
+    assert repeated_blocks(model) == [model.blocks[0], model.blocks[2]]
+    assert repeated_blocks(nn.Linear(2, 2)) == []

@@ -16,8 +16,8 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.tensor_parallel.module import whole_shape
-from smpkit.torch.tensor_parallel.shards import join, shard_of
+from smpkit.torch.tensor_parallel.module import global_shape
+from smpkit.torch.tensor_parallel.shards import join_shards, shard_of
 from tests.ranks import run_ranks
 from tests.transparency import tensor_parallel_plain as plain
 
@@ -199,7 +199,7 @@ CASES: dict[str, Callable[[], Case]] = {
 def whole_state(module: nn.Module) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
     return {
-        name: torch.randn(whole_shape(parameter), dtype=torch.float64) / 4
+        name: torch.randn(global_shape(parameter), dtype=torch.float64) / 4
         for name, parameter in module.named_parameters()
     }
 
@@ -227,7 +227,7 @@ def whole_gradient(parameter: nn.Parameter) -> torch.Tensor:
         first = gradient.clone()
         dist.broadcast(first, group=smp.get_tp_process_group(), group_src=0)
         assert torch.equal(first, gradient)
-    return join(smp.allgather(gradient, smp.TP_GROUP), shard)
+    return join_shards(smp.allgather(gradient, smp.TP_GROUP), shard)
 
 
 def part(x: Any, rank: int) -> Any:

@@ -18,9 +18,9 @@ from smpkit.torch.checkpoints.places import Chunk, chunks_in, chunks_of
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.model_state import PARTIAL_KEY
 from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
-from smpkit.torch.sharded_tensors import as_local
+from smpkit.torch.sharded_tensors import local_tensor_of
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.module import whole_shape
+from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.shards import shard_of
 
 __all__ = [
@@ -147,7 +147,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 def _is_sharded_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Tell whether a state is divided as its parameter is."""
-    return as_local(value).shape == as_local(parameter).shape  # type: ignore[no-any-return]
+    return local_tensor_of(value).shape == local_tensor_of(parameter).shape  # type: ignore[no-any-return]
 
 
 def _name_for_shard(name: str, *places: tuple[int, int]) -> str:
@@ -180,9 +180,9 @@ def _entry(name: str, value: Any, key: tuple[str | int, ...], like: Any, holders
     """Return an entry for a value that lies as `like` does, if it has its shape."""
     if not isinstance(value, torch.Tensor):
         return StateEntry(name, value, key, None, (), holders)
-    local = as_local(value)
+    local = local_tensor_of(value)
     if _is_sharded_like(value, like):
-        return StateEntry(name, local, key, tuple(whole_shape(like)), tuple(chunks_in(like)), holders)
+        return StateEntry(name, local, key, tuple(global_shape(like)), tuple(chunks_in(like)), holders)
     return StateEntry(name, local, key, tuple(local.shape), tuple(chunks_of(local.shape, None)), holders)
 
 
@@ -211,8 +211,8 @@ def _holders_of(model: Model, value: object) -> frozenset[int]:
 
 def _state_holders(model: Model, parameter: torch.Tensor) -> frozenset[int]:
     """Return the ranks that keep the same optimizer states of a parameter."""
-    shards = None if model.data_parallel is None else model.data_parallel.shards
-    if shards is not None and shards.divides(parameter):
+    zero1 = None if model.data_parallel is None else model.data_parallel.zero1
+    if zero1 is not None and zero1.is_sharded(parameter):
         return frozenset({state.rank})
     return _holders_of(model, parameter)
 

@@ -28,7 +28,7 @@ from smpkit.torch.checkpoints.sharing import FileSystems, find_file_systems
 from smpkit.torch.checkpoints.together import Model, all_or_raise, wrapped_model
 from smpkit.torch.checkpoints.whole import FileSlot, write_slots
 from smpkit.torch.comm import allgather
-from smpkit.torch.tensor_parallel.replace import entry_of
+from smpkit.torch.tensor_parallel.replace import applied_rule_of
 from smpkit.torch.tensor_parallel.whole_state import replaced_modules
 from smpkit.torch.unread import run_deferred_loads
 
@@ -197,7 +197,7 @@ def _write_config(staged: Path, root: nn.Module, full_state: FullState) -> None:
 
 def _original_class(root: nn.Module) -> type[nn.Module]:
     """Return the script's own class of a model, which tensor parallelism may have replaced as a whole."""
-    entry = entry_of(root)
+    entry = applied_rule_of(root)
     return type(root) if entry is None else entry.original_class
 
 

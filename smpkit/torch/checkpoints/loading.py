@@ -30,9 +30,9 @@ from smpkit.torch.checkpoints.renamed import KeyMapping, TensorFactory, key_mapp
 from smpkit.torch.checkpoints.together import Model, Optimizer
 from smpkit.torch.partitioning.delayed import allocate, is_delayed
 from smpkit.torch.precision import MASTER_KEY, SCALER_KEY
-from smpkit.torch.sharded_tensors import as_local
+from smpkit.torch.sharded_tensors import local_tensor_of
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.module import whole_shape
+from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.unread import defer_load
 
 __all__ = ["load_loss_scale", "load_model", "load_optimizer"]
@@ -69,7 +69,7 @@ def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MO
     if deferred:
         defer_load(lambda: _fill(model, reader, {name: sources[name] for name in deferred}))
     if state.optimizer is not None:
-        state.optimizer.follow_model()
+        state.optimizer.refresh_masters()
 
 
 def awaits_partition(model: Model) -> bool:
@@ -118,7 +118,7 @@ def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, TensorSource], r
         if not isinstance(source, str):
             continue
         value, there = own[name], reader.metadata.state_dict_metadata[source]
-        shape = tuple(whole_shape(value)) if isinstance(value, torch.Tensor) else None
+        shape = tuple(global_shape(value)) if isinstance(value, torch.Tensor) else None
         found = tuple(there.size) if isinstance(there, TensorStorageMetadata) else None
         if shape != found:
             wrong.append(f"`{name}` is {_text(shape)} here and {_text(found)} there")
@@ -154,7 +154,7 @@ def _fill(model: Model, reader: PieceReader, sources: Mapping[str, TensorSource]
         if isinstance(source, str):
             if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
                 allocate(tensor, state.device)
-            targets[source] = Target(as_local(tensor), chunks_in(value))
+            targets[source] = Target(local_tensor_of(tensor), chunks_in(value))
         else:
             _fill_from(tensor, name, source())
     found = read_into(reader, targets, [source for source in objects.values() if isinstance(source, str)])
@@ -163,18 +163,18 @@ def _fill(model: Model, reader: PieceReader, sources: Mapping[str, TensorSource]
     if others:
         model.module.load_state_dict(others, strict=False)
     if state.optimizer is not None:
-        state.optimizer.follow_model()  # its master weights do
+        state.optimizer.refresh_masters()  # its master weights do
 
 
 def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
-    if whole.shape != whole_shape(tensor):
+    if whole.shape != global_shape(tensor):
         raise CheckpointError(
-            f"the checkpoint belongs to another model: `{name}` is {list(whole_shape(tensor))} here and "
+            f"the checkpoint belongs to another model: `{name}` is {list(global_shape(tensor))} here and "
             f"{list(whole.shape)} there"
         )
     if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
         allocate(tensor, state.device)
-    copy_chunks(as_local(tensor), whole, chunks_in(tensor))
+    copy_chunks(local_tensor_of(tensor), whole, chunks_in(tensor))
 
 
 def _is_meta(value: object) -> bool:
@@ -309,9 +309,9 @@ def _own_names(root: nn.Module, mapping: KeyMapping) -> list[str]:
 
 def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of the state of a parameter."""
-    if whole.dim() == 0 or whole.shape != whole_shape(parameter):
+    if whole.dim() == 0 or whole.shape != global_shape(parameter):
         return whole.clone()
-    piece = torch.empty(as_local(parameter).shape, dtype=whole.dtype, device=parameter.device)
+    piece = torch.empty(local_tensor_of(parameter).shape, dtype=whole.dtype, device=parameter.device)
     copy_chunks(piece, whole, chunks_in(parameter))
     return piece
 
@@ -351,8 +351,8 @@ def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterab
 def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
     """Return the memory for a state: divided as the parameter is if the whole ones have the same shape."""
     shape = tuple(item.size)
-    if shape and shape == tuple(whole_shape(parameter)):
-        tensor = torch.empty(as_local(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
+    if shape and shape == tuple(global_shape(parameter)):
+        tensor = torch.empty(local_tensor_of(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
         return Target(tensor, chunks_in(parameter))
     zeros = (0,) * len(shape)
     return Target(torch.empty(shape, dtype=item.properties.dtype, device="cpu"), [Chunk(zeros, shape, zeros)])

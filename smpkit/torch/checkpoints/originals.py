@@ -16,12 +16,12 @@ from torch import nn
 from smpkit.plan.mesh import Coordinates
 from smpkit.torch.checkpoints.together import Model
 from smpkit.torch.comm import recv_from, send
-from smpkit.torch.sharded_tensors import as_whole
+from smpkit.torch.sharded_tensors import full_tensor_of
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.module import whole_shape
-from smpkit.torch.tensor_parallel.registry import Made, Translation
+from smpkit.torch.tensor_parallel.module import global_shape
+from smpkit.torch.tensor_parallel.registry import TensorOrFactory, Translation
 from smpkit.torch.tensor_parallel.shards import shard_of
-from smpkit.torch.tensor_parallel.whole_state import joined, replaced_modules
+from smpkit.torch.tensor_parallel.whole_state import join_state, replaced_modules
 
 __all__ = ["FullState", "TranslatedModule", "full_state_of"]
 
@@ -73,7 +73,7 @@ class TranslatedModule:
             yield self.prefix + name, _maker(made)
 
 
-def _maker(made: Made) -> Callable[[], torch.Tensor]:
+def _maker(made: TensorOrFactory) -> Callable[[], torch.Tensor]:
     return made if callable(made) else lambda: made
 
 
@@ -104,7 +104,7 @@ def full_state_of(model: Model, *, translate: bool) -> FullState:
     modules = tuple(_translated_modules(model)) if translate else ()
     inside = tuple(module.prefix for module in modules)
     tensors = {
-        name: (tuple(whole_shape(value)), value.dtype)
+        name: (tuple(global_shape(value)), value.dtype)
         for name, value in model.module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and not (inside and name.startswith(inside))
     }
@@ -139,7 +139,7 @@ class _MetaState(Mapping[str, torch.Tensor]):
 
     def __init__(self, module: nn.Module) -> None:
         self._values = {
-            name: torch.empty(whole_shape(value), dtype=value.dtype, device="meta")
+            name: torch.empty(global_shape(value), dtype=value.dtype, device="meta")
             for name, value in module.state_dict(keep_vars=True).items()
         }
 
@@ -188,9 +188,9 @@ class _GatheredState(_MetaState):
         return value
 
     def _full_tensor(self, name: str) -> torch.Tensor:
-        value = as_whole(self._own[name])
+        value = full_tensor_of(self._own[name])
         shard = shard_of(self._own[name])
         if shard is not None and shard.is_distributed:
-            found = joined(self._module, {name: value.detach()}, on_first=True)
+            found = join_state(self._module, {name: value.detach()}, on_first=True)
             return found[name] if state.tp_rank == 0 else self._values[name]
         return value.detach() if state.tp_rank == 0 else self._values[name]

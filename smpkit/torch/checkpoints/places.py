@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from smpkit.torch.tensor_parallel.shards import Shard, piece_of, shard_of
+from smpkit.torch.tensor_parallel.shards import TpShard, shard_of, shard_range
 
 __all__ = ["Chunk", "chunks_in", "chunks_of", "copy_chunks", "runs_of", "view_of"]
 
@@ -38,14 +38,14 @@ class Chunk:
     local_start: tuple[int, ...]
 
 
-def chunks_of(shape: Sequence[int], shard: Shard | None) -> list[Chunk]:
+def chunks_of(shape: Sequence[int], shard: TpShard | None) -> list[Chunk]:
     """Return the chunks of a local tensor of `shape`, which lies as `shard` says; None: it is the whole one."""
     zeros = (0,) * len(shape)
     if shard is None or shard.dim is None:
         return [Chunk(zeros, tuple(shape), zeros)]
     chunks, start, local_start = [], 0, 0
     for part in shard.parts or (shard.shape[shard.dim],):
-        first, length = piece_of(part, shard.tp_rank, shard.tp_size)
+        first, length = shard_range(part, shard.tp_rank, shard.tp_size)
         offset = _with(zeros, shard.dim, start + first)
         chunks.append(Chunk(offset, _with(shape, shard.dim, length), _with(zeros, shard.dim, local_start)))
         start, local_start = start + part, local_start + length

@@ -19,7 +19,7 @@ from smpkit.torch.checkpoints.planner import Target, read_into
 from smpkit.torch.checkpoints.reader import PieceReader
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.registry import Translation
-from smpkit.torch.tensor_parallel.replace import twins_of
+from smpkit.torch.tensor_parallel.replace import replacement_stubs
 from smpkit.torch.tensor_parallel.whole_state import replaced_modules
 
 __all__ = ["KeyMapping", "TensorFactory", "key_mappings", "read_whole"]
@@ -76,7 +76,7 @@ def _candidates(root: nn.Module) -> Iterator[_Candidate]:
         # What the original's names were, only the translation knows.
         yield _prefix(name), module, set(module.state_dict()), None, entry.to_distributed
     if state.tp_size == 1:
-        for name, module, twin, entry in twins_of(root):
+        for name, module, twin, entry in replacement_stubs(root):
             yield _prefix(name), twin, set(module.state_dict()), set(twin.state_dict()), entry.from_distributed
 
 

@@ -1,4 +1,4 @@
-"""Make an assignment so: every rank keeps its own units' weights, and what several ranks use is kept equal."""
+"""Apply an assignment: every rank keeps the weights of its own units, and those that several ranks use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from smpkit.torch.partitioning.delayed import initialize
-from smpkit.torch.tensor_parallel.shards import marked_like
+from smpkit.torch.tensor_parallel.shards import copy_mark_to
 
-__all__ = ["holders_of", "keep_own_parts", "names_of", "pp_rank_of", "user_of"]
+__all__ = ["holders_of", "keep_local_parameters", "names_by_module", "pp_rank_of", "running_pp_rank_of"]
 
 
 def holders_of(root: nn.Module, placement: Mapping[str, int], size: int) -> dict[int, frozenset[int]]:
@@ -28,7 +28,7 @@ def holders_of(root: nn.Module, placement: Mapping[str, int], size: int) -> dict
     return holders
 
 
-def keep_own_parts(
+def keep_local_parameters(
     root: nn.Module,
     placement: Mapping[str, int],
     holders: Mapping[int, frozenset[int]],
@@ -46,19 +46,19 @@ def keep_own_parts(
         if rank in holders[id(parameter)]:
             parameter.data = parameter.data.to(device)
         else:
-            nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-            parameter.data = torch.full((), nothing, dtype=parameter.dtype, device=parameter.device).expand(
+            filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+            parameter.data = torch.full((), filler, dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape
             )
-    for module, names in names_of(root).items():
+    for module, names in names_by_module(root).items():
         is_here = any(pp_rank_of(name, placement) in (None, rank) for name in names)
         target = device if is_here else torch.device("meta")
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != target:
-                module._buffers[key] = marked_like(buffer.to(target), buffer)
+                module._buffers[key] = copy_mark_to(buffer.to(target), buffer)
 
 
-def names_of(root: nn.Module) -> dict[nn.Module, list[str]]:
+def names_by_module(root: nn.Module) -> dict[nn.Module, list[str]]:
     """Return every module with all of its names: layers on several ranks may share one."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
@@ -76,14 +76,14 @@ def pp_rank_of(name: str, placement: Mapping[str, int]) -> int | None:
         name = name.rpartition(".")[0]
 
 
-def user_of(name: str, placement: Mapping[str, int]) -> int | None:
+def running_pp_rank_of(name: str, placement: Mapping[str, int]) -> int | None:
     """Return the rank whose calls of a module change its buffers; None if all ranks run it.
 
     Besides what is placed, a module above whose placed parts all lie on one rank runs there alone.
     """
-    home = pp_rank_of(name, placement)
-    if home is not None:
-        return home
+    pp_rank = pp_rank_of(name, placement)
+    if pp_rank is not None:
+        return pp_rank
     below = f"{name}." if name else ""
-    homes = {rank for unit, rank in placement.items() if unit.startswith(below)}
-    return homes.pop() if len(homes) == 1 else None
+    pp_ranks = {rank for unit, rank in placement.items() if unit.startswith(below)}
+    return pp_ranks.pop() if len(pp_ranks) == 1 else None

@@ -21,24 +21,24 @@ from torch.overrides import TorchFunctionMode
 from smpkit.errors import UsageError
 from smpkit.torch import devices
 from smpkit.torch.attributes import keep_attributes_in_copies
-from smpkit.torch.tensor_parallel.shards import shard_of, take
+from smpkit.torch.tensor_parallel.shards import shard_of, take_shard
 
 __all__ = [
     "allocate",
     "delay_param_initialization",
-    "fill",
     "initial_values",
     "initialize",
-    "initialize_later",
     "is_delayed",
-    "without_memory",
+    "make_delayed",
+    "set_delayed_value",
+    "set_initializer",
 ]
 
-_MARK: Final = "_smpkit_delayed"
+_DELAYED: Final = "_smpkit_delayed"
 _HALF: Final = (torch.float16, torch.bfloat16)
-_FILLER: Final = "_smpkit_filler"
+_INITIALIZER: Final = "_smpkit_filler"
 
-Filler = Callable[[Collection[int], torch.device], object]
+Initializer = Callable[[Collection[int], torch.device], object]
 """Fills those delayed parameters of a module whose ids it is given, on a device."""
 
 
@@ -53,24 +53,24 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
-    plain = nn.Module.register_parameter
+    original_register = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        plain(self, name, param)
+        original_register(self, name, param)
         if param is not None and not is_delayed(param):
             param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
-            setattr(param, _MARK, True)
+            setattr(param, _DELAYED, True)
             keep_attributes_in_copies(param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
-        with _NoInitialisation():
+        with _SkipInitialization():
             yield
     finally:
-        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+        nn.Module.register_parameter = original_register  # type: ignore[method-assign]
 
 
-def without_memory(root: nn.Module) -> None:
+def make_delayed(root: nn.Module) -> None:
     """Make the parameters of a model that is only planned delayed ones, which can be divided and need no memory."""
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
@@ -81,14 +81,14 @@ def without_memory(root: nn.Module) -> None:
                 value = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
                 delayed = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(delayed).update(vars(parameter))
-                setattr(delayed, _MARK, True)
+                setattr(delayed, _DELAYED, True)
                 made[id(parameter)] = delayed
             module._parameters[name] = made[id(parameter)]
 
 
 def is_delayed(parameter: torch.Tensor) -> bool:
     """Tell whether a parameter has no memory yet."""
-    return getattr(parameter, _MARK, False)
+    return getattr(parameter, _DELAYED, False)
 
 
 def allocate(parameter: nn.Parameter, device: torch.device) -> None:
@@ -96,13 +96,13 @@ def allocate(parameter: nn.Parameter, device: torch.device) -> None:
     shard = shard_of(parameter)
     shape = parameter.shape if shard is None else shard.local_shape
     parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)
-    setattr(parameter, _MARK, False)
+    setattr(parameter, _DELAYED, False)
 
 
-def fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
+def set_delayed_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Give a delayed parameter its memory and the values of a state dict."""
     parameter.data = value.detach().to(parameter.dtype).clone()
-    setattr(parameter, _MARK, False)
+    setattr(parameter, _DELAYED, False)
 
 
 def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.device, seed: int) -> None:
@@ -115,23 +115,23 @@ def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.de
     Raises:
         UsageError: nothing says how to initialise one of them.
     """
-    waiting = {id(parameter): parameter for parameter in parameters if is_delayed(parameter)}
+    pending = {id(parameter): parameter for parameter in parameters if is_delayed(parameter)}
     for name, module in root.named_modules():
-        fill_them: Filler | None = vars(module).pop(_FILLER, None)
-        if fill_them is not None:
-            fill_them({id(parameter) for parameter in module.parameters() if id(parameter) in waiting}, device)
-            waiting = {key: parameter for key, parameter in waiting.items() if is_delayed(parameter)}
-        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in waiting]
+        module_initializer: Initializer | None = vars(module).pop(_INITIALIZER, None)
+        if module_initializer is not None:
+            module_initializer({id(parameter) for parameter in module.parameters() if id(parameter) in pending}, device)
+            pending = {key: parameter for key, parameter in pending.items() if is_delayed(parameter)}
+        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in pending]
         _initialize_own(root, name, module, own, device, seed)
         for parameter in own:
-            shard = shard_of(waiting.pop(id(parameter)))
+            shard = shard_of(pending.pop(id(parameter)))
             if shard is not None and parameter.shape != shard.local_shape:
-                parameter.data = take(parameter.data, shard)
+                parameter.data = take_shard(parameter.data, shard)
 
 
-def initialize_later(module: nn.Module, filler: Filler) -> None:
-    """Let `filler` fill the delayed parameters of a module, instead of what the classes in it say."""
-    vars(module)[_FILLER] = filler
+def set_initializer(module: nn.Module, custom_initializer: Initializer) -> None:
+    """Let `custom_initializer` fill the delayed parameters of a module, instead of what the classes in it say."""
+    vars(module)[_INITIALIZER] = custom_initializer
 
 
 def initial_values(
@@ -139,14 +139,14 @@ def initial_values(
 ) -> dict[str, torch.Tensor]:
     """Return what `initialize` would make of a module's own delayed parameters, and leave them without memory."""
     own = {key: each for key, each in module.named_parameters(recurse=False) if is_delayed(each)}
-    places = [each.data for each in own.values()]
+    placeholders = [each.data for each in own.values()]
     try:
         _initialize_own(root, name, module, list(own.values()), device, seed)
         return {key: each.data for key, each in own.items()}
     finally:
-        for parameter, place in zip(own.values(), places, strict=True):
-            parameter.data = place
-            setattr(parameter, _MARK, True)
+        for parameter, placeholder in zip(own.values(), placeholders, strict=True):
+            parameter.data = placeholder
+            setattr(parameter, _DELAYED, True)
 
 
 def _initialize_own(
@@ -155,14 +155,14 @@ def _initialize_own(
     """Allocate a module's own parameters, whole unless it initialises pieces itself, and initialise them."""
     if not own:
         return
-    pieces = getattr(type(module), "initializes_pieces", False)
+    pieces = getattr(type(module), "initializes_shards", False)
     dtypes = [parameter.dtype for parameter in own]
     for parameter in own:
         shard = shard_of(parameter)
         shape = parameter.shape if shard is None or pieces else shard.shape
         dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
         parameter.data = torch.empty(shape, dtype=dtype, device=device)
-        setattr(parameter, _MARK, False)
+        setattr(parameter, _DELAYED, False)
         if parameter.is_floating_point():
             parameter.data.fill_(torch.nan)  # shows what an initialiser has left out
     for initializer in _initializers(root, module, own_only=pieces):
@@ -197,7 +197,7 @@ def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _NoInitialisation(TorchFunctionMode):
+class _SkipInitialization(TorchFunctionMode):
     """Skips what would write to a parameter without memory."""
 
     def __torch_function__(

@@ -25,25 +25,25 @@ from smpkit.errors import SmpkitError, UsageError
 from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts, in_dtype
 from smpkit.plan.mesh import CommGroup, Mesh
 from smpkit.plan.partition.assignment import UnitCost
-from smpkit.torch.blocks import blocks_of
+from smpkit.torch.blocks import repeated_blocks
 from smpkit.torch.context import Launch
-from smpkit.torch.partitioning.delayed import without_memory
-from smpkit.torch.partitioning.manual import Pins, pinned_modules, planning
+from smpkit.torch.partitioning.delayed import make_delayed
+from smpkit.torch.partitioning.manual import ManualPlacement, manual_placement, planning_partitions
 from smpkit.torch.partitioning.trace import measure_units, units_of
 from smpkit.torch.precision import cast_inputs, cast_model, half_dtype
 from smpkit.torch.state import Runtime, state
-from smpkit.torch.tensor_parallel.replace import distribute_alone
-from smpkit.torch.tensor_parallel.shards import Shard, shard_of
+from smpkit.torch.tensor_parallel.replace import distribute_without_weights
+from smpkit.torch.tensor_parallel.shards import TpShard, shard_of
 
 __all__ = ["describe", "main"]
 
-_JOB: Final = "--job="
-_FORM: Final = "write `module:factory`, such as `model:build`"
+_JOB_OPTION: Final = "--job="
+_TARGET_FORM: Final = "write `module:factory`, such as `model:build`"
 
 
 def describe(
     factory: Callable[[], Any],
-    num_places: int = 1,
+    num_partitions: int = 1,
     *,
     by_hand: bool = False,
     cfg: ModelParallelConfig | None = None,
@@ -54,7 +54,7 @@ def describe(
     Args:
         factory: returns a module, or a pair of a module and the arguments for one microbatch (a tuple, a dict, or one
             tensor), with which compute and activations become known too.
-        num_places: how many partitions (or virtual stages) it may name in `smp.partition`.
+        num_partitions: how many partitions (or virtual stages) it may name in `smp.partition`.
         by_hand: units are placed there, so modules whose parts are placed apart are no units.
         cfg: of the job. What the factory marks is divided over its tensor-parallel ranks, and the first is described,
             in the precision of the job.
@@ -63,8 +63,8 @@ def describe(
     Raises:
         UsageError: it fails, or returns something else.
     """
-    with planning(num_places), _first_rank(cfg, world_size):
-        return _described(factory, cfg or ModelParallelConfig(), by_hand=by_hand)
+    with planning_partitions(num_partitions), _first_rank(cfg, world_size):
+        return _describe(factory, cfg or ModelParallelConfig(), by_hand=by_hand)
 
 
 @contextlib.contextmanager
@@ -83,13 +83,13 @@ def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[No
         state.runtime = None
 
 
-def _described(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool) -> ModelFacts:
+def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool) -> ModelFacts:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:
             made = factory()
     except Exception:  # user code on tensors without data may fail in any way
-        mode, made = FakeTensorMode(allow_non_fake_inputs=True), _really(factory)
+        mode, made = FakeTensorMode(allow_non_fake_inputs=True), _call_with_data(factory)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -98,17 +98,17 @@ def _described(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand:
         )
     notes: list[str] = []
     if state.initialized:
-        without_memory(model)
-        model, notes = distribute_alone(model)
+        make_delayed(model)
+        model, notes = distribute_without_weights(model)
     half = half_dtype(cfg)
     masters = {}
     if half is not None:
         masters = _master_dtypes(model) if cfg.sharded_data_parallel_degree > 1 else {}
         cast_model(model, half)
         inputs = cast_inputs(inputs, half)
-    call = None if inputs is None else _call(model, inputs, mode)
-    facts = _facts(model, call, pinned_modules(model) if by_hand else None, notes)
-    kept = {name: in_dtype(facts.tensors[name], _word(dtype), dtype.itemsize) for name, dtype in masters.items()}
+    call = None if inputs is None else _forward_call(model, inputs, mode)
+    facts = _facts(model, call, manual_placement(model) if by_hand else None, notes)
+    kept = {name: in_dtype(facts.tensors[name], _dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
     return replace(facts, tensors={**facts.tensors, **kept})
 
 
@@ -118,11 +118,11 @@ def _master_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: torch.float32 if dtype.itemsize == 2 else dtype for name, dtype in dtypes.items()}
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _really(factory: Callable[[], Any]) -> Any:
+def _call_with_data(factory: Callable[[], Any]) -> Any:
     try:
         return factory()
     except SmpkitError:
@@ -132,7 +132,7 @@ def _really(factory: Callable[[], Any]) -> Any:
         raise UsageError(f"the factory failed: {type(error).__name__}: {error}", hint="`-v` shows where") from None
 
 
-def _call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], object]:
+def _forward_call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], object]:
     """Return a call of the model that needs no data."""
     args = inputs if isinstance(inputs, tuple | list) else () if isinstance(inputs, dict) else (inputs,)
     kwargs = inputs if isinstance(inputs, dict) else {}
@@ -147,7 +147,9 @@ def _call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], o
     return call
 
 
-def _facts(model: nn.Module, call: Callable[[], object] | None, pins: Pins | None, notes: Sequence[str]) -> ModelFacts:
+def _facts(
+    model: nn.Module, call: Callable[[], object] | None, pins: ManualPlacement | None, notes: Sequence[str]
+) -> ModelFacts:
     tree = units_of(model) if pins is None else units_of(model, pins.split)
     costs = measure_units(model, tree, call)
     names = _first_names(model)
@@ -159,9 +161,9 @@ def _facts(model: nn.Module, call: Callable[[], object] | None, pins: Pins | Non
         tensors={name: _tensor(name, tensor) for name, tensor in _tensors(model) if name == names[id(tensor)]},
         loose=tuple(name for name in dict.fromkeys(names.values()) if name not in placed),
         traced=any(cost.activation_bytes for cost in costs),
-        places={} if pins is None else pins.on([cost.name for cost in costs]),
+        places={} if pins is None else pins.for_units([cost.name for cost in costs]),
         blocks=tuple(
-            tuple(dict.fromkeys(names[id(each)] for each in block.parameters())) for block in blocks_of(model)
+            tuple(dict.fromkeys(names[id(each)] for each in block.parameters())) for block in repeated_blocks(model)
         ),
         notes=tuple(notes),
     )
@@ -193,7 +195,7 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
     shard = shard_of(tensor)
     return TensorFacts(
         name=name,
-        dtype=_word(tensor.dtype),
+        dtype=_dtype_name(tensor.dtype),
         num_elements=tensor.numel(),
         num_bytes=tensor.numel() * tensor.element_size(),
         trainable=isinstance(tensor, nn.Parameter) and tensor.requires_grad,
@@ -204,7 +206,7 @@ def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
     )
 
 
-def _pieces(tensor: torch.Tensor, shard: Shard | None) -> tuple[int, ...]:
+def _pieces(tensor: torch.Tensor, shard: TpShard | None) -> tuple[int, ...]:
     if shard is None or not shard.is_distributed:
         return ()
     shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
@@ -222,21 +224,21 @@ def main(arguments: Sequence[str]) -> int:
 
     Whatever user code prints goes to stderr, so that stdout is one JSON object.
     """
-    with _only_ours_on_stdout() as write:
+    with _redirect_stdout() as write:
         try:
             option, _, places = arguments[0].partition("=")
             given = option in ("--places", "--by-hand")
             arguments = arguments[given:]
             cfg, world_size = None, 1
-            if arguments[0].startswith(_JOB):
-                ranks, _, parameters = arguments[0].removeprefix(_JOB).partition(":")
+            if arguments[0].startswith(_JOB_OPTION):
+                ranks, _, parameters = arguments[0].removeprefix(_JOB_OPTION).partition(":")
                 cfg, world_size = ModelParallelConfig.model_validate_json(parameters), int(ranks)
                 arguments = arguments[1:]
             target, *folders = arguments
             sys.path[:0] = folders
-            num_places = int(places) if given else 1
+            num_partitions = int(places) if given else 1
             by_hand = option == "--by-hand"
-            facts = describe(_find(target), num_places, by_hand=by_hand, cfg=cfg, world_size=world_size)
+            facts = describe(_import_factory(target), num_partitions, by_hand=by_hand, cfg=cfg, world_size=world_size)
             write(facts.to_json())
         except SmpkitError as error:
             write(json.dumps({"error": error.message, "hint": error.hint, "exit_code": error.exit_code}))
@@ -245,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _only_ours_on_stdout() -> Iterator[Callable[[str], None]]:
+def _redirect_stdout() -> Iterator[Callable[[str], None]]:
     """Point file descriptor 1 at stderr meanwhile, which also catches what C code prints."""
     sys.stdout.flush()
     ours = os.dup(1)
@@ -261,23 +263,23 @@ def _only_ours_on_stdout() -> Iterator[Callable[[str], None]]:
         sys.stdout.flush()
 
 
-def _find(target: str) -> Callable[[], Any]:
+def _import_factory(target: str) -> Callable[[], Any]:
     module_name, colon, attributes = target.partition(":")
     if not (module_name and colon and attributes):
-        raise UsageError(f"`{target}` names no factory", hint=_FORM)
+        raise UsageError(f"`{target}` names no factory", hint=_TARGET_FORM)
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         traceback.print_exc()
         raise UsageError(
-            f"module `{module_name}` cannot be imported: {type(error).__name__}: {error}", hint=_FORM
+            f"module `{module_name}` cannot be imported: {type(error).__name__}: {error}", hint=_TARGET_FORM
         ) from None
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
-            raise UsageError(f"module `{module_name}` has no `{attributes}`", hint=_FORM)
+            raise UsageError(f"module `{module_name}` has no `{attributes}`", hint=_TARGET_FORM)
         found = getattr(found, attribute)
     if not callable(found):
-        raise UsageError(f"`{target}` is not callable", hint=_FORM)
+        raise UsageError(f"`{target}` is not callable", hint=_TARGET_FORM)
     factory: Callable[[], Any] = found
     return factory
 

@@ -35,13 +35,13 @@ class FusedKernels:
         """What attention has computed; torch's counter does not see it."""
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Take the place of torch's own meanwhile, in the whole process."""
         library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         try:
-            for name, function in (("scaled_dot_product_attention", self._attention), *_STATELESS.items()):
+            for name, function in (("scaled_dot_product_attention", self._attention), *_FUNCTIONS.items()):
                 for key in _KEYS:
-                    kernel = _on_fakes(getattr(torch.ops.aten, name).default, function)
+                    kernel = _for_fakes(getattr(torch.ops.aten, name).default, function)
                     library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
             yield
         finally:
@@ -91,10 +91,10 @@ def _batch_norm(
     return made
 
 
-_STATELESS: Final[dict[str, Callable[..., torch.Tensor]]] = {"dropout": _dropout, "batch_norm": _batch_norm}
+_FUNCTIONS: Final[dict[str, Callable[..., torch.Tensor]]] = {"dropout": _dropout, "batch_norm": _batch_norm}
 
 
-def _on_fakes(operation: Any, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _for_fakes(operation: Any, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def called(*args: Any, **kwargs: Any) -> torch.Tensor:
         has_data = not any(isinstance(each, FakeTensor) for each in args)
         made: torch.Tensor = (operation.decompose if has_data else function)(*args, **kwargs)

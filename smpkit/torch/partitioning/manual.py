@@ -14,25 +14,32 @@ from smpkit.torch.creation import on_module_created
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.arguments import check_module
 
-__all__ = ["Pins", "hand_on_place", "partition", "pinned_modules", "planning", "set_partition"]
+__all__ = [
+    "ManualPlacement",
+    "inherit_partition",
+    "manual_placement",
+    "partition",
+    "planning_partitions",
+    "set_partition",
+]
 
-_chosen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_partition_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Partition by module, as the user said."""
 
 
-_num_planned: int | None = None
+_num_partitions: int | None = None
 """How many places there are where a model is only planned, without `smp.init()`."""
 
 
 @contextlib.contextmanager
-def planning(num_places: int) -> Iterator[None]:
+def planning_partitions(num_partitions: int) -> Iterator[None]:
     """Let `partition` and `set_partition` be used without a runtime, with so many places."""
-    global _num_planned  # noqa: PLW0603 - one per process, as the model that is planned
-    previous, _num_planned = _num_planned, num_places
+    global _num_partitions  # noqa: PLW0603 - one per process, as the model that is planned
+    previous, _num_partitions = _num_partitions, num_partitions
     try:
         yield
     finally:
-        _num_planned = previous
+        _num_partitions = previous
 
 
 @contextlib.contextmanager
@@ -47,7 +54,7 @@ def partition(index: int) -> Iterator[None]:
         UsageError: `index` is no pipeline rank, or no virtual stage.
     """
     _check(index)
-    with on_module_created(lambda module: _chosen.__setitem__(module, index)):
+    with on_module_created(lambda module: _partition_of.__setitem__(module, index)):
         yield
 
 
@@ -64,10 +71,10 @@ def set_partition(module: nn.Module, index: int) -> None:
     if state.model is not None and state.model.partitioned and state.pp_size > 1:
         raise UsageError("the model has been partitioned", hint="call smp.set_partition before the first step")
     for each in module.modules():
-        _chosen[each] = index
+        _partition_of[each] = index
 
 
-def hand_on_place(name: str, module: nn.Module, replacement: nn.Module) -> None:
+def inherit_partition(name: str, module: nn.Module, replacement: nn.Module) -> None:
     """Put what takes the place of a module where the user put the module.
 
     Args:
@@ -76,67 +83,67 @@ def hand_on_place(name: str, module: nn.Module, replacement: nn.Module) -> None:
     Raises:
         UsageError: the module's parts were placed apart.
     """
-    places = {_chosen[each] for each in module.modules() if each in _chosen}
-    if not places or not _is_heeded():
+    partitions = {_partition_of[each] for each in module.modules() if each in _partition_of}
+    if not partitions or not _is_manual():
         return
-    if module not in _chosen and len(places) > 1:
+    if module not in _partition_of and len(partitions) > 1:
         raise UsageError(
-            f"parts of `{name}` are placed on the pipeline ranks {', '.join(map(str, sorted(places)))}, and tensor"
+            f"parts of `{name}` are placed on the pipeline ranks {', '.join(map(str, sorted(partitions)))}, and tensor"
             f" parallelism makes one {type(replacement).__name__} of it",
             hint="place the whole module, or except it with smp.set_tensor_parallelism(module, False)",
         )
-    index = _chosen.get(module, min(places))
+    index = _partition_of.get(module, min(partitions))
     for each in replacement.modules():
-        _chosen[each] = index
+        _partition_of[each] = index
 
 
 @dataclass(frozen=True)
-class Pins:
+class ManualPlacement:
     """What the user chose.
 
     Args:
-        places: partition by module name; modules whose parts were placed apart are left out.
+        partitions: partition by module name; modules whose parts were placed apart are left out.
         split: names of those.
     """
 
-    places: Mapping[str, int]
+    partitions: Mapping[str, int]
     split: frozenset[str]
 
-    def on(self, units: Collection[str]) -> dict[str, int]:
+    def for_units(self, units: Collection[str]) -> dict[str, int]:
         """Return the places of units and of modules around them; parts of a unit are where it is."""
-        around = {name[:end] for name in units for end in _ends(name)}
-        return {name: index for name, index in self.places.items() if name in around}
+        around = {name[:end] for name in units for end in _prefix_ends(name)}
+        return {name: index for name, index in self.partitions.items() if name in around}
 
 
-def pinned_modules(root: nn.Module) -> Pins:
+def manual_placement(root: nn.Module) -> ManualPlacement:
     """Return the chosen partitions by module name."""
-    names = {name: _chosen[module] for name, module in root.named_modules() if module in _chosen}
+    names = {name: _partition_of[module] for name, module in root.named_modules() if module in _partition_of}
     split = {
         name
         for name, index in names.items()
         if any(other != index for inner, other in names.items() if inner.startswith(f"{name}." if name else ""))
     }
-    return Pins({name: index for name, index in names.items() if name not in split}, frozenset(split))
+    return ManualPlacement({name: index for name, index in names.items() if name not in split}, frozenset(split))
 
 
-def _ends(name: str) -> list[int]:
+def _prefix_ends(name: str) -> list[int]:
     """Return where the names of a module and of all around it end; the model's own is empty."""
     return [0, *(index for index, character in enumerate(name) if character == "."), len(name)]
 
 
-def _is_heeded() -> bool:
-    return _num_planned is not None or not state.cfg.auto_partition
+def _is_manual() -> bool:
+    return _num_partitions is not None or not state.cfg.auto_partition
 
 
 def _check(index: int) -> None:
-    if _num_planned is not None:
-        what, of, limit = "planned partition", "", _num_planned
+    if _num_partitions is not None:
+        what, of, limit = "planned partition", "", _num_partitions
     elif (num_chunks := state.cfg.virtual_pipeline_degree) > 1:
         what, limit = "virtual stage", state.pp_size * num_chunks
         of = f"; pipeline_parallel_degree is {state.pp_size}, virtual_pipeline_degree {num_chunks}"
     else:
         what, of, limit = "pipeline rank", f"; pipeline_parallel_degree is {state.pp_size}", state.pp_size
     if (
-        type(index) is not int or index < 0 or (_is_heeded() and index >= limit)
+        type(index) is not int or index < 0 or (_is_manual() and index >= limit)
     ):  # not a bool, which Python takes for an int
         raise UsageError(f"partition {index!r} is no {what}{of}", hint=f"valid are 0 to {limit - 1}")

@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_leaves
 
 from smpkit.plan.partition.assignment import UnitCost
 from smpkit.torch import devices
-from smpkit.torch.partitioning.trace import Step, leaving_no_trace
+from smpkit.torch.partitioning.trace import TrialStep, restoring_model
 from smpkit.torch.pipeline.specs import map_tensors
 
-__all__ = ["Measured", "measure"]
+__all__ = ["MeasureOptions", "measure"]
 
 _RUNS: Final = 4  # the first one warms up; of the others the fastest counts, which other processes disturbed least
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasureOptions:
     """What of a model to measure: arguments of `smp.DistributedModel`."""
 
     times: bool = False
@@ -43,7 +43,7 @@ class Measured:
 
 
 def measure(
-    root: nn.Module, costs: Sequence[UnitCost], what: Measured, step: Step, device: torch.device
+    root: nn.Module, costs: Sequence[UnitCost], what: MeasureOptions, step: TrialStep, device: torch.device
 ) -> list[UnitCost]:
     """Return `costs` with measured values, in the order in which the units ran; those that did not cost nothing.
 
@@ -64,61 +64,63 @@ def measure(
     return measured
 
 
-def _times(root: nn.Module, names: Collection[str], step: Step, device: torch.device) -> dict[str, float]:
+def _times(root: nn.Module, names: Collection[str], step: TrialStep, device: torch.device) -> dict[str, float]:
     """Return the seconds of one microbatch by unit, the least of several runs."""
 
     def now() -> float:
         devices.wait_for_stream(device)
         return time.perf_counter()
 
-    runs = [_differences(root, names, step, now) for _ in range(_RUNS)][1:]
+    runs = [_growth_by_unit(root, names, step, now) for _ in range(_RUNS)][1:]
     return {name: min(run.get(name, 0.0) for run in runs) for name in runs[0]}
 
 
-def _memory(root: nn.Module, names: Collection[str], step: Step) -> dict[str, int]:
+def _memory(root: nn.Module, names: Collection[str], step: TrialStep) -> dict[str, int]:
     """Return the bytes of one microbatch that are allocated after each unit and were not before, by unit."""
-    alive = _Alive()
-    with alive:
-        measured = _differences(root, names, step, alive.num_bytes)
+    live = _LiveStorages()
+    with live:
+        measured = _growth_by_unit(root, names, step, live.num_bytes)
     return {name: max(0, round(num_bytes)) for name, num_bytes in measured.items()}
 
 
-def _differences(root: nn.Module, names: Collection[str], step: Step, value: Callable[[], float]) -> dict[str, float]:
+def _growth_by_unit(
+    root: nn.Module, names: Collection[str], step: TrialStep, value: Callable[[], float]
+) -> dict[str, float]:
     """Run the step and return by how much `value()` grew during each unit, over all of its calls."""
-    grown: dict[str, float] = {}
-    before: dict[str, float] = {}
+    growth: dict[str, float] = {}
+    value_before: dict[str, float] = {}
 
-    def enter(name: str) -> Callable[..., None]:
+    def before_forward(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            before[name] = value()
+            value_before[name] = value()
 
         return hook
 
-    def leave(name: str) -> Callable[..., None]:
+    def after_forward(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            grown[name] = grown.get(name, 0.0) + value() - before[name]
+            growth[name] = growth.get(name, 0.0) + value() - value_before[name]
 
         return hook
 
     with contextlib.ExitStack() as stack:
         for name in names:
             module = root.get_submodule(name)
-            stack.enter_context(_removed(module.register_forward_pre_hook(enter(name))))
-            stack.enter_context(_removed(module.register_forward_hook(leave(name))))
-        stack.enter_context(leaving_no_trace(root, torch.clone))
+            stack.enter_context(_removing(module.register_forward_pre_hook(before_forward(name))))
+            stack.enter_context(_removing(module.register_forward_hook(after_forward(name))))
+        stack.enter_context(restoring_model(root, torch.clone))
         step()
-    return grown
+    return growth
 
 
 @contextlib.contextmanager
-def _removed(handle: Any) -> Iterator[None]:
+def _removing(handle: Any) -> Iterator[None]:
     try:
         yield
     finally:
         handle.remove()
 
 
-class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Knows what operations have allocated and nobody has let go of."""
 
     def __init__(self) -> None:

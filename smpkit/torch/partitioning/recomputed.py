@@ -32,7 +32,7 @@ class CheckpointedCall:
 
 
 class CheckpointedCalls:
-    """Stands where an offload engine would, and takes notes.
+    """Installed in the place of an offload engine, to record checkpointed calls.
 
     Args:
         saved_bytes: tells what autograd keeps so far.
@@ -41,23 +41,23 @@ class CheckpointedCalls:
 
     def __init__(self, saved_bytes: Callable[[], int], flops: Callable[[], int]) -> None:
         self.calls: list[CheckpointedCall] = []
-        self._begun: list[str] = []
-        self._open = 0
+        self._started_units: list[str] = []
+        self._num_open_units = 0
         self._saved_bytes = saved_bytes
         self._flops = flops
 
     def begin_unit(self, name: str) -> None:
         """Note that a unit's forward begins."""
-        self._begun.append(name)
-        self._open += 1
+        self._started_units.append(name)
+        self._num_open_units += 1
 
     def end_unit(self) -> None:
         """Note that it ends."""
-        self._open -= 1
+        self._num_open_units -= 1
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Be told of checkpointed calls meanwhile."""
+        """Record checkpointed calls in this block."""
         previous = install(self)
         try:
             yield
@@ -83,15 +83,20 @@ class CheckpointedCalls:
 
     @contextlib.contextmanager
     def _note(self) -> Iterator[None]:
-        saved, flops, begun, is_inside = self._saved_bytes(), self._flops(), len(self._begun), self._open > 0
-        with _Made() as made:
+        saved, flops, begun, is_inside = (
+            self._saved_bytes(),
+            self._flops(),
+            len(self._started_units),
+            self._num_open_units > 0,
+        )
+        with _NewBytes() as made:
             yield
-        unit = None if is_inside else next(iter(self._begun[begun:]), None)
+        unit = None if is_inside else next(iter(self._started_units[begun:]), None)
         saved, flops = self._saved_bytes() - saved, self._flops() - flops
         self.calls.append(CheckpointedCall(unit, saved, made.num_bytes, flops))
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of what operations make; views and what is changed in place are not new."""
 
     def __init__(self) -> None:

@@ -31,13 +31,13 @@ from smpkit.torch.partitioning.recomputed import CheckpointedCall, CheckpointedC
 from smpkit.torch.pipeline.specs import map_tensors, tensors_in
 from smpkit.torch.state import state
 
-__all__ = ["Step", "leaving_no_trace", "measure_units", "node_of", "run_fake", "units_of"]
+__all__ = ["TrialStep", "measure_units", "node_of", "restoring_model", "run_fake", "units_of"]
 
 _log = logging.getLogger("smpkit")
 
-_WHOLE: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
+_UNCUT: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
 """Modules of torch's own whose parts get what values decide: they are not cut."""
-_GROWING: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
+_MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
 
 
 def node_of(module: nn.Module) -> Node:
@@ -48,7 +48,7 @@ def node_of(module: nn.Module) -> Node:
 def _node(module: nn.Module, name: str, seen: set[int]) -> Node:
     seen.add(id(module))
     children = []
-    is_whole = isinstance(module, _WHOLE)
+    is_whole = isinstance(module, _UNCUT)
     for child_name, child in () if is_whole else module.named_children():
         if id(child) not in seen:
             children.append(_node(child, f"{name}.{child_name}" if name else child_name, seen))
@@ -138,7 +138,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
             module = root.get_submodule(name)
             handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
         watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-        with counter, kernels.used(), checkpointed.watch(), watched:
+        with counter, kernels.installed(), checkpointed.watch(), watched:
             body()
     except Exception as error:  # user code on tensors without data may fail in any way
         _log.warning(
@@ -185,7 +185,7 @@ class _SavedBytes:
 
     def pack(self, tensor: torch.Tensor) -> int:
         if isinstance(tensor, FakeTensor) and id(tensor.fake_mode) not in self._modes:
-            self._meet(tensor.fake_mode)
+            self._register_parameters(tensor.fake_mode)
         if _storage_key(tensor) not in self._seen:
             self._seen[_storage_key(tensor)] = tensor
             self.total += tensor.untyped_storage().nbytes()
@@ -201,12 +201,12 @@ class _SavedBytes:
         self._packed.clear()
         self._parameters = tuple
 
-    def _meet(self, mode: FakeTensorMode) -> None:
-        """Know the parameters again as this mode shows them to operations: it makes one fake tensor of each."""
+    def _register_parameters(self, mode: FakeTensorMode) -> None:
+        """Count the fake tensors that this mode makes of the parameters as seen: operations save those."""
         self._modes.add(id(mode))
         for parameter in self._parameters():  # those that `run_fake` shows, where it runs the step
-            shown = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
-            self._seen[_storage_key(shown)] = shown
+            fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
+            self._seen[_storage_key(fake)] = fake
 
     def unpack(self, number: int) -> torch.Tensor:
         return self._packed[number]
@@ -229,7 +229,7 @@ def _bytes_of(output: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrialStep:
     """A step function and the arguments of one microbatch, to be tried out before training."""
 
     body: Callable[..., Any]
@@ -245,29 +245,29 @@ class Step:
             state.tracing = False
 
 
-def run_fake(root: nn.Module, step: Step) -> None:
+def run_fake(root: nn.Module, step: TrialStep) -> None:
     """Run a step on tensors without data, and the model's weights with it, on the device that its arguments lie on.
 
     There the step will run. The weights are elsewhere: each rank moves its own when it knows which they are.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shown = _Shown(mode, _device_of(step))
+    fakes = _FakeTensors(mode, _device_of(step))
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return shown(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
+        return fakes(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
 
     args, kwargs = map_tensors(fake, (step.args, step.kwargs))
-    with leaving_no_trace(root, shown), _with_weights(root, shown), mode:
-        Step(step.body, args, kwargs)()
+    with restoring_model(root, fakes), _fake_parameters(root, fakes), mode:
+        TrialStep(step.body, args, kwargs)()
 
 
-def _device_of(step: Step) -> torch.device:
+def _device_of(step: TrialStep) -> torch.device:
     tensors = [each for each in tensors_in((step.args, step.kwargs)) if not isinstance(each, nn.Parameter)]
     places = sorted({each.device for each in tensors}, key=lambda device: device.type == "cpu")
     return places[0] if places else devices.current_device()
 
 
-class _Shown:
+class _FakeTensors:
     """Shows the tensors of a model on a device, without data: one that has several names as one."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
@@ -278,10 +278,10 @@ class _Shown:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what stands for a parameter or buffer."""
         if id(tensor) not in self._known:
-            self._known[id(tensor)] = tensor, self._made(tensor)  # kept, or another could get its id
+            self._known[id(tensor)] = tensor, self._make_fake(tensor)  # kept, or another could get its id
         return self._known[id(tensor)][1]
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _make_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._mode, torch.no_grad():
             if is_delayed(tensor):  # a single element for now, which operations would take for a broadcast one
                 value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -296,50 +296,52 @@ class _Shown:
 
 
 @contextlib.contextmanager
-def _with_weights(root: nn.Module, shown: _Shown) -> Iterator[None]:
+def _fake_parameters(root: nn.Module, fakes: _FakeTensors) -> Iterator[None]:
     """Put what stands for the parameters in their place."""
-    kept = [(module._parameters, dict(module._parameters)) for module in root.modules()]
+    saved_state = [(module._parameters, dict(module._parameters)) for module in root.modules()]
     try:
-        for place, parameters in kept:
+        for place, parameters in saved_state:
             for name, parameter in parameters.items():
                 if parameter is not None:
-                    place[name] = cast("nn.Parameter", shown(parameter))
+                    place[name] = cast("nn.Parameter", fakes(parameter))
         yield
     finally:
-        for place, parameters in kept:
+        for place, parameters in saved_state:
             place.clear()
             place.update(parameters)
 
 
 @contextlib.contextmanager
-def leaving_no_trace(root: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let a step be tried out on this rank only: afterwards the model and chance are what they were.
+def restoring_model(root: nn.Module, make_buffer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Restore the model and the random number generators after a trial of the step on this rank only.
 
     Forward may change buffers (running statistics), set attributes (a mask kept for the next call), append to lists
     and register hooks. A step that draws random numbers must find the same ones as on the ranks that tried nothing, or
     it takes another way there.
 
     Args:
-        stand_in: makes the buffer that forward may change meanwhile.
+        make_buffer: makes the buffer that forward may change meanwhile.
     """
-    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
-    growing = [each for _, attributes, _ in kept for each in attributes.values() if type(each) in _GROWING]
-    contents = [copy.copy(each) for each in growing]
+    saved_state = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    containers = [
+        each for _, attributes, _ in saved_state for each in attributes.values() if type(each) in _MUTABLE_CONTAINERS
+    ]
+    contents = [copy.copy(each) for each in containers]
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        for module, _, buffers in kept:
-            made = {name: None if each is None else stand_in(each) for name, each in buffers.items()}
+        for module, _, buffers in saved_state:
+            made = {name: None if each is None else make_buffer(each) for name, each in buffers.items()}
             module._buffers.update(made)
         with devices.fork_rng(devices.current_device()):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for module, attributes, buffers in kept:
+        for module, attributes, buffers in saved_state:
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-        for container, content in zip(growing, contents, strict=True):
+        for container, content in zip(containers, contents, strict=True):
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(content)

@@ -17,11 +17,11 @@ from smpkit.torch.announce import announce
 from smpkit.torch.comm import CommGroup
 from smpkit.torch.deadline import report_failure, waiting
 from smpkit.torch.initialize import channel_group
-from smpkit.torch.partitioning.apply import holders_of, keep_own_parts
+from smpkit.torch.partitioning.apply import holders_of, keep_local_parameters
 from smpkit.torch.partitioning.delayed import is_delayed
-from smpkit.torch.partitioning.manual import pinned_modules
-from smpkit.torch.partitioning.measure import Measured, measure
-from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
+from smpkit.torch.partitioning.manual import manual_placement
+from smpkit.torch.partitioning.measure import MeasureOptions, measure
+from smpkit.torch.partitioning.trace import TrialStep, measure_units, run_fake, units_of
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.elsewhere import mark_nonresident_parameters
 from smpkit.torch.pipeline.executor import Executor, Policy
@@ -57,7 +57,7 @@ class Pipeline:
     def __init__(
         self,
         root: nn.Module,
-        measured: Measured,
+        measured: MeasureOptions,
         on_placement: Callable[[nn.Module, Mapping[str, int]], None],
     ) -> None:
         self._root = root
@@ -120,7 +120,7 @@ class Pipeline:
         self._check_weights()
         refuse_compiled(self._root)
         if state.pp_rank == 0:
-            self.assignment = self._agree_on_assignment(Step(body, call.args, call.kwargs))
+            self.assignment = self._agree_on_assignment(TrialStep(body, call.args, call.kwargs))
             seed = common_seed()
             self._transport.broadcast_object((self.assignment.to_json(), seed), what="the partition assignment")
         else:
@@ -131,7 +131,7 @@ class Pipeline:
         refuse_compiled(self._root, placement)
         self.holders = holders_of(self._root, placement, state.pp_size)
         self._tied = find_tied(self._root, placement, state.pp_rank)
-        keep_own_parts(self._root, placement, self.holders, state.pp_rank, state.device)
+        keep_local_parameters(self._root, placement, self.holders, state.pp_rank, state.device)
         mark_nonresident_parameters(self._root, self.holders, state.pp_rank)
         stage = StageContext(
             state.pp_rank,
@@ -172,7 +172,7 @@ class Pipeline:
             return [f"skip_tracing is on: partitioned by parameter sizes, not by measured {self._measured}."]
         return [f"Partitioned by {self._measured} of one microbatch, measured on rank 0 ({state.device})."]
 
-    def _agree_on_assignment(self, step: Step) -> Assignment:
+    def _agree_on_assignment(self, step: TrialStep) -> Assignment:
         """Decide on the first replica for all of them: others may see other shapes, and would measure other times."""
         if not (state.cfg.ddp and state.dp_size > 1):
             return self._decide(step)
@@ -182,15 +182,15 @@ class Pipeline:
             dist.broadcast_object_list(text, group=group, group_src=0)
         return Assignment.from_json(text[0])
 
-    def _decide(self, step: Step) -> Assignment:
+    def _decide(self, step: TrialStep) -> Assignment:
         cfg = state.cfg
         if self.resumed is not None and cfg.auto_partition and self._fits_model(self.resumed):
             return self.resumed
         num_chunks = cfg.virtual_pipeline_degree
         if not cfg.auto_partition:
-            pins = pinned_modules(self._root)
+            pins = manual_placement(self._root)
             costs = measure_units(self._root, units_of(self._root, pins.split), None)
-            places = pins.on([cost.name for cost in costs])
+            places = pins.for_units([cost.name for cost in costs])
             return assign(costs, state.pp_size, places, cfg.default_partition, num_chunks)
         tree = units_of(self._root)
         if cfg.skip_tracing:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.apply import names_of, pp_rank_of
+from smpkit.torch.partitioning.apply import names_by_module, pp_rank_of
 from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.specs import storage_of
 from smpkit.torch.rendezvous import name_ranks
@@ -50,7 +50,7 @@ def find_tied(root: nn.Module, placement: Mapping[str, int], rank: int) -> list[
     """Return what this rank's modules share with those of others; called while every rank has the whole model."""
     ranks_by_memory: dict[object, set[int]] = {}
     found: list[tuple[str, nn.Module, str, object, set[int]]] = []
-    for module, names in names_of(root).items():
+    for module, names in names_by_module(root).items():
         pp_ranks = {owner for name in names if (owner := pp_rank_of(name, placement)) is not None}
         if not pp_ranks:
             continue

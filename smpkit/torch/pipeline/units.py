@@ -16,7 +16,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.calls import Dispatch, ModuleCall, OriginalCall
 from smpkit.torch.deadline import add_error_context
-from smpkit.torch.partitioning.apply import names_of
+from smpkit.torch.partitioning.apply import names_by_module
 from smpkit.torch.pipeline.captured import active_collectors, add_collected, collector_key, returning_collected
 from smpkit.torch.pipeline.located import Current, StageTensor, current_microbatch, microbatch_between_units
 from smpkit.torch.pipeline.random import RandomStreams
@@ -35,7 +35,7 @@ def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) 
 
     Modules above them that lie on several ranks run everywhere; all have a stream of random numbers of their own.
     """
-    for module, names in names_of(root).items():
+    for module, names in names_by_module(root).items():
         name = names[0]
         pp_ranks = pp_ranks_of(name, placement)
         above = _enclosing_unit(name, placement)

@@ -15,10 +15,10 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.deadline import waiting
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.module import whole_shape
+from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.shards import shard_of
 
-__all__ = ["Agreement", "agree", "common_seed"]
+__all__ = ["ModelComparison", "common_seed", "compare_models"]
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +34,7 @@ def common_seed() -> int:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class ModelComparison:
     """What the ranks of a tensor-parallel group have in common.
 
     Args:
@@ -56,7 +56,7 @@ class Agreement:
         return tensor
 
 
-def agree(root: nn.Module, names: Sequence[str]) -> Agreement:
+def compare_models(root: nn.Module, names: Sequence[str]) -> ModelComparison:
     """Compare this rank's model with those of the other ranks of its tensor-parallel group.
 
     Without this check, ranks with other seeds would hold pieces of different wholes, and ranks with other models would
@@ -69,20 +69,20 @@ def agree(root: nn.Module, names: Sequence[str]) -> Agreement:
         UsageError: parameters or those modules differ.
     """
     group = state.process_group(CommGroup.TP_GROUP)
-    parameters = [f"parameter {name} {list(whole_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
-    mine = [*parameters, *(f"distributed module {name}" for name in names)]
-    everybody: list[Any] = [None] * state.tp_size
+    parameters = [f"parameter {name} {list(global_shape(each))} {each.dtype}" for name, each in root.named_parameters()]
+    own_description = [*parameters, *(f"distributed module {name}" for name in names)]
+    reports: list[Any] = [None] * state.tp_size
     with waiting("the comparison of models between tensor-parallel ranks", group):
-        dist.all_gather_object(everybody, (mine, _checksums(root), torch.initial_seed()), group=group)
-    first, first_rank = everybody[0][0], dist.get_global_rank(group, 0)
-    for rank, (theirs, _, _) in zip(dist.get_process_group_ranks(group), everybody, strict=True):
-        if theirs != first:
+        dist.all_gather_object(reports, (own_description, _checksums(root), torch.initial_seed()), group=group)
+    first, first_rank = reports[0][0], dist.get_global_rank(group, 0)
+    for rank, (their_description, _, _) in zip(dist.get_process_group_ranks(group), reports, strict=True):
+        if their_description != first:
             raise UsageError(
                 f"the model differs between ranks {first_rank} and {rank} of a tensor-parallel group:"
-                f" {_first_difference(first, theirs)}",
+                f" {_first_difference(first, their_description)}",
                 hint="build the same model on every rank",
             )
-    return Agreement(all(sums == everybody[0][1] for _, sums, _ in everybody), everybody[0][2])
+    return ModelComparison(all(sums == reports[0][1] for _, sums, _ in reports), reports[0][2])
 
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What users give to distributed modules: refused at once where it cannot be meant."""
+"""Checks of the arguments of distributed modules."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from torch.nn import functional
 from smpkit.errors import ConfigError, Problem, UsageError
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.arguments import check_probability, check_sizes
-from smpkit.torch.tensor_parallel.boundary import Boundary, check_divisible, leave
-from smpkit.torch.tensor_parallel.dropout import BoundaryDropout, numbers
+from smpkit.torch.tensor_parallel.boundary import Layout, check_divisible, leave_region
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout, tp_rng
 from smpkit.torch.tensor_parallel.embedding import gather_indices
 from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.module import DistributedModule
-from smpkit.torch.tensor_parallel.norms import BoundaryLayerNorm
+from smpkit.torch.tensor_parallel.norms import ParallelLayerNorm
 from smpkit.torch.tensor_parallel.options import LayerOptions
-from smpkit.torch.tensor_parallel.positions import alibi_slopes, distances, rotated, seen_bias
+from smpkit.torch.tensor_parallel.positions import alibi_slopes, apply_rotary, relative_positions, visibility_bias
 
 __all__ = ["DistributedAttentionLayer", "FlashAttentionLayer"]
 
@@ -79,7 +79,7 @@ class FlashAttentionLayer(nn.Module):
     ) -> torch.Tensor:
         """Return (batch, heads, length, head size) for each of that shape; see `forward`."""
         if causal and (mask is not None or query.shape[2] != key.shape[2]):
-            seen = seen_bias(distances(query.shape[2], key.shape[2], query.device), None, query.dtype)
+            seen = visibility_bias(relative_positions(query.shape[2], key.shape[2], query.device), None, query.dtype)
             mask, causal = seen if mask is None else mask + seen, False
         scale = self.scale
         if scale is None:
@@ -88,7 +88,7 @@ class FlashAttentionLayer(nn.Module):
         mask = mask if mask is None else mask.to(query.dtype)
         if dropout == 0:
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale)
-        with numbers(query, equal=False):  # every rank has heads of its own
+        with tp_rng(query, equal=False):  # every rank has heads of its own
             return functional.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
 
 
@@ -109,7 +109,7 @@ class DistributedAttentionLayer(DistributedModule):
         pre_layernorm, post_layernorm: normalise the input of the block; the sum of its input and output.
         boundary: what comes in and goes out.
         in_stack: masks are those of all samples already.
-        bare: a layer around this one normalises, adds residuals, and calls `share`.
+        bare: a layer around this one normalises, adds residuals, and calls `partial_output`.
         options: see LayerOptions.
 
     Raises:
@@ -131,7 +131,7 @@ class DistributedAttentionLayer(DistributedModule):
         pre_layernorm: bool = False,
         post_layernorm: bool = True,
         *,
-        boundary: Boundary | None = None,
+        boundary: Layout | None = None,
         in_stack: bool = False,
         bare: bool = False,
         **options: Any,
@@ -160,9 +160,9 @@ class DistributedAttentionLayer(DistributedModule):
             self.options.scale_attn_by_layer_idx,
             self.options.layer_idx,
         )
-        self.dropout = BoundaryDropout(hidden_dropout_prob, self.boundary)
-        self.pre_layernorm = layernorm_if(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
-        self.layernorm = layernorm_if(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary)
+        self.pre_layernorm = optional_layernorm(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        self.layernorm = optional_layernorm(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
 
     def _make_linears(self, hidden_size: int, initializer_range: float | None) -> None:
         width = self.num_attention_heads * self.attention_head_size
@@ -181,9 +181,9 @@ class DistributedAttentionLayer(DistributedModule):
         self.dense = RowParallelLinear(width, hidden_size, dense_bias, boundary=self.boundary, **made)
 
     @property
-    def _boundary_of_states(self) -> Boundary:
+    def _boundary_of_states(self) -> Layout:
         """Other states are of another length, which need not divide: they stay whole where sequences are divided."""
-        return Boundary.REPLICATE if self.boundary is Boundary.SEQUENCE else self.boundary
+        return Layout.REPLICATE if self.boundary is Layout.SHARD_SEQUENCE else self.boundary
 
     def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
         """Return hidden states like those that come in.
@@ -196,7 +196,7 @@ class DistributedAttentionLayer(DistributedModule):
         """
         hidden, states, mask, positions = self._inputs(inputs)
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        output: torch.Tensor = leave(self.share(normal, states, mask, positions), self.boundary)
+        output: torch.Tensor = leave_region(self.partial_output(normal, states, mask, positions), self.boundary)
         if self.dense.bias is not None:
             output = output + self.dense.bias
         output = self.dropout(output)
@@ -218,7 +218,7 @@ class DistributedAttentionLayer(DistributedModule):
             return inputs[0], inputs[1], inputs[2], None
         return inputs[0], None, inputs[1], inputs[2] if len(inputs) == 3 else None
 
-    def share(
+    def partial_output(
         self,
         hidden: torch.Tensor,
         states: torch.Tensor | None,
@@ -227,7 +227,7 @@ class DistributedAttentionLayer(DistributedModule):
         *,
         entered: bool = False,
     ) -> torch.Tensor:
-        """Return what this rank's heads add to the output of all samples, before `leave` and the bias.
+        """Return what this rank's heads add to the output of all samples, before `leave_region` and the bias.
 
         Args:
             entered: `hidden` is that of all samples already.
@@ -243,14 +243,14 @@ class DistributedAttentionLayer(DistributedModule):
         if options.rotary_dim:
             if positions is not None and not self.in_stack:
                 positions = gather_mask(positions, query.shape[0] // state.tp_size, self.boundary)
-            turn = (options.rotary_dim, options.rotary_base, positions)
-            query = rotated(query, *turn, interleaved=options.rotary_interleaved)
-            key = rotated(key, *turn, interleaved=options.rotary_interleaved)
+            rotation = (options.rotary_dim, options.rotary_base, positions)
+            query = apply_rotary(query, *rotation, interleaved=options.rotary_interleaved)
+            key = apply_rotary(key, *rotation, interleaved=options.rotary_interleaved)
         if options.attention_in_fp32 and dtype.itemsize < 4:
             query, key, value = query.float(), key.float(), value.float()
         bias, causal = self._bias(query, key, mask)
-        mixed = self.attention.attend(query, key, value, bias, causal=causal).to(dtype)
-        return self.dense.share(mixed.transpose(1, 2).flatten(2))
+        attended = self.attention.attend(query, key, value, bias, causal=causal).to(dtype)
+        return self.dense.partial_output(attended.transpose(1, 2).flatten(2))
 
     def _heads(
         self, hidden: torch.Tensor, states: torch.Tensor | None, *, entered: bool
@@ -275,17 +275,17 @@ class DistributedAttentionLayer(DistributedModule):
             mask = gather_mask(mask, query.shape[0] // state.tp_size, self.boundary)
         if not options.use_alibi and options.window_size is None:
             return mask, causal
-        distance = distances(query.shape[2], key.shape[2], query.device)
+        distance = relative_positions(query.shape[2], key.shape[2], query.device)
         window = options.window_size
-        bias = seen_bias(distance, window, query.dtype) if causal or window else query.new_zeros(())
+        bias = visibility_bias(distance, window, query.dtype) if causal or window else query.new_zeros(())
         if options.use_alibi:
             slopes = alibi_slopes(self.num_attention_heads, options.alibi_bias_max, query.device)
-            mine = slopes.tensor_split(state.tp_size)[state.tp_rank].to(query.dtype)
-            bias = bias + mine.view(1, -1, 1, 1) * -distance.abs().to(query.dtype)
+            own_slopes = slopes.tensor_split(state.tp_size)[state.tp_rank].to(query.dtype)
+            bias = bias + own_slopes.view(1, -1, 1, 1) * -distance.abs().to(query.dtype)
         return bias if mask is None else mask.to(query.dtype) + bias, False
 
 
-def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Boundary) -> torch.Tensor:
+def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch.Tensor:
     """Return the mask of all samples of the group; one that is the same for all of `num_samples` stays as it is."""
     return gather_indices(mask, boundary) if mask.shape[0] == num_samples else mask
 
@@ -297,6 +297,6 @@ def check_norms(pre_layernorm: bool, post_layernorm: bool, *, bare: bool) -> Non
         raise ConfigError([problem], subject="distributed module")
 
 
-def layernorm_if(wanted: bool, hidden_size: int, epsilon: float, boundary: Boundary) -> BoundaryLayerNorm | None:
+def optional_layernorm(wanted: bool, hidden_size: int, epsilon: float, boundary: Layout) -> ParallelLayerNorm | None:
     """Return a layer norm if it is wanted."""
-    return BoundaryLayerNorm(hidden_size, epsilon, boundary=boundary) if wanted else None
+    return ParallelLayerNorm(hidden_size, epsilon, boundary=boundary) if wanted else None

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["convert_calls"]
+__all__ = ["wrap_forward"]
 
 
-def convert_calls(
+def wrap_forward(
     module: nn.Module,
     forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]] | None,
     return_hook: Callable[[Any], Any] | None,
@@ -24,10 +24,10 @@ def convert_calls(
     """
     if forward_hook is not None or return_hook is not None:
         # On the instance, where nn.Module looks first: hooks that users register see the values they know.
-        object.__setattr__(module, "forward", _Converted(module, forward_hook, return_hook))
+        object.__setattr__(module, "forward", _WrappedForward(module, forward_hook, return_hook))
 
 
-class _Converted:
+class _WrappedForward:
     """The forward of one module; an object, because copies of a module copy it with them."""
 
     def __init__(

@@ -17,9 +17,9 @@ from smpkit.errors import UsageError
 from smpkit.torch import devices
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.boundary import Boundary, outer_boundary
+from smpkit.torch.tensor_parallel.boundary import Layout, default_layout
 from smpkit.torch.tensor_parallel.embedding import gather_indices
-from smpkit.torch.tensor_parallel.shards import piece_of
+from smpkit.torch.tensor_parallel.shards import shard_range
 
 __all__ = ["cross_entropy", "gather_logits"]
 
@@ -31,7 +31,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
     num_classes: int | None = None,
-    boundary: Boundary | None = None,
+    boundary: Layout | None = None,
 ) -> torch.Tensor:
     """Return the cross entropy of this rank's samples, as `torch.nn.functional.cross_entropy` does of whole logits.
 
@@ -42,7 +42,7 @@ def cross_entropy(
         ignore_index: label of samples that count for nothing.
         reduction: `mean` over the samples that count, `sum`, or `none` (the loss of each).
         num_classes: of all ranks; None if each has as many.
-        boundary: whether ranks have samples of their own (BATCH) or the same (REPLICATE); None for what the
+        boundary: whether ranks have samples of their own (SHARD_BATCH) or the same (REPLICATE); None for what the
             configuration says.
 
     Raises:
@@ -69,7 +69,7 @@ def cross_entropy(
             logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction=reduction
         )
         return losses.view(labels.shape) if reduction == "none" else losses
-    losses = _losses(logits, labels, ignore_index, num_classes, boundary or outer_boundary())
+    losses = _losses(logits, labels, ignore_index, num_classes, boundary or default_layout())
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -77,19 +77,19 @@ def cross_entropy(
 
 
 def _losses(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None, boundary: Boundary
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None, boundary: Layout
 ) -> torch.Tensor:
-    ours = boundary in (Boundary.BATCH, Boundary.GATHERED)
-    samples = (labels.shape[0] * (state.tp_size if ours else 1), *labels.shape[1:]) if labels.dim() else ()
+    has_own_samples = boundary in (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED)
+    samples = (labels.shape[0] * (state.tp_size if has_own_samples else 1), *labels.shape[1:]) if labels.dim() else ()
     _check_shapes(logits, labels, samples)
-    everybody = gather_indices(labels, Boundary.BATCH) if ours else labels
-    picks = _local(everybody.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
-    made: tuple[torch.Tensor, ...] = _Statistics.apply(logits.flatten(0, -2), picks)  # type: ignore[no-untyped-call]
+    all_labels = gather_indices(labels, Layout.SHARD_BATCH) if has_own_samples else labels
+    own_labels = _own_labels(all_labels.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
+    made: tuple[torch.Tensor, ...] = _LocalStatistics.apply(logits.flatten(0, -2), own_labels)  # type: ignore[no-untyped-call]
     statistics = torch.stack(made, -1).unsqueeze(0)
-    if ours:  # (1, all samples, 2) -> (ranks, my samples, 2)
-        statistics = collectives.exchange(statistics, 1, 0)
+    if has_own_samples:  # (1, all samples, 2) -> (ranks, my samples, 2)
+        statistics = collectives.all_to_all(statistics, 1, 0)
     else:
-        statistics = collectives.gather_equal(statistics, 0)
+        statistics = collectives.gather_from_tp(statistics, 0)
     losses = statistics[..., 0].logsumexp(0) - statistics[..., 1].sum(0)
     return losses.view(labels.shape).masked_fill(labels == ignore_index, 0)
 
@@ -102,10 +102,10 @@ def _check_shapes(logits: torch.Tensor, labels: torch.Tensor, samples: tuple[int
         )
 
 
-def _local(labels: torch.Tensor, ignore_index: int, num_classes: int) -> torch.Tensor:
+def _own_labels(labels: torch.Tensor, ignore_index: int, num_classes: int) -> torch.Tensor:
     """Return the labels counted from this rank's first class, -1 where they are another rank's or count for nothing."""
-    first, length = piece_of(num_classes, state.tp_rank, state.tp_size)
-    if not collectives.is_rehearsal(labels):
+    first, length = shard_range(num_classes, state.tp_rank, state.tp_size)
+    if not collectives.is_dry_run(labels):
         _check_labels(labels, ignore_index, num_classes)
     elsewhere = (labels == ignore_index) | (labels < first) | (labels >= first + length)
     return (labels - first).masked_fill(elsewhere, -1)
@@ -127,28 +127,30 @@ def _check_labels(labels: torch.Tensor, ignore_index: int, num_classes: int) -> 
         raise UsageError(f"{int(wrong[0])} is a label, but neither one of {num_classes} classes nor ignore_index")
 
 
-class _Statistics(torch.autograd.Function):
+class _LocalStatistics(torch.autograd.Function):
     """Two numbers per sample of logits (samples, classes), in float32 at least; backward makes one tensor like them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, picks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, logits: torch.Tensor, own_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         exact = logits.float() if logits.dtype.itemsize < 4 else logits
         sums = exact.logsumexp(-1)
-        picked = exact.gather(1, picks.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(picks < 0, 0)
-        ctx.save_for_backward(logits, sums, picks)
-        return sums, picked
+        label_logits = exact.gather(1, own_labels.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(own_labels < 0, 0)
+        ctx.save_for_backward(logits, sums, own_labels)
+        return sums, label_logits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_sums: torch.Tensor, of_picked: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, sums, picks = ctx.saved_tensors
+    def backward(ctx: Any, grad_of_sums: torch.Tensor, grad_of_label_logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, sums, own_labels = ctx.saved_tensors
         exact = logits.float() if logits.dtype.itemsize < 4 else logits
-        gradient = (exact - sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
-        gradient.scatter_add_(1, picks.clamp(min=0).unsqueeze(1), of_picked.masked_fill(picks < 0, 0).unsqueeze(1))
+        gradient = (exact - sums.unsqueeze(1)).exp_().mul_(grad_of_sums.unsqueeze(1))
+        gradient.scatter_add_(
+            1, own_labels.clamp(min=0).unsqueeze(1), grad_of_label_logits.masked_fill(own_labels < 0, 0).unsqueeze(1)
+        )
         return gradient.to(logits.dtype), None
 
 
-def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Boundary | None = None) -> torch.Tensor:
+def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Layout | None = None) -> torch.Tensor:
     """Return all classes of this rank's samples, from this rank's classes of all samples.
 
     Args:
@@ -161,9 +163,9 @@ def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Boundary | N
         return made
     if state.tp_size == 1:
         return logits
-    longest = piece_of(num_classes, 0, state.tp_size)[1]
+    longest = shard_range(num_classes, 0, state.tp_size)[1]
     if logits.shape[-1] < longest:
         logits = functional.pad(logits, (0, longest - logits.shape[-1]))
-    ours = (boundary or outer_boundary()) in (Boundary.BATCH, Boundary.GATHERED)
-    whole = collectives.exchange(logits, 0, -1) if ours else collectives.gather_equal(logits, -1)
+    has_own_samples = (boundary or default_layout()) in (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED)
+    whole = collectives.all_to_all(logits, 0, -1) if has_own_samples else collectives.gather_from_tp(logits, -1)
     return whole.narrow(-1, 0, num_classes)

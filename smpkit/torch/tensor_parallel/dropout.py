@@ -26,12 +26,12 @@ from smpkit.torch.state import state
 from smpkit.torch.stream_seeds import Seeds, mix
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.arguments import check_probability
-from smpkit.torch.tensor_parallel.boundary import Boundary
+from smpkit.torch.tensor_parallel.boundary import Layout
 
-__all__ = ["BoundaryDropout", "common_numbers", "numbers", "random_number"]
+__all__ = ["ParallelDropout", "random_number", "seed_with_common_number", "tp_rng"]
 
 
-class BoundaryDropout(nn.Module):
+class ParallelDropout(nn.Module):
     """Dropout on what a rank holds between distributed modules: equal values are dropped alike on all ranks.
 
     Args:
@@ -39,7 +39,7 @@ class BoundaryDropout(nn.Module):
         boundary: what the values are.
     """
 
-    def __init__(self, p: float, boundary: Boundary) -> None:
+    def __init__(self, p: float, boundary: Layout) -> None:
         super().__init__()
         check_probability("distributed modules", "the dropout", p)
         self.p = p
@@ -49,7 +49,7 @@ class BoundaryDropout(nn.Module):
         """Return `x` with dropout, in training."""
         if not self.training or self.p == 0:
             return x
-        with numbers(x, equal=self.boundary.is_equal):
+        with tp_rng(x, equal=self.boundary.is_replicated):
             return functional.dropout(x, self.p)
 
     def extra_repr(self) -> str:
@@ -58,14 +58,14 @@ class BoundaryDropout(nn.Module):
 
 
 @contextlib.contextmanager
-def numbers(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
+def tp_rng(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
     """Let operations on `x` in this block draw random numbers that are equal, or differ, on tensor-parallel ranks."""
-    if state.tp_size == 1 or collectives.is_rehearsal(x):
+    if state.tp_size == 1 or collectives.is_dry_run(x):
         yield
         return
     number = _common_number()
     if number is None:
-        number = _of_first(x.device) if equal else random_number()
+        number = _random_number_of_first_rank(x.device) if equal else random_number()
     # Odd, as the seeds of the pipeline's closed streams are: what draws here gets no stream of its own.
     seed = mix(number, 1 + (0 if equal else 1 + state.tp_rank)) >> 1 | 1
     with devices.fork_rng(x.device):
@@ -74,7 +74,7 @@ def numbers(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def common_numbers(number: int, device: torch.device) -> Iterator[None]:
+def seed_with_common_number(number: int, device: torch.device) -> Iterator[None]:
     """Let the modules in this block know numbers that all ranks have; afterwards the generators are what they were.
 
     Args:
@@ -99,11 +99,11 @@ def _common_number() -> int | None:
         return None
     torch.default_generator.manual_seed(seeds.after(seed))
     number = seeds.number(seed)
-    collectives.note_number(number)
+    collectives.add_to_checksum(number)
     return number
 
 
-def _of_first(device: torch.device) -> int:
+def _random_number_of_first_rank(device: torch.device) -> int:
     group = collectives.tp_group()
     drawn = torch.tensor(random_number(), dtype=torch.int64, device=device)
     with waiting("agreement on random numbers between tensor-parallel ranks", group):

@@ -11,15 +11,15 @@ from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.arguments import check_sizes
 from smpkit.torch.tensor_parallel.boundary import (
-    Boundary,
+    Layout,
     check_divisible,
     check_same_shape,
-    leave,
-    split_parameter,
+    leave_region,
+    new_shard_parameter,
 )
-from smpkit.torch.tensor_parallel.linear import leave_features
-from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_piece
-from smpkit.torch.tensor_parallel.shards import piece_of
+from smpkit.torch.tensor_parallel.linear import unshard_features
+from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_shard
+from smpkit.torch.tensor_parallel.shards import shard_range
 
 __all__ = ["DistributedEmbedding", "VocabularyParallelEmbedding"]
 
@@ -35,7 +35,7 @@ class _Embedding(DistributedModule):
         embedding_dim: int,
         padding_idx: int | None,
         initializer_range: float | None,
-        boundary: Boundary | None,
+        boundary: Layout | None,
     ) -> None:
         super().__init__(boundary=boundary)
         check_sizes(type(self).__name__, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
@@ -48,7 +48,7 @@ class _Embedding(DistributedModule):
 
     def reset_parameters(self) -> None:
         """Initialise this rank's piece of the table that one process would hold; the padding row is 0."""
-        initialize_piece(self.weight, self._initialize)
+        initialize_shard(self.weight, self._initialize)
 
     def _initialize(self, whole: torch.Tensor) -> None:
         nn.init.normal_(whole, 0.0, 1.0 if self.initializer_range is None else self.initializer_range)
@@ -94,7 +94,7 @@ class DistributedEmbedding(_Embedding):
         _skip_allgather: bool = False,
         _skip_scatter_and_merge: bool = False,
         *,
-        boundary: Boundary | None = None,
+        boundary: Layout | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -104,7 +104,7 @@ class DistributedEmbedding(_Embedding):
         self.norm_type = norm_type
         self._skip_allgather = _skip_allgather
         self._skip_scatter_and_merge = _skip_scatter_and_merge
-        self.weight = split_parameter((num_embeddings, embedding_dim), 1, self.boundary, device=device, dtype=dtype)
+        self.weight = new_shard_parameter((num_embeddings, embedding_dim), 1, self.boundary, device=device, dtype=dtype)
         if _weight is None:
             self.reset_parameters()
         else:
@@ -115,7 +115,7 @@ class DistributedEmbedding(_Embedding):
         if not self._skip_allgather:
             indices = gather_indices(indices, self.boundary)
         output = functional.embedding(indices, self.weight, self.padding_idx)
-        return output if self._skip_scatter_and_merge else leave_features(output, self.boundary)
+        return output if self._skip_scatter_and_merge else unshard_features(output, self.boundary)
 
 
 class VocabularyParallelEmbedding(_Embedding):
@@ -126,7 +126,7 @@ class VocabularyParallelEmbedding(_Embedding):
     Args:
         num_embeddings, embedding_dim, padding_idx: as in torch.
         initializer_range: the table is drawn from N(0, initializer_range); None for torch's N(0, 1).
-        boundary: what comes in and goes out; under SEQUENCE whole sequences of indices come in.
+        boundary: what comes in and goes out; under SHARD_SEQUENCE whole sequences of indices come in.
 
     Raises:
         ConfigError: there are fewer rows than ranks.
@@ -139,15 +139,15 @@ class VocabularyParallelEmbedding(_Embedding):
         padding_idx: int | None = None,
         *,
         initializer_range: float | None = None,
-        boundary: Boundary | None = None,
+        boundary: Layout | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, initializer_range, boundary)
-        if piece_of(num_embeddings, state.tp_size - 1, state.tp_size)[1] < 1:
+        if shard_range(num_embeddings, state.tp_size - 1, state.tp_size)[1] < 1:
             check_divisible("num_embeddings", num_embeddings)
-        self.first, self.num_rows = piece_of(num_embeddings, state.tp_rank, state.tp_size)
-        self.weight = split_parameter((num_embeddings, embedding_dim), 0, self.boundary, device=device, dtype=dtype)
+        self.first, self.num_rows = shard_range(num_embeddings, state.tp_rank, state.tp_size)
+        self.weight = new_shard_parameter((num_embeddings, embedding_dim), 0, self.boundary, device=device, dtype=dtype)
         self.reset_parameters()
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
@@ -155,28 +155,28 @@ class VocabularyParallelEmbedding(_Embedding):
         if state.tp_size == 1:
             return functional.embedding(indices, self.weight, self.padding_idx)
         local = gather_indices(indices, self.boundary) - self.first
-        elsewhere = self._elsewhere(local)
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight, self._local_padding)
-        return leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.boundary)
+        not_on_this_rank = self._not_on_this_rank(local)
+        rows = functional.embedding(local.masked_fill(not_on_this_rank, 0), self.weight, self._own_padding_idx)
+        return leave_region(rows.masked_fill(not_on_this_rank.unsqueeze(-1), 0), self.boundary)
 
-    def _elsewhere(self, local: torch.Tensor) -> torch.Tensor:
+    def _not_on_this_rank(self, local: torch.Tensor) -> torch.Tensor:
         # The first rank looks negative indices up and the last rank those past the end, so that torch refuses them.
         below = local < 0 if state.tp_rank > 0 else torch.zeros_like(local, dtype=torch.bool)
         return below | (local >= self.num_rows) if state.tp_rank < state.tp_size - 1 else below
 
     @property
-    def _local_padding(self) -> int | None:
+    def _own_padding_idx(self) -> int | None:
         local = -1 if self.padding_idx is None else self.padding_idx - self.first
         return local if 0 <= local < self.num_rows else None
 
 
-def gather_indices(indices: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+def gather_indices(indices: torch.Tensor, boundary: Layout) -> torch.Tensor:
     """Return the indices (or labels, masks: what has no gradient) of all samples of the group."""
-    if boundary is not Boundary.BATCH:
+    if boundary is not Layout.SHARD_BATCH:
         return indices
     check_same_shape(indices)
     with torch.no_grad():
-        return collectives.gather(indices, 0)
+        return collectives.gather_to_tp(indices, 0)
 
 
 def _refuse(*, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:

@@ -20,7 +20,7 @@ __all__ = ["gathered_linear"]
 
 
 def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """Return `linear(gather(x, dim), weight, bias)`."""
+    """Return `linear(gather_to_tp(x, dim), weight, bias)`."""
     check_same_shape(x)
     if torch.is_autocast_enabled(x.device.type):  # which would reach into forward, but not into backward
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -34,7 +34,7 @@ class _GatheredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.dim = dim
-        return functional.linear(collectives.begin_gather(x, dim)(), weight, bias)
+        return functional.linear(collectives.start_all_gather(x, dim)(), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -42,10 +42,10 @@ class _GatheredLinear(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
-        arriving = collectives.begin_gather(x, ctx.dim) if of_weight else None
-        leaving = collectives.begin_reduce_scatter(grad @ weight, ctx.dim) if of_input else None
+        wants_input_grad, wants_weight_grad, wants_bias_grad, _ = ctx.needs_input_grad
+        pending_gather = collectives.start_all_gather(x, ctx.dim) if wants_weight_grad else None
+        pending_reduce_scatter = collectives.start_reduce_scatter(grad @ weight, ctx.dim) if wants_input_grad else None
         rows = grad.flatten(0, -2)
-        weight_grad = None if arriving is None else rows.t() @ arriving().flatten(0, -2)
-        bias_grad = rows.sum(0) if of_bias else None
-        return None if leaving is None else leaving(), weight_grad, bias_grad, None
+        weight_grad = None if pending_gather is None else rows.t() @ pending_gather().flatten(0, -2)
+        bias_grad = rows.sum(0) if wants_bias_grad else None
+        return None if pending_reduce_scatter is None else pending_reduce_scatter(), weight_grad, bias_grad, None

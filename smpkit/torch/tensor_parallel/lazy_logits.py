@@ -1,4 +1,4 @@
-"""Outputs of Hugging Face models whose logits are brought together when somebody looks at them.
+"""Outputs of Hugging Face models whose logits are gathered on first access.
 
 Training reads the loss only. The logits of all classes are the largest values there are, so each tensor-parallel rank
 keeps its classes until `output.logits` (or `output["logits"]`) is asked for, which all ranks of the group do together.
@@ -19,13 +19,13 @@ __all__ = ["with_lazy_logits"]
 def with_lazy_logits(output: Any, gather: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a `ModelOutput` like `output`, whose `logits` are replaced by `gather(logits)` when they are looked at."""
     kind: Any = type(output)
-    made = _lazy(kind)(**dict(OrderedDict.items(output)))
+    made = _lazy_class(kind)(**dict(OrderedDict.items(output)))
     vars(made)["_smp_gather"] = gather
     return made
 
 
 @functools.cache
-def _lazy(kind: Any) -> Any:
+def _lazy_class(kind: Any) -> Any:
     return type(kind.__name__, (_LazyLogits, kind), {"__module__": kind.__module__, "_smp_kind": kind})
 
 
@@ -34,14 +34,14 @@ class _LazyLogits(OrderedDict[str, Any]):
 
     _smp_kind: Any
 
-    def _smp_ready(self) -> None:
+    def _smp_gather_now(self) -> None:
         gather = vars(self).pop("_smp_gather", None)
         if gather is not None:
             self["logits"] = gather(vars(self)["logits"])
 
     def __getattribute__(self, name: str) -> Any:
         if name == "logits":
-            self._smp_ready()
+            self._smp_gather_now()
         return super().__getattribute__(name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -50,15 +50,15 @@ class _LazyLogits(OrderedDict[str, Any]):
             found = names[key]
             return self[found] if isinstance(found, str) else tuple(self[name] for name in found)
         if key == "logits":
-            self._smp_ready()
+            self._smp_gather_now()
         return dict.__getitem__(self, key)  # not Hugging Face's, which looks at every item
 
     def items(self) -> Any:
-        self._smp_ready()
+        self._smp_gather_now()
         return super().items()
 
     def values(self) -> Any:
-        self._smp_ready()
+        self._smp_gather_now()
         return super().values()
 
     def get(self, key: str, default: Any = None) -> Any:

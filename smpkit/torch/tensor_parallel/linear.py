@@ -1,9 +1,9 @@
 """Linear layers whose weight lies on several ranks: divided by output features, or by input features.
 
-A block of two needs one exchange on its way in and one on its way out::
+A block of two needs one collective on its way in and one on its way out::
 
-    x ──enter──► ColumnParallelLinear ──► (anything per feature) ──► RowParallelLinear ──leave──► y
-                 output features divided                             input features divided
+    x ──enter_region──► ColumnParallelLinear ──► (per feature) ──► RowParallelLinear ──leave_region──► y
+                        output features divided                    input features divided
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
 from smpkit.torch.tensor_parallel.arguments import check_sizes
 from smpkit.torch.tensor_parallel.boundary import (
-    Boundary,
+    Layout,
     check_divisible,
     check_same_shape,
-    enter,
-    leave,
-    split_parameter,
-    whole_parameter,
+    enter_region,
+    leave_region,
+    new_replicated_parameter,
+    new_shard_parameter,
 )
 from smpkit.torch.tensor_parallel.gathered_linear import gathered_linear
-from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_piece
+from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_shard
 
 __all__ = ["ColumnParallelLinear", "DistributedLinear", "RowParallelLinear"]
 
@@ -45,7 +45,7 @@ class _Linear(DistributedModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, out_features: int, boundary: Boundary | None, initializer_range: float | None
+        self, in_features: int, out_features: int, boundary: Layout | None, initializer_range: float | None
     ) -> None:
         super().__init__(boundary=boundary)
         check_sizes(type(self).__name__, 0, in_features=in_features, out_features=out_features)
@@ -58,11 +58,11 @@ class _Linear(DistributedModule):
         deviation, bound = self.initializer_range, 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         if deviation is None:
             # As nn.Linear does: the Kaiming bound with this slope is 1 / sqrt(in_features) too.
-            initialize_piece(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
+            initialize_shard(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
         else:
-            initialize_piece(self.weight, lambda whole: nn.init.normal_(whole, 0.0, deviation))
+            initialize_shard(self.weight, lambda whole: nn.init.normal_(whole, 0.0, deviation))
         if self.bias is not None:
-            initialize_piece(
+            initialize_shard(
                 self.bias,
                 nn.init.zeros_ if deviation is not None else lambda whole: nn.init.uniform_(whole, -bound, bound),
             )
@@ -94,7 +94,7 @@ class ColumnParallelLinear(_Linear):
         bias: bool = True,
         *,
         parts: tuple[int, ...] = (),
-        boundary: Boundary | None = None,
+        boundary: Layout | None = None,
         gather_output: bool = False,
         initializer_range: float | None = None,
         device: torch.device | str | None = None,
@@ -110,27 +110,27 @@ class ColumnParallelLinear(_Linear):
             raise UsageError("gather_output=True with several parts", hint="split the output first, then gather each")
         self.gather_output = gather_output
         made: dict[str, Any] = {"parts": parts, "device": device, "dtype": dtype}
-        self.weight = split_parameter((out_features, in_features), 0, self.boundary, **made)
-        self.bias = split_parameter((out_features,), 0, self.boundary, **made) if bias else None
+        self.weight = new_shard_parameter((out_features, in_features), 0, self.boundary, **made)
+        self.bias = new_shard_parameter((out_features,), 0, self.boundary, **made) if bias else None
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features / tp_size), of all values of the group; with `gather_output` see there."""
-        if self._gathers_again(x):
+        if self._regathers_in_backward(x):
             assert self.boundary.dim is not None
             output = gathered_linear(x, self.weight, self.bias, self.boundary.dim)
         else:
-            output = self.project(enter(x, self.boundary))
-        return leave_features(output, self.boundary) if self.gather_output else output
+            output = self.project(enter_region(x, self.boundary))
+        return unshard_features(output, self.boundary) if self.gather_output else output
 
-    def _gathers_again(self, x: torch.Tensor) -> bool:
+    def _regathers_in_backward(self, x: torch.Tensor) -> bool:
         """Return whether the input of all ranks is gathered again in backward, instead of being kept."""
-        divided = self.boundary.dim is not None and state.tp_size > 1 and not collectives.is_rehearsal(x)
+        divided = self.boundary.dim is not None and state.tp_size > 1 and not collectives.is_dry_run(x)
         return divided and state.cfg.optimize == "memory" and torch.is_grad_enabled() and self.weight.requires_grad
 
-    def project(self, entered: torch.Tensor) -> torch.Tensor:
-        """Multiply only: for a caller that lets several layers read the same input, after one `enter`."""
-        return functional.linear(entered, self.weight, self.bias)
+    def project(self, region_input: torch.Tensor) -> torch.Tensor:
+        """Multiply only: for a caller that lets several layers read the same input, after one `enter_region`."""
+        return functional.linear(region_input, self.weight, self.bias)
 
 
 class RowParallelLinear(_Linear):
@@ -152,7 +152,7 @@ class RowParallelLinear(_Linear):
         bias: bool = True,
         *,
         parts: tuple[int, ...] = (),
-        boundary: Boundary | None = None,
+        boundary: Layout | None = None,
         input_is_split: bool = True,
         initializer_range: float | None = None,
         device: torch.device | str | None = None,
@@ -165,17 +165,19 @@ class RowParallelLinear(_Linear):
             raise UsageError("packed input features must come divided", hint="use `input_is_split=True`")
         self.input_is_split = input_is_split
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = split_parameter((out_features, in_features), 1, self.boundary, parts=parts, **made)
-        self.bias = whole_parameter((out_features,), self.boundary, **made) if bias else None
+        self.weight = new_shard_parameter((out_features, in_features), 1, self.boundary, parts=parts, **made)
+        self.bias = new_replicated_parameter((out_features,), self.boundary, **made) if bias else None
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features) of what this rank holds of the values."""
-        output = leave(self.share(x if self.input_is_split else enter_features(x, self.boundary)), self.boundary)
+        output = leave_region(
+            self.partial_output(x if self.input_is_split else shard_features(x, self.boundary)), self.boundary
+        )
         return output if self.bias is None else output + self.bias
 
-    def share(self, features: torch.Tensor) -> torch.Tensor:
-        """Multiply only: for a caller that adds up several layers before one `leave`, and then their biases."""
+    def partial_output(self, features: torch.Tensor) -> torch.Tensor:
+        """Multiply only: for a caller that adds up several layers before one `leave_region`, and then their biases."""
         return functional.linear(features, self.weight)
 
 
@@ -198,7 +200,7 @@ class DistributedLinear(RowParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        boundary: Boundary | None = None,
+        boundary: Layout | None = None,
     ) -> None:
         super().__init__(
             in_features, out_features, bias, boundary=boundary, input_is_split=False, device=device, dtype=dtype
@@ -211,14 +213,14 @@ class DistributedLinear(RowParallelLinear):
         return super().forward(x)
 
 
-def enter_features(x: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+def shard_features(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
     """Return this rank's features of all values, from all features of what this rank holds of the values."""
     if boundary.dim is None:
-        return collectives.split(x, -1)
+        return collectives.scatter_to_tp(x, -1)
     check_same_shape(x)
-    return collectives.exchange(x, -1, boundary.dim)
+    return collectives.all_to_all(x, -1, boundary.dim)
 
 
-def leave_features(x: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+def unshard_features(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
     """Return all features of what this rank holds of the values, from this rank's features of all: the reverse."""
-    return collectives.gather_equal(x, -1) if boundary.dim is None else collectives.exchange(x, boundary.dim, -1)
+    return collectives.gather_from_tp(x, -1) if boundary.dim is None else collectives.all_to_all(x, boundary.dim, -1)

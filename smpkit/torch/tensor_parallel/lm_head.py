@@ -11,27 +11,27 @@ from torch.nn import functional
 
 from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.attention import gather_mask, layernorm_if
-from smpkit.torch.tensor_parallel.boundary import Boundary, mark_whole, stack_boundary
+from smpkit.torch.tensor_parallel.attention import gather_mask, optional_layernorm
+from smpkit.torch.tensor_parallel.boundary import Layout, mark_replicated, stack_layout
 from smpkit.torch.tensor_parallel.cross_entropy import cross_entropy, gather_logits
-from smpkit.torch.tensor_parallel.dropout import BoundaryDropout
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.embedding import VocabularyParallelEmbedding, gather_indices
 from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear
-from smpkit.torch.tensor_parallel.module import DistributedModule, MarkedModule
-from smpkit.torch.tensor_parallel.transformer import DistributedTransformer, into_stack, out_of_stack
+from smpkit.torch.tensor_parallel.module import DistributedModule, KeepsShardMarks
+from smpkit.torch.tensor_parallel.transformer import DistributedTransformer, from_stack_layout, to_stack_layout
 
-__all__ = ["BoundaryEmbedding", "DistributedTransformerLMHead"]
+__all__ = ["DistributedTransformerLMHead", "ReplicatedEmbedding"]
 
 Inputs = tuple[torch.Tensor | None, ...]
 
 
-class BoundaryEmbedding(MarkedModule, nn.Embedding):
+class ReplicatedEmbedding(KeepsShardMarks, nn.Embedding):
     """A small embedding (of positions, of token types): every rank holds it, for what it holds of the values."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, initializer_range: float, boundary: Boundary) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, initializer_range: float, boundary: Layout) -> None:
         self.initializer_range = initializer_range
         super().__init__(num_embeddings, embedding_dim)
-        mark_whole(self.weight, boundary)
+        mark_replicated(self.weight, boundary)
 
     def reset_parameters(self) -> None:
         """Draw the table from N(0, initializer_range)."""
@@ -90,7 +90,7 @@ class DistributedTransformerLMHead(DistributedModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.inner = stack_boundary()
+        self.inner = stack_layout()
         self.vocab_size = vocab_size
         self.is_causal = causal_mask_size is not None
         self.add_cross_attention = add_cross_attention
@@ -99,12 +99,12 @@ class DistributedTransformerLMHead(DistributedModule):
             vocab_size, hidden_size, initializer_range=initializer_range, boundary=self.inner
         )
         small = (hidden_size, initializer_range, self.inner)
-        self.position_embedding = BoundaryEmbedding(num_positions, *small) if num_positions else None
-        self.token_type_embedding = BoundaryEmbedding(num_token_types, *small) if num_token_types else None
+        self.position_embedding = ReplicatedEmbedding(num_positions, *small) if num_positions else None
+        self.token_type_embedding = ReplicatedEmbedding(num_token_types, *small) if num_token_types else None
         norm = (hidden_size, layernorm_epsilon, self.inner)
-        self.embedding_layernorm = layernorm_if(post_layernorm and not pre_layernorm, *norm)
+        self.embedding_layernorm = optional_layernorm(post_layernorm and not pre_layernorm, *norm)
         dropped = hidden_dropout_prob if embedding_dropout_prob is None else embedding_dropout_prob
-        self.dropout = BoundaryDropout(dropped, self.inner)
+        self.dropout = ParallelDropout(dropped, self.inner)
         self.transformer = DistributedTransformer(
             num_layers,
             num_attention_heads,
@@ -126,7 +126,7 @@ class DistributedTransformerLMHead(DistributedModule):
             inner=self.inner,
             **options,
         )
-        self.layernorm = layernorm_if(pre_layernorm and not post_layernorm, *norm)
+        self.layernorm = optional_layernorm(pre_layernorm and not post_layernorm, *norm)
         self.lm_head = (
             ColumnParallelLinear(
                 hidden_size, vocab_size, lm_head_bias, boundary=self.inner, initializer_range=initializer_range
@@ -153,19 +153,19 @@ class DistributedTransformerLMHead(DistributedModule):
             UsageError: the tuple has another length, or positions are given that nothing here reads.
         """
         ids, mask, token_types, positions, states, cross_mask, labels = self._inputs(inputs)
-        hidden = self._embedded(ids, token_types, positions)
-        masks = [self._added(each, ids.shape[0], hidden.dtype) for each in (mask, cross_mask)]
+        hidden = self._embed(ids, token_types, positions)
+        masks = [self._additive_mask(each, ids.shape[0], hidden.dtype) for each in (mask, cross_mask)]
         if self.add_cross_attention:
             assert states is not None
-            hidden = self.transformer((hidden, self._states(states), *masks))[0]
+            hidden = self.transformer((hidden, self._to_stack_states(states), *masks))[0]
         elif positions is not None and self.transformer.rotates:
-            hidden = self.transformer((hidden, masks[0], self._of_stack(positions, ids.shape[0])))[0]
+            hidden = self.transformer((hidden, masks[0], self._for_stack_samples(positions, ids.shape[0])))[0]
         else:
             hidden = self.transformer((hidden, masks[0]))[0]
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)
         if self.lm_head is None:
-            return out_of_stack(hidden, self.boundary, self.inner)
+            return from_stack_layout(hidden, self.boundary, self.inner)
         logits = self.lm_head(hidden)
         whole = gather_logits(logits, self.vocab_size, self.boundary) if self.whole_logits else logits
         return whole if labels is None else (self._loss(logits, labels), whole)
@@ -190,50 +190,50 @@ class DistributedTransformerLMHead(DistributedModule):
             )
         return [*inputs] if self.add_cross_attention else [*inputs[:4], None, None, inputs[4]]
 
-    def _embedded(
+    def _embed(
         self, ids: torch.Tensor, token_types: torch.Tensor | None, positions: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the sum of the embeddings, normalised and with dropout, as the layers take it."""
-        hidden: torch.Tensor = self.word_embedding(self._held(ids, lookup=True))
+        hidden: torch.Tensor = self.word_embedding(self._in_stack_layout(ids, lookup=True))
         if self.position_embedding is not None:
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-            hidden = hidden + self.position_embedding(self._held(positions, of=ids.shape[0]))
+            hidden = hidden + self.position_embedding(self._in_stack_layout(positions, of=ids.shape[0]))
         if self.token_type_embedding is not None:
             types = torch.zeros_like(ids) if token_types is None else token_types
-            hidden = hidden + self.token_type_embedding(self._held(types))
+            hidden = hidden + self.token_type_embedding(self._in_stack_layout(types))
         if self.embedding_layernorm is not None:
             hidden = self.embedding_layernorm(hidden)
         dropped: torch.Tensor = self.dropout(hidden)
         return dropped
 
-    def _held(self, indices: torch.Tensor, *, of: int | None = None, lookup: bool = False) -> torch.Tensor:
+    def _in_stack_layout(self, indices: torch.Tensor, *, of: int | None = None, lookup: bool = False) -> torch.Tensor:
         """Return what this rank looks up inside the stack, of indices that came from outside.
 
         Args:
             of: how many samples there are, if `indices` may be the same for all.
             lookup: the embedding itself takes whole sequences, or this rank's samples.
         """
-        if self.inner is Boundary.GATHERED:
+        if self.inner is Layout.REPLICATE_GATHERED:
             return indices if of is not None and indices.shape[0] != of else gather_indices(indices, self.boundary)
-        if self.inner is Boundary.SEQUENCE and not lookup:
-            return collectives.split(indices, 1)
+        if self.inner is Layout.SHARD_SEQUENCE and not lookup:
+            return collectives.scatter_to_tp(indices, 1)
         return indices
 
-    def _added(self, mask: torch.Tensor | None, num_samples: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def _additive_mask(self, mask: torch.Tensor | None, num_samples: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a mask that is added to scores, of the samples that the stack has."""
         if mask is None:
             return None
         if mask.dim() == 2:
             mask = (1 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
-        return self._of_stack(mask, num_samples)
+        return self._for_stack_samples(mask, num_samples)
 
-    def _of_stack(self, given: torch.Tensor, num_samples: int) -> torch.Tensor:
+    def _for_stack_samples(self, given: torch.Tensor, num_samples: int) -> torch.Tensor:
         """Return a mask or positions of the samples that the stack has."""
         return given if self.inner is self.boundary else gather_mask(given, num_samples, self.boundary)
 
-    def _states(self, states: torch.Tensor) -> torch.Tensor:
-        return into_stack(states, self.boundary, self.inner, whole=True)
+    def _to_stack_states(self, states: torch.Tensor) -> torch.Tensor:
+        return to_stack_layout(states, self.boundary, self.inner, whole=True)
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.is_causal:  # the labels move, not the logits, which are many

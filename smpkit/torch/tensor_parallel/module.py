@@ -9,40 +9,40 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.delayed import fill, is_delayed
-from smpkit.torch.tensor_parallel.boundary import Boundary, outer_boundary
-from smpkit.torch.tensor_parallel.shards import marked_like, shard_of, take
+from smpkit.torch.partitioning.delayed import is_delayed, set_delayed_value
+from smpkit.torch.tensor_parallel.boundary import Layout, default_layout
+from smpkit.torch.tensor_parallel.shards import copy_mark_to, shard_of, take_shard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DistributedModule", "MarkedModule", "initialize_piece", "load_piece", "whole_shape"]
+__all__ = ["DistributedModule", "KeepsShardMarks", "global_shape", "initialize_shard", "load_shard"]
 
 
-class MarkedModule(nn.Module):
+class KeepsShardMarks(nn.Module):
     """A module that keeps what is written on its parameters and buffers when they are replaced by new tensors."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Keep marks on buffers, which `to`, `half` and their like replace."""
         before = _own_tensors(self)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark_again(before)
+        self._restore_marks(before)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Keep marks on what `load_state_dict(assign=True)` replaces."""
         before = _own_tensors(self)
         super()._load_from_state_dict(*args, **kwargs)
-        self._mark_again(before)
+        self._restore_marks(before)
 
-    def _mark_again(self, before: Mapping[str, torch.Tensor]) -> None:
+    def _restore_marks(self, before: Mapping[str, torch.Tensor]) -> None:
         after = _own_tensors(self)
         for name, tensor in before.items():
             if after.get(name, tensor) is not tensor:
-                marked_like(after[name], tensor)
+                copy_mark_to(after[name], tensor)
 
 
-class DistributedModule(MarkedModule):
+class DistributedModule(KeepsShardMarks):
     """A module that the ranks of a tensor-parallel group hold and compute together (the class of that name in SMP v1).
 
     Sizes given to constructors are those of the whole module; parameters are this rank's pieces, and `shard_of` says of
@@ -52,12 +52,12 @@ class DistributedModule(MarkedModule):
         boundary: what the values that it takes and returns are; None for what the configuration says.
     """
 
-    initializes_pieces: ClassVar[bool] = True
+    initializes_shards: ClassVar[bool] = True
     """`reset_parameters()` makes this rank's pieces; delayed initialisation calls it instead of the model's own way."""
 
-    def __init__(self, *, boundary: Boundary | None = None) -> None:
+    def __init__(self, *, boundary: Layout | None = None) -> None:
         super().__init__()
-        self.boundary = outer_boundary() if boundary is None else boundary
+        self.boundary = default_layout() if boundary is None else boundary
 
     def load_whole(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's piece of every parameter and saved buffer from the state dict of the whole module.
@@ -65,40 +65,40 @@ class DistributedModule(MarkedModule):
         Raises:
             UsageError: a name is missing or unknown, or a shape is not that of the whole tensor.
         """
-        ours = {**dict(self.named_parameters()), **_saved_buffers(self)}
+        own_tensors = {**dict(self.named_parameters()), **_saved_buffers(self)}
         # Tied parameters may come under either name.
-        known = {name for name, _ in self.named_parameters(remove_duplicate=False)} | set(ours)
-        problems = [f"`{name}` is missing" for name in ours if name not in state]
+        known = {name for name, _ in self.named_parameters(remove_duplicate=False)} | set(own_tensors)
+        problems = [f"`{name}` is missing" for name in own_tensors if name not in state]
         problems += [f"`{name}` is unknown" for name in state if name not in known]
         problems += [
-            f"`{name}` is {list(state[name].shape)}, not {list(whole_shape(tensor))}"
-            for name, tensor in ours.items()
-            if name in state and state[name].shape != whole_shape(tensor)
+            f"`{name}` is {list(state[name].shape)}, not {list(global_shape(tensor))}"
+            for name, tensor in own_tensors.items()
+            if name in state and state[name].shape != global_shape(tensor)
         ]
         if problems:
             raise UsageError(f"this is not the state of a whole {type(self).__name__}: {'; '.join(problems)}")
-        for name, tensor in ours.items():
-            load_piece(tensor, state[name])
+        for name, tensor in own_tensors.items():
+            load_shard(tensor, state[name])
 
 
-def whole_shape(tensor: torch.Tensor) -> torch.Size:
+def global_shape(tensor: torch.Tensor) -> torch.Size:
     """Return the shape that a local parameter has in the whole model."""
     shard = shard_of(tensor)
     return tensor.shape if shard is None else torch.Size(shard.shape)
 
 
-def load_piece(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+def load_shard(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """Give a local parameter its piece of the whole one, and memory if it has none yet."""
     shard = shard_of(tensor)
-    piece = whole if shard is None else take(whole, shard)
+    piece = whole if shard is None else take_shard(whole, shard)
     if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
-        fill(tensor, piece)
+        set_delayed_value(tensor, piece)
         return
     with torch.no_grad():
         tensor.copy_(piece)
 
 
-def initialize_piece(parameter: nn.Parameter, initialize: Callable[[torch.Tensor], object]) -> None:
+def initialize_shard(parameter: nn.Parameter, initialize: Callable[[torch.Tensor], object]) -> None:
     """Initialise a local parameter as this rank's piece of a whole one.
 
     The whole is made for a moment, so ranks that draw the same random numbers hold pieces of the same whole, and one
@@ -113,7 +113,7 @@ def initialize_piece(parameter: nn.Parameter, initialize: Callable[[torch.Tensor
             return
         whole = torch.empty(shard.shape, dtype=parameter.dtype, device=parameter.device)
         initialize(whole)
-        parameter.copy_(take(whole, shard))
+        parameter.copy_(take_shard(whole, shard))
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

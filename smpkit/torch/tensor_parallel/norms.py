@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from smpkit.torch.tensor_parallel.boundary import Boundary, mark_whole
-from smpkit.torch.tensor_parallel.module import MarkedModule
+from smpkit.torch.tensor_parallel.boundary import Layout, mark_replicated
+from smpkit.torch.tensor_parallel.module import KeepsShardMarks
 
-__all__ = ["BoundaryLayerNorm", "FusedLayerNorm"]
+__all__ = ["FusedLayerNorm", "ParallelLayerNorm"]
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -29,7 +29,7 @@ class FusedLayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
 
 
-class BoundaryLayerNorm(MarkedModule, FusedLayerNorm):
+class ParallelLayerNorm(KeepsShardMarks, FusedLayerNorm):
     """A layer norm on what a rank holds between distributed modules; its parameters say how they are reduced.
 
     Args:
@@ -43,11 +43,11 @@ class BoundaryLayerNorm(MarkedModule, FusedLayerNorm):
         hidden_size: int,
         eps: float = 1e-5,
         *,
-        boundary: Boundary,
+        boundary: Layout,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, eps, device=device, dtype=dtype)
         self.boundary = boundary
         for parameter in self.parameters(recurse=False):
-            mark_whole(parameter, boundary)
+            mark_replicated(parameter, boundary)

@@ -18,20 +18,20 @@ from torch.nn import functional
 
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.boundary import Boundary, enter, leave, outer_boundary
+from smpkit.torch.tensor_parallel.boundary import Layout, default_layout, enter_region, leave_region
 from smpkit.torch.tensor_parallel.cross_entropy import cross_entropy, gather_logits
 from smpkit.torch.tensor_parallel.lazy_logits import with_lazy_logits
-from smpkit.torch.tensor_parallel.plan_layers import become, split_parameter
+from smpkit.torch.tensor_parallel.plan_layers import shard_parameter, swap_class
 from smpkit.torch.tensor_parallel.plan_stacks import inputs_are_gathered
-from smpkit.torch.tensor_parallel.shards import piece_of
+from smpkit.torch.tensor_parallel.shards import shard_range
 
-__all__ = ["split_head"]
+__all__ = ["shard_vocabulary"]
 
 _HEAD: Final = ("colwise_gather_output", "colwise_rep")
 _EMBEDDING: Final = ("embedding_rowwise",)
 
 
-def split_head(root: nn.Module, styles: Mapping[str, str], excepted: set[str]) -> set[str]:
+def shard_vocabulary(root: nn.Module, styles: Mapping[str, str], excepted: set[str]) -> set[str]:
     """Divide the word embedding and the head of a model, and return their names.
 
     A table that both share is divided if both are.
@@ -39,8 +39,8 @@ def split_head(root: nn.Module, styles: Mapping[str, str], excepted: set[str]) -
     Args:
         excepted: names of modules that stay whole.
     """
-    embedding = _named(root, styles, excepted, "get_input_embeddings", _EMBEDDING)
-    head = _named(root, styles, excepted, "get_output_embeddings", _HEAD)
+    embedding = _name_with_style(root, styles, excepted, "get_input_embeddings", _EMBEDDING)
+    head = _name_with_style(root, styles, excepted, "get_output_embeddings", _HEAD)
     if embedding is not None and not _is_plain_embedding(root.get_submodule(embedding)):
         embedding = None
     if head is not None and not _is_plain_linear(root.get_submodule(head)):
@@ -49,19 +49,19 @@ def split_head(root: nn.Module, styles: Mapping[str, str], excepted: set[str]) -
         return set()
     for name in (embedding, head):
         if name is not None:
-            _split(root.get_submodule(name))
+            _shard_module(root.get_submodule(name))
     if head is not None:
         module = root.get_submodule(head)
         assert isinstance(module, nn.Linear)
-        _take_loss_of_split_logits(root.get_submodule(head.rpartition(".")[0]), module.out_features)
+        _use_vocabulary_parallel_loss(root.get_submodule(head.rpartition(".")[0]), module.out_features)
     return {name for name in (embedding, head) if name is not None}
 
 
-def _named(
+def _name_with_style(
     root: nn.Module, styles: Mapping[str, str], excepted: set[str], getter: str, wanted: tuple[str, ...]
 ) -> str | None:
     """Return the name of the module that `getter` answers, if the plan gives it a style that is wanted."""
-    module = _answer(root, getter)
+    module = _call_getter(root, getter)
     for name, each in root.named_modules():
         if each is module:
             return name if styles.get(name) in wanted and name not in excepted else None
@@ -83,16 +83,16 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _is_too_small(vocabulary: int) -> bool:
-    return piece_of(vocabulary, state.tp_size - 1, state.tp_size)[1] == 0
+    return shard_range(vocabulary, state.tp_size - 1, state.tp_size)[1] == 0
 
 
 def _are_tied(root: nn.Module) -> bool:
-    embedding, head = (_answer(root, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
+    embedding, head = (_call_getter(root, getter) for getter in ("get_input_embeddings", "get_output_embeddings"))
     table = getattr(embedding, "weight", None)
     return table is not None and table is getattr(head, "weight", None)
 
 
-def _answer(root: nn.Module, getter: str) -> nn.Module | None:
+def _call_getter(root: nn.Module, getter: str) -> nn.Module | None:
     """Ask a model for its embedding or head; not all have one."""
     try:
         answer: nn.Module | None = getattr(root, getter)()
@@ -101,31 +101,31 @@ def _answer(root: nn.Module, getter: str) -> nn.Module | None:
     return answer
 
 
-def _split(module: nn.Module) -> None:
-    boundary = outer_boundary()
+def _shard_module(module: nn.Module) -> None:
+    boundary = default_layout()
     for parameter in module.parameters():
-        split_parameter(parameter, 0, boundary)
+        shard_parameter(parameter, 0, boundary)
     if isinstance(module, nn.Embedding):
-        first, rows = piece_of(module.num_embeddings, state.tp_rank, state.tp_size)
+        first, rows = shard_range(module.num_embeddings, state.tp_rank, state.tp_size)
         if module.padding_idx is not None:
             local = module.padding_idx - first
             module.padding_idx = local if 0 <= local < rows else None
         vars(module)["tp_rows"] = (first, rows)
-    become(module, _Rows if isinstance(module, nn.Embedding) else _Head)
+    swap_class(module, _VocabularyParallelEmbedding if isinstance(module, nn.Embedding) else _VocabularyParallelHead)
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def _take_loss_of_split_logits(owner: nn.Module, vocabulary: int) -> None:
+def _use_vocabulary_parallel_loss(owner: nn.Module, vocabulary: int) -> None:
     """Let a model that has a head take its loss of the logits as they lie."""
     loss = getattr(owner, "loss_function", None)
     code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
     if getattr(loss, "__name__", "") != "ForCausalLMLoss" or code is None or "loss_function" not in code.co_names:
         return
     vars(owner)["_loss_function"] = causal_loss
-    owner.register_forward_pre_hook(_begin)
-    owner.register_forward_hook(_Gathered(vocabulary), always_call=True)
+    owner.register_forward_pre_hook(_begin_forward)
+    owner.register_forward_hook(_GatherLogitsHook(vocabulary), always_call=True)
 
 
 def causal_loss(
@@ -148,28 +148,28 @@ def causal_loss(
     return total / num_items_in_batch
 
 
-class _Keeping(threading.local):
+class _LogitsState(threading.local):
     """Whether this thread is in the forward of a model that reads logits as they lie."""
 
     split = False
 
 
-_keeping = _Keeping()
+_logits_state = _LogitsState()
 
 
-def _begin(owner: Any, _args: Any) -> None:
-    _keeping.split = owner.loss_function is causal_loss  # the user may have set another one since
+def _begin_forward(owner: Any, _args: Any) -> None:
+    _logits_state.split = owner.loss_function is causal_loss  # the user may have set another one since
 
 
-class _Gathered:
+class _GatherLogitsHook:
     """Hands a model's logits out: a hook after its forward."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
 
     def __call__(self, _owner: nn.Module, _args: Any, output: Any) -> Any:
-        were_split, _keeping.split = _keeping.split, False
-        if not were_split or output is None:
+        were_sharded, _logits_state.split = _logits_state.split, False
+        if not were_sharded or output is None:
             return output
         if isinstance(output, tuple):
             place = int(output[0].dim() == 0)  # after the loss, if there is one
@@ -186,29 +186,29 @@ class _Gathered:
 # --- the modules ------------------------------------------------------------------------------------------------------
 
 
-class _Rows:
+class _VocabularyParallelEmbedding:
     """Looks up the tokens whose rows this rank has; the others' are 0, and the ranks' are added."""
 
     tp_rows: tuple[int, int]
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        boundary = outer_boundary()
-        if boundary is Boundary.REPLICATE:
-            return collectives.reduce(self._rows_of(indices))
+        boundary = default_layout()
+        if boundary is Layout.REPLICATE:
+            return collectives.reduce_from_tp(self._look_up_own_rows(indices))
         if inputs_are_gathered():
             # Each rank's gradient is that of its own samples: they add up too.
-            return collectives.copy(collectives.reduce(self._rows_of(indices)))
-        return leave(self._rows_of(collectives.gather(indices, 0)), boundary)
+            return collectives.copy_to_tp(collectives.reduce_from_tp(self._look_up_own_rows(indices)))
+        return leave_region(self._look_up_own_rows(collectives.gather_to_tp(indices, 0)), boundary)
 
-    def _rows_of(self, indices: torch.Tensor) -> torch.Tensor:
+    def _look_up_own_rows(self, indices: torch.Tensor) -> torch.Tensor:
         first, rows = self.tp_rows
         local = indices - first
-        elsewhere = (local < 0) | (local >= rows)
-        found: torch.Tensor = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
-        return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        not_on_this_rank = (local < 0) | (local >= rows)
+        found: torch.Tensor = super().forward(local.masked_fill(not_on_this_rank, 0))  # type: ignore[misc]
+        return found.masked_fill(not_on_this_rank.unsqueeze(-1), 0)
 
 
-class _Head:
+class _VocabularyParallelHead:
     """Makes the logits of this rank's part of the vocabulary; whoever calls it by itself gets all ranks'."""
 
     weight: torch.Tensor
@@ -216,5 +216,5 @@ class _Head:
     out_features: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = functional.linear(enter(x, outer_boundary()), self.weight, self.bias)
-        return logits if _keeping.split else gather_logits(logits, self.out_features)
+        logits = functional.linear(enter_region(x, default_layout()), self.weight, self.bias)
+        return logits if _logits_state.split else gather_logits(logits, self.out_features)

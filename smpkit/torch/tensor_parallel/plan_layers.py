@@ -17,11 +17,19 @@ from smpkit.errors import UnsupportedError
 from smpkit.torch.partitioning.delayed import is_delayed
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.boundary import Boundary, enter, leave
-from smpkit.torch.tensor_parallel.plan_paths import Paths
-from smpkit.torch.tensor_parallel.shards import Shard, mark, shard_of, take
+from smpkit.torch.tensor_parallel.boundary import Layout, enter_region, leave_region
+from smpkit.torch.tensor_parallel.plan_paths import GradientPathCheck
+from smpkit.torch.tensor_parallel.shards import TpShard, mark, shard_of, take_shard
 
-__all__ = ["become", "boundary_now", "install_block", "refusal", "split_bare", "split_linear", "split_parameter"]
+__all__ = [
+    "current_layout",
+    "install_block_hooks",
+    "shard_bare_parameter",
+    "shard_linear",
+    "shard_parameter",
+    "swap_class",
+    "why_not_divisible",
+]
 
 _KEY_OR_VALUE: Final = ("k_proj", "v_proj")
 
@@ -29,7 +37,7 @@ _KEY_OR_VALUE: Final = ("k_proj", "v_proj")
 # --- what can be divided --------------------------------------------------------------------------------------------
 
 
-def refusal(block: nn.Module, layers: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str | None:
+def why_not_divisible(block: nn.Module, layers: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str | None:
     """Return why the layers of a block (with their styles, by name) cannot be divided; None if they can."""
     rows = [name for name, style in styles.items() if style.startswith(("rowwise", "packed_rowwise"))]
     if len(rows) != 1:
@@ -55,13 +63,13 @@ def _refusal_of_heads(block: nn.Module, layers: Mapping[str, nn.Module], row: st
         return f"{state.tp_size} ranks do not divide its {heads} heads"
     for name, layer in layers.items():
         assert isinstance(layer, nn.Linear)
-        keys = _heads_of_key(block, name, layer)
-        if name == row or (keys is None and layer.out_features % heads == 0):
+        kv_heads = _heads_of_key(block, name, layer)
+        if name == row or (kv_heads is None and layer.out_features % heads == 0):
             continue
-        if keys is None:
+        if kv_heads is None:
             return f"the {layer.out_features} features of `{name}` are not those of {heads} heads"
-        if keys % state.tp_size and state.tp_size % keys:
-            return f"its {keys} key and value heads are neither divided by {state.tp_size} ranks nor divide them"
+        if kv_heads % state.tp_size and state.tp_size % kv_heads:
+            return f"its {kv_heads} key and value heads are neither divided by {state.tp_size} ranks nor divide them"
     return None
 
 
@@ -86,35 +94,35 @@ def _heads_of_key(block: nn.Module, name: str, layer: nn.Module) -> int | None:
 # --- blocks ---------------------------------------------------------------------------------------------------------
 
 
-def boundary_now(boundary: Boundary) -> Boundary:
+def current_layout(boundary: Layout) -> Layout:
     """Return what the values between blocks are in this call.
 
     Without gradients nothing is kept, and there may be a single position (a token is generated): sequences stay whole.
     """
-    return Boundary.REPLICATE if boundary is Boundary.SEQUENCE and not torch.is_grad_enabled() else boundary
+    return Layout.REPLICATE if boundary is Layout.SHARD_SEQUENCE and not torch.is_grad_enabled() else boundary
 
 
-def _for_rows(x: torch.Tensor, boundary: Boundary) -> Boundary:
+def _layout_of_tokens(x: torch.Tensor, boundary: Layout) -> Layout:
     """Return the boundary for values of which the samples and positions may be one dimension (tokens)."""
-    return Boundary.BATCH if boundary is Boundary.SEQUENCE and x.dim() == 2 else boundary
+    return Layout.SHARD_BATCH if boundary is Layout.SHARD_SEQUENCE and x.dim() == 2 else boundary
 
 
-class _Entrance:
+class _EnterBlockHook:
     """Lets values into a block: a hook before its forward."""
 
-    def __init__(self, name: str, boundary: Boundary, paths: Paths) -> None:
-        self.name, self.boundary, self.paths = name, boundary, paths
+    def __init__(self, name: str, boundary: Layout, path_check: GradientPathCheck) -> None:
+        self.name, self.boundary, self.path_check = name, boundary, path_check
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key = _hidden(args, kwargs)
+        key = _find_hidden_states(args, kwargs)
         if key is None:
             raise UnsupportedError(
                 f"`{self.name}` ({type(module).__name__}) was called without a tensor, so nothing enters it",
                 hint="except it with smp.set_tensor_parallelism(module, enabled=False)",
             )
-        self.paths.begin()
+        self.path_check.begin()
         entered_args = tuple(self._enter(value, index == key) for index, value in enumerate(args))
         return entered_args, {name: self._enter(value, name == key) for name, value in kwargs.items()}
 
@@ -124,12 +132,14 @@ class _Entrance:
         if not isinstance(value, torch.Tensor):
             return value
         if is_hidden:
-            return self.paths.entered(enter(value, _for_rows(value, boundary_now(self.boundary))))
+            return self.path_check.note_input(
+                enter_region(value, _layout_of_tokens(value, current_layout(self.boundary)))
+            )
         # What else a block reads is that of all samples already; the gradients that its parts give to it add up.
-        return self.paths.entered(collectives.copy(value)) if value.requires_grad else value
+        return self.path_check.note_input(collectives.copy_to_tp(value)) if value.requires_grad else value
 
 
-def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
+def _find_hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
     """Return which argument are the values that the divided layers read."""
     if isinstance(kwargs.get("hidden_states"), torch.Tensor):
         return "hidden_states"
@@ -139,78 +149,83 @@ def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | Non
     return next((name for name, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
 
 
-def install_block(block: nn.Module, row: nn.Module, name: str, boundary: Boundary) -> None:
+def install_block_hooks(block: nn.Module, row: nn.Module, name: str, boundary: Layout) -> None:
     """Let values enter a block from now on as `boundary` says; its row-divided layer lets them out."""
-    paths = Paths(name, type(block).__name__)
-    block.register_forward_pre_hook(_Entrance(name, boundary, paths), with_kwargs=True)
-    block.register_forward_hook(paths.check)
-    vars(row)["tp_paths"] = paths
+    path_check = GradientPathCheck(name, type(block).__name__)
+    block.register_forward_pre_hook(_EnterBlockHook(name, boundary, path_check), with_kwargs=True)
+    block.register_forward_hook(path_check.check)
+    vars(row)["tp_path_check"] = path_check
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 
-def split_linear(layer: nn.Module, style: str, name: str, block: nn.Module, boundary: Boundary) -> None:
+def shard_linear(layer: nn.Module, style: str, name: str, block: nn.Module, boundary: Layout) -> None:
     """Divide a linear layer of a block."""
     assert isinstance(layer, nn.Linear)
     if style.startswith(("rowwise", "packed_rowwise")):
-        split_parameter(layer.weight, 1, boundary, packed=style.startswith("packed"))
-        become(layer, _SplittingRow if style in ("rowwise_split_input", "rowwise_rep") else _Row)
-        vars(layer)["tp_boundary"] = boundary
+        shard_parameter(layer.weight, 1, boundary, packed=style.startswith("packed"))
+        swap_class(
+            layer,
+            _RowParallelLinearWholeInput if style in ("rowwise_split_input", "rowwise_rep") else _RowParallelLinear,
+        )
+        vars(layer)["tp_layout"] = boundary
         return
     heads = _heads_of_key(block, name, layer)
     if heads is not None and heads < state.tp_size:
-        _read_one_head(layer, heads, block)
+        _use_one_kv_head(layer, heads, block)
         return
     for parameter in layer.parameters():
-        split_parameter(parameter, 0, boundary, packed=style.startswith("packed"))
+        shard_parameter(parameter, 0, boundary, packed=style.startswith("packed"))
     if style in ("colwise_gather_output", "colwise_rep"):
-        become(layer, _GatheringColumn)
+        swap_class(layer, _ColumnParallelLinearGatherOutput)
     else:
         layer.out_features //= state.tp_size
 
 
-def split_bare(parameter: nn.Parameter, boundary: Boundary) -> None:
+def shard_bare_parameter(parameter: nn.Parameter, boundary: Layout) -> None:
     """Divide a parameter that a block uses without a layer around it (a value per head)."""
-    split_parameter(parameter, max(parameter.dim() - 2, 0), boundary)
+    shard_parameter(parameter, max(parameter.dim() - 2, 0), boundary)
 
 
-def split_parameter(parameter: torch.Tensor, dim: int, boundary: Boundary, *, packed: bool = False) -> None:
+def shard_parameter(parameter: torch.Tensor, dim: int, boundary: Layout, *, packed: bool = False) -> None:
     """Make a parameter this rank's piece of what it is: the same object, so whoever shares it has the piece too."""
     known = shard_of(parameter)
     if known is not None and known.is_distributed:
         return  # it is shared, and its other owner came first
     shape = tuple(parameter.shape)
     parts = (shape[dim] // 2,) * 2 if packed else ()
-    shard = Shard(shape, dim, parts, state.tp_rank, state.tp_size, *boundary.split_reduction)
+    shard = TpShard(shape, dim, parts, state.tp_rank, state.tp_size, *boundary.shard_reduction)
     if isinstance(parameter, nn.Parameter) and is_delayed(parameter):
         parameter.data = parameter.data.new_empty(()).expand(shard.local_shape)
     else:
-        parameter.data = take(parameter.data, shard)
+        parameter.data = take_shard(parameter.data, shard)
     mark(parameter, shard)
 
 
-def become(module: nn.Module, more: type) -> None:
+def swap_class(module: nn.Module, mixin: type) -> None:
     """Give a module's class one more base in front: its name, and what `isinstance` says of it, stay."""
     kind = type(module)
-    module.__class__ = type(kind.__name__, (more, kind), {"__module__": more.__module__})
+    module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": mixin.__module__})
 
 
-class _Row:
+class _RowParallelLinear:
     """Adds up what all ranks make of their features, and then adds the bias."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    tp_boundary: Boundary
-    tp_paths: Paths
+    tp_layout: Layout
+    tp_path_check: GradientPathCheck
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         partial = functional.linear(x, self.weight)
-        output = self.tp_paths.left(leave(partial, _for_rows(partial, boundary_now(self.tp_boundary))))
+        output = self.tp_path_check.note_sum(
+            leave_region(partial, _layout_of_tokens(partial, current_layout(self.tp_layout)))
+        )
         return output if self.bias is None else output + self.bias
 
 
-class _SplittingRow(_Row):
+class _RowParallelLinearWholeInput(_RowParallelLinear):
     """The same for an input that has all features: takes those of this rank."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -218,17 +233,17 @@ class _SplittingRow(_Row):
         return super().forward(x.narrow(-1, width * state.tp_rank, width))
 
 
-class _GatheringColumn:
+class _ColumnParallelLinearGatherOutput:
     """Returns the features of all ranks, whose readers each add to the gradient."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return collectives.gather(functional.linear(x, self.weight, self.bias), -1)
+        return collectives.gather_to_tp(functional.linear(x, self.weight, self.bias), -1)
 
 
-class _OneHead:
+class _OneKvHead:
     """Computes the one head of all keys or values that this rank's queries look at."""
 
     weight: torch.Tensor
@@ -240,10 +255,10 @@ class _OneHead:
         return functional.linear(x, self.weight.narrow(0, *self.tp_rows), bias)
 
 
-def _read_one_head(layer: nn.Linear, heads: int, block: nn.Module) -> None:
+def _use_one_kv_head(layer: nn.Linear, heads: int, block: nn.Module) -> None:
     """Let a projection to fewer heads than ranks stay whole, and this rank compute the head that it needs."""
     width = layer.out_features // heads
-    become(layer, _OneHead)
+    swap_class(layer, _OneKvHead)
     vars(layer)["tp_rows"] = (width * (state.tp_rank * heads // state.tp_size), width)
     queries = _heads(block)
     assert queries is not None

@@ -3,9 +3,9 @@
 ::
 
     inputs ──► base model ──► embedding ──► layers[0] ... layers[-1] ──► norm ──► this rank's samples
-           gather            (everywhere    change                 change
-           (BATCH, GATHERED)  an ordinary    to the                back
-                              parameter)     stack's boundary
+           gather inputs     (everywhere    change                 change
+           (SHARD_BATCH or    an ordinary    to the                back
+           REPLICATE_GATHERED) parameter)    stack's layout
 
 Before and after the layers, the gradient of a weight is that of this rank's own samples, as ever in data parallelism.
 """
@@ -24,26 +24,26 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.boundary import Boundary
-from smpkit.torch.tensor_parallel.plan_layers import boundary_now
+from smpkit.torch.tensor_parallel.boundary import Layout
+from smpkit.torch.tensor_parallel.plan_layers import current_layout
 
-__all__ = ["inputs_are_gathered", "install_base", "install_stack"]
+__all__ = ["inputs_are_gathered", "install_base_hooks", "install_stack_hooks"]
 
 
 # --- the list of layers ---------------------------------------------------------------------------------------------
 
 
-def install_stack(layers: nn.Module, boundary: Boundary) -> None:
+def install_stack_hooks(layers: nn.Module, boundary: Layout) -> None:
     """Change what a rank holds before the first layer of a list and after the last one."""
     assert isinstance(layers, nn.ModuleList)
-    if boundary is not Boundary.REPLICATE:
-        layers[0].register_forward_pre_hook(_First(boundary), with_kwargs=True)
+    if boundary is not Layout.REPLICATE:
+        layers[0].register_forward_pre_hook(_EnterStackHook(boundary), with_kwargs=True)
         for layer in layers:
-            layer.register_forward_pre_hook(_see_no_gradient_beside, with_kwargs=True)
-        layers[-1].register_forward_hook(_Last(boundary))
+            layer.register_forward_pre_hook(_refuse_extra_trained_inputs, with_kwargs=True)
+        layers[-1].register_forward_hook(_LeaveStackHook(boundary))
 
 
-def _see_no_gradient_beside(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_extra_trained_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse layers that read trained values besides their hidden states, which nothing here would change."""
     named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
     trained = [name for name, value in named.items() if isinstance(value, torch.Tensor) and value.requires_grad]
@@ -55,10 +55,10 @@ def _see_no_gradient_beside(layer: nn.Module, args: tuple[Any, ...], kwargs: dic
         )
 
 
-class _First:
+class _EnterStackHook:
     """Takes what the layers hand on from what the model made of the samples: a hook before the first layer."""
 
-    def __init__(self, boundary: Boundary) -> None:
+    def __init__(self, boundary: Layout) -> None:
         self.boundary = boundary
 
     def __call__(
@@ -74,18 +74,18 @@ class _First:
         )
 
     def _change(self, hidden: torch.Tensor) -> torch.Tensor:
-        boundary = boundary_now(self.boundary)
-        if boundary is Boundary.GATHERED:
-            return _own_gradient(hidden)
-        if boundary is Boundary.BATCH:
+        boundary = current_layout(self.boundary)
+        if boundary is Layout.REPLICATE_GATHERED:
+            return _keep_own_gradient(hidden)
+        if boundary is Layout.SHARD_BATCH:
             return hidden.narrow(0, *_own_samples(hidden.shape[0]))
-        return collectives.split(hidden, 1) if boundary is Boundary.SEQUENCE else hidden
+        return collectives.scatter_to_tp(hidden, 1) if boundary is Layout.SHARD_SEQUENCE else hidden
 
 
-class _Last:
+class _LeaveStackHook:
     """Gives back what the rest of the model reads: a hook after the last layer."""
 
-    def __init__(self, boundary: Boundary) -> None:
+    def __init__(self, boundary: Layout) -> None:
         self.boundary = boundary
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -94,17 +94,17 @@ class _Last:
         return self._change(output)
 
     def _change(self, hidden: torch.Tensor) -> torch.Tensor:
-        boundary = boundary_now(self.boundary)
-        if boundary is Boundary.GATHERED:
-            return collectives.split(hidden, 0)
-        return collectives.gather_equal(hidden, 1) if boundary is Boundary.SEQUENCE else hidden
+        boundary = current_layout(self.boundary)
+        if boundary is Layout.REPLICATE_GATHERED:
+            return collectives.scatter_to_tp(hidden, 0)
+        return collectives.gather_from_tp(hidden, 1) if boundary is Layout.SHARD_SEQUENCE else hidden
 
 
 def _own_samples(of_all: int) -> tuple[int, int]:
     return of_all // state.tp_size * state.tp_rank, of_all // state.tp_size
 
 
-def _own_gradient(x: torch.Tensor) -> torch.Tensor:
+def _keep_own_gradient(x: torch.Tensor) -> torch.Tensor:
     """Return a value of all ranks' samples whose gradient goes back for this rank's samples only."""
     made: torch.Tensor = _OwnGradient.apply(x)  # type: ignore[no-untyped-call]
     return made
@@ -128,36 +128,36 @@ class _OwnGradient(torch.autograd.Function):
 # --- the model around it --------------------------------------------------------------------------------------------
 
 
-def install_base(base: nn.Module, name: str, boundaries: Collection[Boundary], *, several: bool) -> None:
+def install_base_hooks(base: nn.Module, name: str, boundaries: Collection[Layout], *, several: bool) -> None:
     """Let a model run on the inputs of all ranks of the group, where each brings its own.
 
     Args:
         boundaries: what its layers hand on.
         several: it has several lists of layers, which read each other's results.
     """
-    base.register_forward_pre_hook(_Asked(name, boundaries), with_kwargs=True)
+    base.register_forward_pre_hook(_RefuseOutputsHook(name, boundaries), with_kwargs=True)
     if not state.cfg.prescaled_batch:
-        base.register_forward_pre_hook(_Gathering(name, several), with_kwargs=True)
-        base.register_forward_hook(_end, always_call=True)
+        base.register_forward_pre_hook(_GatherInputsHook(name, several), with_kwargs=True)
+        base.register_forward_hook(_end_forward, always_call=True)
 
 
-_BESIDE: Final = {
-    "output_attentions": frozenset[Boundary](),  # each rank has those of its own heads
-    "output_hidden_states": frozenset({Boundary.REPLICATE}),
-    "output_router_logits": frozenset({Boundary.REPLICATE, Boundary.BATCH}),
+_OPTIONAL_OUTPUTS: Final = {
+    "output_attentions": frozenset[Layout](),  # each rank has those of its own heads
+    "output_hidden_states": frozenset({Layout.REPLICATE}),
+    "output_router_logits": frozenset({Layout.REPLICATE, Layout.SHARD_BATCH}),
 }
 """What a model can be asked for besides its result, and where this rank's is that of its samples."""
 
 
-class _Asked:
+class _RefuseOutputsHook:
     """Refuses to hand out what is not what the caller means: a hook before a model's forward."""
 
-    def __init__(self, name: str, boundaries: Collection[Boundary]) -> None:
+    def __init__(self, name: str, boundaries: Collection[Layout]) -> None:
         self.name, self.boundaries = name, boundaries
 
     def __call__(self, module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now = {boundary_now(boundary) for boundary in self.boundaries}
-        for what, valid in _BESIDE.items():
+        now = {current_layout(boundary) for boundary in self.boundaries}
+        for what, valid in _OPTIONAL_OUTPUTS.items():
             asked = kwargs.get(what)
             if (getattr(module.config, what, False) if asked is None else asked) and not now <= valid:
                 held = ", ".join(sorted(boundary.value for boundary in now))
@@ -172,25 +172,25 @@ class _Asked:
                 )
 
 
-class _Running(threading.local):
+class _ForwardState(threading.local):
     """Whether this thread is in the forward of a model that has gathered its inputs."""
 
     gathered = False
 
 
-_running = _Running()
+_forward_state = _ForwardState()
 
 
 def inputs_are_gathered() -> bool:
     """Return whether what runs now is part of a model that has gathered its inputs."""
-    return _running.gathered
+    return _forward_state.gathered
 
 
-def _end(_module: nn.Module, _args: Any, _output: Any) -> None:
-    _running.gathered = False
+def _end_forward(_module: nn.Module, _args: Any, _output: Any) -> None:
+    _forward_state.gathered = False
 
 
-class _Gathering:
+class _GatherInputsHook:
     """Gathers a model's inputs: a hook before its forward."""
 
     def __init__(self, name: str, several: bool) -> None:
@@ -206,10 +206,10 @@ class _Gathering:
                 hint="set `prescaled_batch: true`, and give the ranks of a tensor-parallel group the same batch",
             )
         samples = _samples(args, kwargs)
-        _agree(self.name, args, kwargs)
-        _running.gathered = True
-        gathered = [_gathered(value, "", samples) for value in args]
-        return tuple(gathered), {key: _gathered(value, key, samples) for key, value in kwargs.items()}
+        _compare_inputs(self.name, args, kwargs)
+        _forward_state.gathered = True
+        gathered = [_gather_input(value, "", samples) for value in args]
+        return tuple(gathered), {key: _gather_input(value, key, samples) for key, value in kwargs.items()}
 
 
 def _samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -223,22 +223,22 @@ def _samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     )
 
 
-def _gathered(value: Any, name: str, samples: int) -> Any:
+def _gather_input(value: Any, name: str, samples: int) -> Any:
     if isinstance(value, dict):  # masks by kind of layer
-        return {key: _gathered(each, name, samples) for key, each in value.items()}
+        return {key: _gather_input(each, name, samples) for key, each in value.items()}
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return value
     if value.shape[0] == samples:
-        return collectives.gather(value, 0)
+        return collectives.gather_to_tp(value, 0)
     if name == "position_ids" and value.dim() == 3 and value.shape[1] == samples:  # of several axes
-        return collectives.gather(value, 1)
+        return collectives.gather_to_tp(value, 1)
     return value
 
 
-_agreed: Final[set[tuple[Any, ...]]] = set()
+_compared_inputs: Final[set[tuple[Any, ...]]] = set()
 
 
-def _agree(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _compare_inputs(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """See that all ranks bring the same kinds of inputs, of the same shapes, the first time that they are seen.
 
     Raises:
@@ -246,24 +246,24 @@ def _agree(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """
     named = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
     tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
-    mine = tuple(sorted((key, str(value.dtype), *value.shape) for key, value in tensors.items()))
-    if mine in _agreed or any(collectives.is_rehearsal(value) for value in tensors.values()):
+    own_inputs = tuple(sorted((key, str(value.dtype), *value.shape) for key, value in tensors.items()))
+    if own_inputs in _compared_inputs or any(collectives.is_dry_run(value) for value in tensors.values()):
         return
-    if not _agreed:
-        state.reset_hooks.append(_agreed.clear)
+    if not _compared_inputs:
+        state.reset_hooks.append(_compared_inputs.clear)
     group = collectives.tp_group()
-    everybody: list[Any] = [None] * state.tp_size
+    by_rank: list[Any] = [None] * state.tp_size
     with waiting(f"comparison of the inputs of `{name}` between tensor-parallel ranks", group):
-        dist.all_gather_object(everybody, mine, group=group)
-    if any(each != mine for each in everybody):
+        dist.all_gather_object(by_rank, own_inputs, group=group)
+    if any(each != own_inputs for each in by_rank):
         ranks = dist.get_process_group_ranks(group)
-        said = "; ".join(f"{_described(each)} on rank {rank}" for rank, each in zip(ranks, everybody, strict=True))
+        listed = "; ".join(f"{_input_shapes(each)} on rank {rank}" for rank, each in zip(ranks, by_rank, strict=True))
         raise UsageError(
-            f"the tensor-parallel ranks called `{name}` with different inputs: {said}",
+            f"the tensor-parallel ranks called `{name}` with different inputs: {listed}",
             hint="give every rank as many samples of the same length, and the same arguments",
         )
-    _agreed.add(mine)
+    _compared_inputs.add(own_inputs)
 
 
-def _described(inputs: tuple[tuple[Any, ...], ...]) -> str:
+def _input_shapes(inputs: tuple[tuple[Any, ...], ...]) -> str:
     return ", ".join(f"{key} {list(shape)}" for key, _, *shape in inputs) or "no tensors"

@@ -8,7 +8,7 @@ the MLP of a layer), because only there is it simple::
                       └── between the two a rank has its own heads, and its gradients are its own contribution: what ──┘
                           all ranks hold there (a norm of queries, say) gets the sum of all ranks' gradients
 
-Between blocks a rank holds what the `Boundary` says. Without `prescaled_batch` the model runs on the inputs of all
+Between blocks a rank holds what the `Layout` says. Without `prescaled_batch` the model runs on the inputs of all
 ranks of the group, so that masks and positions are those of the samples that the blocks see.
 """
 
@@ -25,12 +25,12 @@ from torch import nn
 
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import plan_layers
-from smpkit.torch.tensor_parallel.boundary import Boundary, mark_whole, outer_boundary, stack_boundary
+from smpkit.torch.tensor_parallel.boundary import Layout, default_layout, mark_replicated, stack_layout
 from smpkit.torch.tensor_parallel.marking import marking_of
-from smpkit.torch.tensor_parallel.plan_head import split_head
-from smpkit.torch.tensor_parallel.plan_stacks import install_base, install_stack
+from smpkit.torch.tensor_parallel.plan_head import shard_vocabulary
+from smpkit.torch.tensor_parallel.plan_stacks import install_base_hooks, install_stack_hooks
 
-__all__ = ["Block", "blocks_of", "distribute_by_plan", "has_plan", "styles_of"]
+__all__ = ["ParallelBlock", "apply_tp_plan", "has_tp_plan", "parallel_blocks", "styles_of"]
 
 _log = logging.getLogger("smpkit")
 
@@ -46,7 +46,7 @@ _EXPERTS: Final = "moe_tp_experts"
 
 
 @dataclass(frozen=True)
-class Block:
+class ParallelBlock:
     """A module that is entered and left once, with the layers in it that are divided.
 
     Args:
@@ -63,7 +63,7 @@ class Block:
     parameters: dict[str, str] = field(default_factory=dict)
 
 
-def has_plan(module: nn.Module) -> bool:
+def has_tp_plan(module: nn.Module) -> bool:
     """Tell whether a module is a Hugging Face model that says how it can be divided."""
     return bool(_plan_of(module)) and hasattr(module, "config")
 
@@ -81,7 +81,7 @@ def styles_of(root: nn.Module) -> dict[str, str]:
     return {name: plan[generic[name]] for name in names if generic[name] in plan}
 
 
-def distribute_by_plan(root: nn.Module, _config: Mapping[str, Any] | None = None) -> None:
+def apply_tp_plan(root: nn.Module, _config: Mapping[str, Any] | None = None) -> None:
     """Divide the layers of a model over the tensor-parallel ranks as its plan says.
 
     What cannot be divided stays whole, and a line of the log says why: styles that smpkit does not know (experts),
@@ -90,40 +90,40 @@ def distribute_by_plan(root: nn.Module, _config: Mapping[str, Any] | None = None
     if state.tp_size == 1:
         return
     styles = styles_of(root)
-    blocks = [block for block in blocks_of(root, styles) if _is_divisible(root, block)]
+    blocks = [block for block in parallel_blocks(root, styles) if _is_divisible(root, block)]
     boundaries = _boundaries(root, {block.stack for block in blocks})
     _mark_layers(root, blocks, boundaries)
     for name, boundary in boundaries.items():
-        install_stack(root.get_submodule(name), boundary)
-    for base, several in _bases(root, boundaries).items():
+        install_stack_hooks(root.get_submodule(name), boundary)
+    for base, several in _base_models(root, boundaries).items():
         inside = {boundary for name, boundary in boundaries.items() if _base_of(root, name) == base}
-        install_base(root.get_submodule(base), base or type(root).__name__, inside, several=several)
+        install_base_hooks(root.get_submodule(base), base or type(root).__name__, inside, several=several)
     for block in blocks:
-        _divide(root, block, boundaries[block.stack])
+        _shard_block(root, block, boundaries[block.stack])
     divided = {name for block in blocks for name in (*block.layers, *block.parameters)}
-    divided |= split_head(root, styles, {name for name in styles if _is_excepted(root, name)})
-    _tell(root, styles, divided)
+    divided |= shard_vocabulary(root, styles, {name for name in styles if _is_excluded(root, name)})
+    _log_undivided_layers(root, styles, divided)
 
 
-def _bases(root: nn.Module, stacks: Iterable[str]) -> dict[str, bool]:
+def _base_models(root: nn.Module, stacks: Iterable[str]) -> dict[str, bool]:
     """Return the models that run lists of layers, and whether they run several."""
     count = Counter(_base_of(root, name) for name in stacks)
     return {base: lists > 1 for base, lists in sorted(count.items())}
 
 
-def _boundaries(root: nn.Module, stacks: set[str]) -> dict[str, Boundary]:
+def _boundaries(root: nn.Module, stacks: set[str]) -> dict[str, Layout]:
     """Return what the layers of each list hand on."""
-    several = _bases(root, stacks)
+    several = _base_models(root, stacks)
     # The layers of one list may read what those of another made, of all samples and positions.
-    equal = Boundary.REPLICATE if state.cfg.prescaled_batch else Boundary.GATHERED
-    chosen = {name: equal if several[_base_of(root, name)] else stack_boundary() for name in sorted(stacks)}
+    equal = Layout.REPLICATE if state.cfg.prescaled_batch else Layout.REPLICATE_GATHERED
+    chosen = {name: equal if several[_base_of(root, name)] else stack_layout() for name in sorted(stacks)}
     for name, boundary in chosen.items():
         base = root.get_submodule(_base_of(root, name))
         # Ranks with samples of their own have random numbers of their own: they would drop other values of what has to
         # be equal on all. Of its own samples each may drop what it likes. Experts stay whole: each rank runs its own
         # samples through them, not those of the whole group, and balances these.
-        if boundary is Boundary.GATHERED and (_drops(base) or _expert_names(styles_of(base))):
-            chosen[name] = Boundary.BATCH
+        if boundary is Layout.REPLICATE_GATHERED and (_has_dropout(base) or _expert_names(styles_of(base))):
+            chosen[name] = Layout.SHARD_BATCH
     return chosen
 
 
@@ -131,29 +131,29 @@ def _expert_names(styles: Mapping[str, str]) -> list[str]:
     return [name for name, style in styles.items() if style == _EXPERTS]
 
 
-def _drops(base: nn.Module) -> bool:
+def _has_dropout(base: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
 
 
-def _mark_layers(root: nn.Module, blocks: Sequence[Block], boundaries: Mapping[str, Boundary]) -> None:
+def _mark_layers(root: nn.Module, blocks: Sequence[ParallelBlock], boundaries: Mapping[str, Layout]) -> None:
     """Write on what stays whole in the layers how its gradient is averaged."""
     # A rank's gradient in a block is a contribution: where each brought its own samples, averaging over the ranks makes
     # of the contributions what it has to; where they share one batch, the contributions have to be added.
-    inside = Boundary.BATCH if outer_boundary() is Boundary.BATCH else Boundary.SEQUENCE
+    inside = Layout.SHARD_BATCH if default_layout() is Layout.SHARD_BATCH else Layout.SHARD_SEQUENCE
     ids: set[int] = set()
     for block in blocks:
         row = root.get_submodule(_row_of(block))
         for parameter in block.module.parameters():
             if parameter is not row.bias:  # which is added to the sum
                 ids.add(id(parameter))
-                mark_whole(parameter, inside)
+                mark_replicated(parameter, inside)
     for name, boundary in boundaries.items():
         for parameter in root.get_submodule(name).parameters():
             if id(parameter) not in ids:
-                mark_whole(parameter, boundary)
+                mark_replicated(parameter, boundary)
 
 
-def _tell(root: nn.Module, styles: Mapping[str, str], divided: set[str]) -> None:
+def _log_undivided_layers(root: nn.Module, styles: Mapping[str, str], divided: set[str]) -> None:
     if state.rank:
         return
     whole = sorted({(re.sub(r"\.\d+\.", ".*.", name), style) for name, style in styles.items() if name not in divided})
@@ -181,7 +181,7 @@ def _bytes(parameter: nn.Parameter) -> int:
 # --- blocks ---------------------------------------------------------------------------------------------------------
 
 
-def blocks_of(root: nn.Module, styles: Mapping[str, str]) -> list[Block]:
+def parallel_blocks(root: nn.Module, styles: Mapping[str, str]) -> list[ParallelBlock]:
     """Group the divided layers into the blocks that are entered and left once.
 
     A block is the smallest module around a layer that is divided by columns and one that is divided by rows.
@@ -189,15 +189,15 @@ def blocks_of(root: nn.Module, styles: Mapping[str, str]) -> list[Block]:
     linear = {
         name: style
         for name, style in styles.items()
-        if style in COLUMN | ROW and _is_plain_linear(root, name) and not _is_excepted(root, name)
+        if style in COLUMN | ROW and _is_plain_linear(root, name) and not _is_excluded(root, name)
     }
     rows = [name for name, style in linear.items() if style in ROW]
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, ParallelBlock] = {}
     for name, style in linear.items():
         around = next((each for each in _ancestors(name) if _has_both(each, linear, rows)), None)
         stack = None if around is None else _stack_of(root, around)
         if around is not None and stack is not None:
-            block = blocks.setdefault(around, Block(around, root.get_submodule(around), stack))
+            block = blocks.setdefault(around, ParallelBlock(around, root.get_submodule(around), stack))
             block.layers[name] = style
     for block in blocks.values():
         for name, _ in block.module.named_parameters(recurse=False):
@@ -236,7 +236,7 @@ def _stack_of(root: nn.Module, name: str) -> str | None:
 def _base_of(root: nn.Module, stack: str) -> str:
     """Return the model that runs a list of layers: the nearest module around it that has a plan of its own."""
     for name in _ancestors(stack):
-        if has_plan(root.get_submodule(name)):
+        if has_tp_plan(root.get_submodule(name)):
             return name
     return ""
 
@@ -249,7 +249,7 @@ def _is_plain_linear(root: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _is_excepted(root: nn.Module, name: str) -> bool:
+def _is_excluded(root: nn.Module, name: str) -> bool:
     try:
         marking = marking_of(root.get_submodule(name))
     except AttributeError:  # a parameter
@@ -257,9 +257,9 @@ def _is_excepted(root: nn.Module, name: str) -> bool:
     return marking is not None and not marking.enabled
 
 
-def _is_divisible(root: nn.Module, block: Block) -> bool:
+def _is_divisible(root: nn.Module, block: ParallelBlock) -> bool:
     layers = {name: root.get_submodule(name) for name in block.layers}
-    why = plan_layers.refusal(block.module, layers, block.layers)
+    why = plan_layers.why_not_divisible(block.module, layers, block.layers)
     if why is not None and state.rank == 0:
         _log.info(
             "`%s` (%s) is not divided over tensor-parallel ranks: %s", block.name, type(block.module).__name__, why
@@ -270,13 +270,13 @@ def _is_divisible(root: nn.Module, block: Block) -> bool:
 # --- dividing -------------------------------------------------------------------------------------------------------
 
 
-def _row_of(block: Block) -> str:
+def _row_of(block: ParallelBlock) -> str:
     return next(name for name, style in block.layers.items() if style in ROW)
 
 
-def _divide(root: nn.Module, block: Block, boundary: Boundary) -> None:
-    plan_layers.install_block(block.module, root.get_submodule(_row_of(block)), block.name, boundary)
+def _shard_block(root: nn.Module, block: ParallelBlock, boundary: Layout) -> None:
+    plan_layers.install_block_hooks(block.module, root.get_submodule(_row_of(block)), block.name, boundary)
     for name, style in block.layers.items():
-        plan_layers.split_linear(root.get_submodule(name), style, name, block.module, boundary)
+        plan_layers.shard_linear(root.get_submodule(name), style, name, block.module, boundary)
     for name in block.parameters:
-        plan_layers.split_bare(root.get_parameter(name), boundary)
+        plan_layers.shard_bare_parameter(root.get_parameter(name), boundary)

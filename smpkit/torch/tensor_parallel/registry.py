@@ -1,6 +1,6 @@
 """Which classes tensor parallelism can replace, by what, and how their arguments, calls and weights translate.
 
-Classes may be named by a string, so that an entry for a library imports it only once a model of it is there.
+Classes may be named by a string, so that a rule for a library imports it only once a model of it is there.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel.arguments import check_callable
 
 __all__ = [
-    "Arguments",
-    "Entry",
-    "Made",
+    "CallArguments",
+    "ReplacementRule",
     "Rewrite",
+    "TensorOrFactory",
     "Translation",
     "argument_names",
     "arguments_of",
-    "entry_for",
     "qualified_name",
     "register",
     "register_rewrite",
     "rewrite_for",
+    "rule_for",
     "tp_register",
     "tp_register_with_module",
     "with_overrides",
 ]
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one call."""
 
 ArgumentHook = Callable[..., tuple[Iterable[Any], Mapping[str, Any]]]
 """Takes exactly the arguments of an original `__init__` or `forward`, and returns those of the distributed one."""
 
-Made = torch.Tensor | Callable[[], torch.Tensor]
+TensorOrFactory = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or what makes it when it is wanted."""
 
-Translation = Callable[[Mapping[str, torch.Tensor], nn.Module], Iterable[tuple[str, Made]]]
+Translation = Callable[[Mapping[str, torch.Tensor], nn.Module], Iterable[tuple[str, TensorOrFactory]]]
 """Turns a whole state dict (of all tensor-parallel ranks together) into another one.
 
 Called with the state and the *distributed* module, which knows its sizes; yields names, each with its whole tensor or,
@@ -65,7 +65,7 @@ _Module = TypeVar("_Module", bound=type[nn.Module])
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReplacementRule:
     """How instances of one class become distributed modules.
 
     Args:
@@ -87,7 +87,7 @@ class Entry:
     init_hook: ArgumentHook | None = None
     forward_hook: ArgumentHook | None = None
     return_hook: Callable[[Any], Any] | None = None
-    arguments: Callable[[nn.Module], Arguments] | None = None
+    arguments: Callable[[nn.Module], CallArguments] | None = None
     to_distributed: Translation | None = None
     from_distributed: Translation | None = None
     finish: Callable[[nn.Module, nn.Module], None] | None = None
@@ -96,17 +96,17 @@ class Entry:
     @property
     def original_class(self) -> type[nn.Module]:
         """The class that is replaced, imported now if it was named."""
-        return _imported(self.original) if isinstance(self.original, str) else self.original
+        return _import_class(self.original) if isinstance(self.original, str) else self.original
 
     @property
     def distributed_class(self) -> type[nn.Module]:
         """The class that takes the original's place, imported now if it was named."""
-        return _imported(self.distributed) if isinstance(self.distributed, str) else self.distributed
+        return _import_class(self.distributed) if isinstance(self.distributed, str) else self.distributed
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """How modules that no entry names are made tensor parallel: in place, their class and names unchanged.
+    """How modules that no rule names are made tensor parallel: in place, their class and names unchanged.
 
     Args:
         applies: whether a module can be treated so; called without importing its library.
@@ -120,7 +120,7 @@ class Rewrite:
     refusal: Callable[[nn.Module], str | None] | None = None
 
 
-_entries: dict[str, Entry] = {}
+_rules: dict[str, ReplacementRule] = {}
 """By qualified name of the original class; the last registration counts."""
 
 _rewrites: list[Rewrite] = []
@@ -129,18 +129,18 @@ _rewrites: list[Rewrite] = []
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-def register(entry: Entry) -> None:
-    """Let marked modules of `entry.original` be replaced; a later entry for the same class takes its place."""
-    original = entry.original
+def register(rule: ReplacementRule) -> None:
+    """Let marked modules of `rule.original` be replaced; a later rule for the same class takes its place."""
+    original = rule.original
     if not isinstance(original, str):
-        if entry.arguments is None:
+        if rule.arguments is None:
             _record_arguments(original)
         original = qualified_name(original)
-    _entries[original] = entry
+    _rules[original] = rule
 
 
 def register_rewrite(rewrite: Rewrite) -> None:
-    """Let marked modules that no entry names be rewritten in place; the first that applies is taken."""
+    """Let marked modules that no rule names be rewritten in place; the first that applies is taken."""
     _rewrites.append(rewrite)
 
 
@@ -211,7 +211,7 @@ def tp_register_with_module(
     for name, given in {**functions, "to_distributed": to_distributed, "from_distributed": from_distributed}.items():
         if given is not None:
             check_callable(name, given)
-    entry = Entry(
+    rule = ReplacementRule(
         module_cls,
         dist_module,
         init_hook,
@@ -220,8 +220,8 @@ def tp_register_with_module(
         to_distributed=to_distributed,
         from_distributed=from_distributed,
     )
-    known = _entries.get(qualified_name(module_cls))
-    register(entry if known is None else replace(entry, arguments=known.arguments))
+    known = _rules.get(qualified_name(module_cls))
+    register(rule if known is None else replace(rule, arguments=known.arguments))
 
 
 def _check_class(given: object, name: str) -> None:
@@ -237,9 +237,9 @@ def qualified_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def entry_for(module: nn.Module) -> Entry | None:
+def rule_for(module: nn.Module) -> ReplacementRule | None:
     """Return how to replace a module; None if its class is not registered."""
-    return _entries.get(qualified_name(type(module)))
+    return _rules.get(qualified_name(type(module)))
 
 
 def rewrite_for(module: nn.Module) -> Rewrite | None:
@@ -247,26 +247,26 @@ def rewrite_for(module: nn.Module) -> Rewrite | None:
     return next((rewrite for rewrite in _rewrites if rewrite.applies(module)), None)
 
 
-def arguments_of(module: nn.Module, entry: Entry) -> Arguments:
+def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:
     """Return the arguments for the distributed class that the original's arguments become.
 
     Raises:
         UsageError: the original was made before its class was registered, or its init hook does not take its arguments.
     """
-    if entry.arguments is not None:
-        args, kwargs = entry.arguments(module)
+    if rule.arguments is not None:
+        args, kwargs = rule.arguments(module)
     else:
-        recorded: Arguments | None = vars(module).get(_RECORDED)
+        recorded: CallArguments | None = vars(module).get(_RECORDED)
         if recorded is None:
             raise UsageError(
                 f"nothing is known about how this {type(module).__name__} was made",
                 hint="call smp.tp_register_with_module before the model is created",
             )
         args, kwargs = recorded
-    if entry.init_hook is None:
+    if rule.init_hook is None:
         return args, kwargs
-    made_args, made_kwargs = entry.init_hook(*args, **kwargs)
-    return tuple(made_args), dict(made_kwargs)
+    hook_args, hook_kwargs = rule.init_hook(*args, **kwargs)
+    return tuple(hook_args), dict(hook_kwargs)
 
 
 def argument_names(kind: type[nn.Module]) -> set[str]:
@@ -278,7 +278,7 @@ def argument_names(kind: type[nn.Module]) -> set[str]:
     }
 
 
-def with_overrides(kind: type[nn.Module], arguments: Arguments, overrides: Mapping[str, Any]) -> Arguments:
+def with_overrides(kind: type[nn.Module], arguments: CallArguments, overrides: Mapping[str, Any]) -> CallArguments:
     """Return the arguments with those keyword arguments of the user's that `kind` knows by name.
 
     Raises:
@@ -318,7 +318,7 @@ def _record_arguments(kind: type[nn.Module]) -> None:
     kind.__init__ = recording  # type: ignore[method-assign]
 
 
-def _imported(name: str) -> type[nn.Module]:
+def _import_class(name: str) -> type[nn.Module]:
     place, _, kind = name.rpartition(".")
     found: type[nn.Module] = getattr(importlib.import_module(place), kind)
     return found
@@ -327,17 +327,17 @@ def _imported(name: str) -> type[nn.Module]:
 # --- built in ---------------------------------------------------------------------------------------------------------
 
 
-def _same_names(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterable[tuple[str, Made]]:
+def _same_names(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterable[tuple[str, TensorOrFactory]]:
     return ((name, functools.partial(state.__getitem__, name)) for name in state)
 
 
-def _linear_arguments(linear: nn.Module) -> Arguments:
+def _linear_arguments(linear: nn.Module) -> CallArguments:
     assert isinstance(linear, nn.Linear)
     bias: nn.Parameter | None = linear.bias  # torch declares it as always there
     return (linear.in_features, linear.out_features), {} if bias is not None else {"bias": False}
 
 
-def _embedding_arguments(embedding: nn.Module) -> Arguments:
+def _embedding_arguments(embedding: nn.Module) -> CallArguments:
     assert isinstance(embedding, nn.Embedding)
     return (embedding.num_embeddings, embedding.embedding_dim), {
         "padding_idx": embedding.padding_idx,
@@ -349,7 +349,7 @@ def _embedding_arguments(embedding: nn.Module) -> Arguments:
 
 
 register(
-    Entry(
+    ReplacementRule(
         nn.Linear,
         "smpkit.torch.tensor_parallel.linear.DistributedLinear",
         arguments=_linear_arguments,
@@ -358,7 +358,7 @@ register(
     )
 )
 register(
-    Entry(
+    ReplacementRule(
         nn.Embedding,
         "smpkit.torch.tensor_parallel.embedding.DistributedEmbedding",
         arguments=_embedding_arguments,

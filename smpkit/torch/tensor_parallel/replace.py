@@ -18,27 +18,27 @@ from torch import nn
 from smpkit.errors import ConfigError, UnsupportedError, UsageError
 from smpkit.torch.announce import announce
 from smpkit.torch.partitioning.delayed import delay_param_initialization, is_delayed
-from smpkit.torch.partitioning.manual import hand_on_place
+from smpkit.torch.partitioning.manual import inherit_partition
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.agreement import Agreement, agree
-from smpkit.torch.tensor_parallel.calls import convert_calls
+from smpkit.torch.tensor_parallel.agreement import ModelComparison, compare_models
+from smpkit.torch.tensor_parallel.calls import wrap_forward
 from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, marking_of
 from smpkit.torch.tensor_parallel.module import DistributedModule
-from smpkit.torch.tensor_parallel.plan_styles import distribute_by_plan, has_plan
+from smpkit.torch.tensor_parallel.plan_styles import apply_tp_plan, has_tp_plan
 from smpkit.torch.tensor_parallel.registry import (
-    Entry,
+    ReplacementRule,
     Rewrite,
     argument_names,
     arguments_of,
-    entry_for,
     register_rewrite,
     rewrite_for,
+    rule_for,
     with_overrides,
 )
-from smpkit.torch.tensor_parallel.successors import note_successors
-from smpkit.torch.tensor_parallel.weights import take_weights
+from smpkit.torch.tensor_parallel.successors import record_replacement
+from smpkit.torch.tensor_parallel.weights import load_replacement_weights
 
-__all__ = ["distribute", "distribute_alone", "entry_of", "twins_of"]
+__all__ = ["applied_rule_of", "distribute", "distribute_without_weights", "replacement_stubs"]
 
 _ENTRY: Final = "_smp_entry"
 
@@ -55,53 +55,53 @@ def distribute(root: nn.Module) -> nn.Module:
     if state.tp_size == 1:
         return root
     finder = _Finder(root)
-    finder.look_at(root, "")
-    agreement = agree(root, [*finder.skipped, *(target.name for target in finder.targets)])
+    finder.visit(root, "")
+    comparison = compare_models(root, [*finder.skipped, *(target.name for target in finder.targets)])
     for target in finder.targets:
         if target.rewrite is not None:
             for parameter in target.module.parameters():
                 if not is_delayed(parameter):
-                    parameter.data = agreement.first(parameter.data)
+                    parameter.data = comparison.first(parameter.data)
             target.rewrite.distribute(target.module, target.marking.config)
         else:
-            _replace(root, target, agreement)
+            _replace(root, target, comparison)
     if state.rank == 0:
         announce(_report(finder))
-    return _put_in_place(root, finder.targets)
+    return _install_replacements(root, finder.targets)
 
 
-def distribute_alone(root: nn.Module) -> tuple[nn.Module, list[str]]:
+def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
     """Do what `distribute` does on this rank, without weights and without the others, and say what: for a plan.
 
     Raises:
         UsageError: a marked module cannot be made as registered.
     """
     finder = _Finder(root)
-    finder.look_at(root, "")
+    finder.visit(root, "")
     for target in finder.targets:
         if target.rewrite is not None:
             target.rewrite.distribute(target.module, target.marking.config)
         else:
             _replace(root, target, None)
-    return _put_in_place(root, finder.targets), list(_report(finder))
+    return _install_replacements(root, finder.targets), list(_report(finder))
 
 
-def entry_of(module: nn.Module) -> Entry | None:
-    """Return by which entry a distributed module took the place of another; None if it did not."""
-    entry: Entry | None = vars(module).get(_ENTRY)
-    return entry
+def applied_rule_of(module: nn.Module) -> ReplacementRule | None:
+    """Return by which rule a distributed module took the place of another; None if it did not."""
+    rule: ReplacementRule | None = vars(module).get(_ENTRY)
+    return rule
 
 
-def twins_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, Entry]]:
+def replacement_stubs(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, ReplacementRule]]:
     """Yield the modules of a model that other degrees would replace, each with its name and what would take its place.
 
     The latter have no memory: they say names and sizes, so that states of theirs can be translated.
     """
     finder = _Finder(root)
-    finder.look_at(root, "")
+    finder.visit(root, "")
     for target in finder.targets:
-        if target.entry is not None and target.replacement is not None:
-            yield target.name, target.module, target.replacement, target.entry
+        if target.rule is not None and target.replacement is not None:
+            yield target.name, target.module, target.replacement, target.rule
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Target:
     name: str
     module: nn.Module
     marking: Marking
-    entry: Entry | None = None
+    rule: ReplacementRule | None = None
     replacement: nn.Module | None = None
     rewrite: Rewrite | None = None
 
@@ -126,17 +126,17 @@ class _Finder:
         self.targets: list[_Target] = []
         self.skipped: dict[str, str] = {}
         """Why a marked module stays as it is, by name."""
-        self.num_own = sum(isinstance(module, DistributedModule) for module in root.modules())
+        self.num_custom = sum(isinstance(module, DistributedModule) for module in root.modules())
         """How many distributed modules the script itself has made."""
         self._seen: set[int] = set()
-        self._users: dict[int, set[int]] = defaultdict(set)
+        self._modules_using: dict[int, set[int]] = defaultdict(set)
         """Which modules (by id) have a parameter (by id) of their own."""
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         for module in root.modules():
             for parameter in module.parameters(recurse=False):
-                self._users[id(parameter)].add(id(module))
+                self._modules_using[id(parameter)].add(id(module))
 
-    def look_at(self, module: nn.Module, name: str) -> None:
+    def visit(self, module: nn.Module, name: str) -> None:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
@@ -145,24 +145,24 @@ class _Finder:
             self._seen.update(id(each) for each in module.modules())
             return
         for child_name, child in module.named_children():
-            self.look_at(child, f"{name}.{child_name}" if name else child_name)
+            self.visit(child, f"{name}.{child_name}" if name else child_name)
 
     def _distributes(self, module: nn.Module, name: str, marking: Marking) -> bool:
         """Note the module as a target, or why it is none; unsupported ones are none without a word."""
-        entry, rewrite = entry_for(module), rewrite_for(module)
-        if entry is None and rewrite is None:
+        rule, rewrite = rule_for(module), rewrite_for(module)
+        if rule is None and rewrite is None:
             return False
-        reason = self._excepted(module) or self._shared(module)
-        if reason is None and entry is not None:
+        reason = self._why_excluded(module) or self._why_tied(module)
+        if reason is None and rule is not None:
             try:
-                reason = entry.refusal(module) if entry.refusal is not None else None
-                made = _make(module, entry, marking) if reason is None else None
+                reason = rule.refusal(module) if rule.refusal is not None else None
+                made = _make(module, rule, marking) if reason is None else None
             except (ConfigError, UnsupportedError) as error:
-                reason = _sentence(error)
+                reason = _error_text(error)
             if reason is None:
-                self.targets.append(_Target(name, module, marking, entry=entry, replacement=made))
+                self.targets.append(_Target(name, module, marking, rule=rule, replacement=made))
                 return True
-        if rewrite is not None and self._shared(module) is None:  # which leaves out the parts that are excepted
+        if rewrite is not None and self._why_tied(module) is None:  # which leaves out the parts that are excepted
             reason = rewrite.refusal(module) if rewrite.refusal is not None else None
             if reason is None:
                 self.targets.append(_Target(name, module, marking, rewrite=rewrite))
@@ -170,28 +170,28 @@ class _Finder:
         self.skipped[name] = f"{type(module).__name__} `{name or 'model'}`: {reason}"
         return False
 
-    def _excepted(self, module: nn.Module) -> str | None:
+    def _why_excluded(self, module: nn.Module) -> str | None:
         if any((marking := marking_of(each)) is not None and not marking.enabled for each in module.modules()):
             return "a part of it is excepted from tensor parallelism"
         return None
 
-    def _shared(self, module: nn.Module) -> str | None:
+    def _why_tied(self, module: nn.Module) -> str | None:
         """Return what ties a module to the rest of the model, so that it cannot be distributed by itself."""
         ids = {id(each) for each in module.modules()}
         for parameter in module.parameters():
-            if self._users[id(parameter)] - ids:
+            if self._modules_using[id(parameter)] - ids:
                 return f"it shares the weight `{self._names[id(parameter)]}` with another module"
         return None
 
 
-def _sentence(error: ConfigError | UnsupportedError) -> str:
+def _error_text(error: ConfigError | UnsupportedError) -> str:
     return "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else error.message
 
 
-def _make(module: nn.Module, entry: Entry, marking: Marking) -> nn.Module:
+def _make(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn.Module:
     """Make the distributed module, without memory for its weights and without drawing random numbers."""
-    kind = entry.distributed_class
-    args, kwargs = with_overrides(kind, arguments_of(module, entry), marking.config)
+    kind = rule.distributed_class
+    args, kwargs = with_overrides(kind, arguments_of(module, rule), marking.config)
     dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
     # On the host, whatever the user's default device is: weights come when they are taken over.
     with torch.device("cpu"), torch.random.fork_rng([]), delay_param_initialization(), default_dtype(dtype):
@@ -201,21 +201,21 @@ def _make(module: nn.Module, entry: Entry, marking: Marking) -> nn.Module:
 # --- replace ----------------------------------------------------------------------------------------------------------
 
 
-def _replace(root: nn.Module, target: _Target, agreement: Agreement | None) -> None:
+def _replace(root: nn.Module, target: _Target, comparison: ModelComparison | None) -> None:
     """Give a distributed module the weights and the ways of the one whose place it takes; None: no weights."""
-    module, entry, replacement = target.module, target.entry, target.replacement
-    assert entry is not None
+    module, rule, replacement = target.module, target.rule, target.replacement
+    assert rule is not None
     assert replacement is not None
-    if agreement is not None:
-        take_weights(root, target.name, module, replacement, entry.to_distributed, agreement)
+    if comparison is not None:
+        load_replacement_weights(root, target.name, module, replacement, rule.to_distributed, comparison)
     _keep_frozen(module, replacement)
-    hand_on_place(target.name, module, replacement)
+    inherit_partition(target.name, module, replacement)
     replacement.train(module.training)
-    convert_calls(replacement, entry.forward_hook, entry.return_hook)
-    object.__setattr__(replacement, _ENTRY, entry)
-    if entry.finish is not None:
-        entry.finish(module, replacement)
-    note_successors(target.name, module, replacement, entry.to_distributed)
+    wrap_forward(replacement, rule.forward_hook, rule.return_hook)
+    object.__setattr__(replacement, _ENTRY, rule)
+    if rule.finish is not None:
+        rule.finish(module, replacement)
+    record_replacement(target.name, module, replacement, rule.to_distributed)
 
 
 def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
@@ -239,7 +239,7 @@ def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
         parameter.requires_grad_(before.get(name, False))
 
 
-def _put_in_place(root: nn.Module, targets: list[_Target]) -> nn.Module:
+def _install_replacements(root: nn.Module, targets: list[_Target]) -> nn.Module:
     """Let the parents of what is replaced have the distributed modules for children, wherever it appears."""
     new = {id(target.module): target.replacement for target in targets if target.replacement is not None}
     for parent in list(root.modules()):
@@ -247,11 +247,11 @@ def _put_in_place(root: nn.Module, targets: list[_Target]) -> nn.Module:
             replacement = new.get(id(child)) if child is not None else None
             if replacement is not None:
                 parent.add_module(name, replacement)
-                _leave_fast_path(parent)
+                _disable_fast_path(parent)
     return new.get(id(root)) or root
 
 
-def _leave_fast_path(parent: nn.Module) -> None:
+def _disable_fast_path(parent: nn.Module) -> None:
     """Make torch's transformer layers call their children in evaluation too, where they would read their weights."""
     if isinstance(parent, nn.TransformerEncoderLayer):
         parent.activation_relu_or_gelu = 0
@@ -262,8 +262,8 @@ def _leave_fast_path(parent: nn.Module) -> None:
 
 def _report(finder: _Finder) -> Iterator[str]:
     """Say what is distributed, what is not and why."""
-    if finder.num_own:
-        yield f"Tensor parallelism over {state.tp_size} ranks: {finder.num_own} distributed modules of the script."
+    if finder.num_custom:
+        yield f"Tensor parallelism over {state.tp_size} ranks: {finder.num_custom} distributed modules of the script."
     elif not finder.targets and not finder.skipped:
         yield (
             "Tensor parallelism: nothing is distributed: create the model under smp.tensor_parallelism(), or call"
@@ -279,17 +279,17 @@ def _report(finder: _Finder) -> Iterator[str]:
     yield f"Tensor parallelism over {state.tp_size} ranks: {distributed}."
     for sentence in finder.skipped.values():
         yield f"  not distributed: {sentence}"
-    for name in sorted(_unknown(finder.targets)):
+    for name in sorted(_unused_overrides(finder.targets)):
         yield f"  no distributed module has an argument `{name}`: it has no effect"
 
 
-def _unknown(targets: list[_Target]) -> set[str]:
+def _unused_overrides(targets: list[_Target]) -> set[str]:
     """Return the names of the user's arguments that no replaced module took."""
     given = {name for target in targets for name in target.marking.config}
     if any(target.rewrite is not None for target in targets):
         return set()
-    entries = [target.entry for target in targets if target.entry is not None]
-    return given - {name for entry in entries for name in argument_names(entry.distributed_class)}
+    rules = [target.rule for target in targets if target.rule is not None]
+    return given - {name for rule in rules for name in argument_names(rule.distributed_class)}
 
 
-register_rewrite(Rewrite(has_plan, distribute_by_plan))
+register_rewrite(Rewrite(has_tp_plan, apply_tp_plan))

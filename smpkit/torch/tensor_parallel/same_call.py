@@ -1,4 +1,4 @@
-"""Compare what tensor-parallel ranks are about to do, before their collectives wait for each other.
+"""Check that tensor-parallel ranks are about to make the same call, before any collective blocks.
 
 Ranks that call different steps, or bring batches of different shapes, would meet in exchanges that do not fit. So a
 step (and a forward outside any step) begins with one small message: checksums of what is called and with what, and of
@@ -20,19 +20,19 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.deadline import waiting
 from smpkit.torch.pipeline.specs import map_tensors, spec_of
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.collectives import exchanges_made
+from smpkit.torch.tensor_parallel.collectives import checksum_of_collectives
 
-__all__ = ["SameCall"]
+__all__ = ["CallConsistencyCheck"]
 
-_COMPARED: Final = 3
+_NUM_VALUE_CHECKS: Final = 3
 """Calls whose values are compared, with `prescaled_batch`: data that is dealt out wrongly differs from the first on."""
 
 
-class SameCall:
+class CallConsistencyCheck:
     """Compares calls for one model."""
 
     def __init__(self) -> None:
-        self._num_compared = 0
+        self._num_value_checks = 0
 
     def check(self, name: str, mode: str, arguments: Any, number: int = 0) -> int:
         """Raise on all ranks of the group unless they call the same with tensors of the same shapes.
@@ -53,33 +53,33 @@ class SameCall:
         if state.tp_size == 1:
             return number
         tensors = _tensors_in(arguments)
-        told = f"{name} ({mode}) with {', '.join(str(spec_of(tensor)) for tensor in tensors) or 'no tensors'}"
+        description = f"{name} ({mode}) with {', '.join(str(spec_of(tensor)) for tensor in tensors) or 'no tensors'}"
         values = 0
         # Of a pipeline's ranks only the first one's values count.
-        if state.cfg.prescaled_batch and state.pp_rank == 0 and self._num_compared < _COMPARED:
-            self._num_compared += 1
+        if state.cfg.prescaled_batch and state.pp_rank == 0 and self._num_value_checks < _NUM_VALUE_CHECKS:
+            self._num_value_checks += 1
             values = _checksum(tensors)
         group = state.process_group(CommGroup.TP_GROUP)
-        mine = torch.tensor([zlib.crc32(told.encode()), values, exchanges_made(), number], device="cpu")
+        own = torch.tensor([zlib.crc32(description.encode()), values, checksum_of_collectives(), number], device="cpu")
         if "cpu" not in str(dist.get_backend_config(group)):
-            mine = mine.to(state.device)
-        everybody = [torch.empty_like(mine) for _ in range(state.tp_size)]
+            own = own.to(state.device)
+        by_rank = [torch.empty_like(own) for _ in range(state.tp_size)]
         with waiting(f"the beginning of {name} on tensor-parallel ranks", group):
-            dist.all_gather(everybody, mine, group=group)
-        calls, checksums, exchanges, numbers = zip(*(each.tolist() for each in everybody), strict=True)
-        if other := _other_than_first(exchanges):
-            exchanges_made(forget=True)
+            dist.all_gather(by_rank, own, group=group)
+        calls, checksums, exchanges, numbers = zip(*(each.tolist() for each in by_rank), strict=True)
+        if other := _first_mismatch(exchanges):
+            checksum_of_collectives(reset=True)
             raise UsageError(
-                f"{_between(other)} made different exchanges before {name}: they took different paths through the model"
-                " in the call before, so its results are wrong",
+                f"{_rank_pair(other)} made different exchanges before {name}: they took different paths through the"
+                " model in the call before, so its results are wrong",
                 hint="conditions and random choices in a model's forward must come out alike on all ranks of a"
                 " tensor-parallel group",
             )
-        if _other_than_first(calls):
-            _refuse_calls(told)
-        if other := _other_than_first(checksums):
+        if _first_mismatch(calls):
+            _raise_call_mismatch(description)
+        if other := _first_mismatch(checksums):
             raise UsageError(
-                f"prescaled_batch is on, but {_between(other)} brought different values to {name}",
+                f"prescaled_batch is on, but {_rank_pair(other)} brought different values to {name}",
                 hint="feed all ranks of a tensor-parallel group the same batch: shard data by smp.rdp_rank() of"
                 " smp.rdp_size(), with one seed for shuffling",
             )
@@ -87,24 +87,24 @@ class SameCall:
         return first
 
 
-def _other_than_first(said: Sequence[Any]) -> int:
+def _first_mismatch(by_tp_rank: Sequence[Any]) -> int:
     """Return the first tensor-parallel rank that said something else than rank 0; 0 if none did."""
-    return next((rank for rank, each in enumerate(said) if each != said[0]), 0)
+    return next((rank for rank, each in enumerate(by_tp_rank) if each != by_tp_rank[0]), 0)
 
 
-def _between(other: int) -> str:
+def _rank_pair(other: int) -> str:
     first, second = (dist.get_global_rank(state.process_group(CommGroup.TP_GROUP), rank) for rank in (0, other))
     return f"ranks {first} and {second} of a tensor-parallel group"
 
 
-def _refuse_calls(told: str) -> None:
+def _raise_call_mismatch(description: str) -> None:
     group = state.process_group(CommGroup.TP_GROUP)
-    everybody: list[Any] = [None] * state.tp_size
+    by_rank: list[Any] = [None] * state.tp_size
     with waiting("what tensor-parallel ranks call", group):
-        dist.all_gather_object(everybody, told, group=group)
-    other = _other_than_first(everybody)
+        dist.all_gather_object(by_rank, description, group=group)
+    other = _first_mismatch(by_rank)
     raise UsageError(
-        f"{_between(other)} are about to do different things: {everybody[0]}, and {everybody[other]}",
+        f"{_rank_pair(other)} are about to do different things: {by_rank[0]}, and {by_rank[other]}",
         hint="all ranks of a tensor-parallel group make the same calls, with as many samples of the same length:"
         " `drop_last=True`, padding to a fixed length",
     )

@@ -17,13 +17,13 @@ import torch
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.attributes import keep_attributes_in_copies
 
-__all__ = ["Shard", "join", "mark", "marked_like", "piece_of", "shard_of", "take"]
+__all__ = ["TpShard", "copy_mark_to", "join_shards", "mark", "shard_of", "shard_range", "take_shard"]
 
 _ATTRIBUTE = "_smp_shard"
 
 
 @dataclass(frozen=True)
-class Shard:
+class TpShard:
     """The place of a local parameter in the whole one.
 
     Args:
@@ -53,7 +53,7 @@ class Shard:
         if self.dim is None:
             return self.shape
         sizes = self.parts or (self.shape[self.dim],)
-        length = sum(piece_of(size, self.tp_rank, self.tp_size)[1] for size in sizes)
+        length = sum(shard_range(size, self.tp_rank, self.tp_size)[1] for size in sizes)
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
     @property
@@ -67,13 +67,13 @@ class Shard:
         return self.group is CommGroup.RDP_GROUP
 
 
-def mark(parameter: torch.Tensor, shard: Shard) -> None:
+def mark(parameter: torch.Tensor, shard: TpShard) -> None:
     """Write on a parameter (or buffer) where it lies; `copy.deepcopy` then copies that too."""
     setattr(parameter, _ATTRIBUTE, shard)
     keep_attributes_in_copies(parameter)
 
 
-def marked_like(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def copy_mark_to(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Return a tensor with what is written on the one whose place it takes, if anything is."""
     shard = shard_of(before)
     if shard is not None:
@@ -81,35 +81,37 @@ def marked_like(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def shard_of(parameter: torch.Tensor) -> Shard | None:
+def shard_of(parameter: torch.Tensor) -> TpShard | None:
     """Return what was written on a parameter; None for an ordinary one, equal on all ranks of the DP group."""
-    shard: Shard | None = getattr(parameter, _ATTRIBUTE, None)
+    shard: TpShard | None = getattr(parameter, _ATTRIBUTE, None)
     return shard
 
 
-def piece_of(size: int, rank: int, of: int) -> tuple[int, int]:
+def shard_range(size: int, rank: int, of: int) -> tuple[int, int]:
     """Return start and length of a rank's piece of a dimension; the last pieces are shorter where it is uneven."""
     longest = -(-size // of)
     start = min(longest * rank, size)
     return start, min(longest, size - start)
 
 
-def take(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+def take_shard(whole: torch.Tensor, shard: TpShard) -> torch.Tensor:
     """Return this rank's piece of a whole tensor of `shard.shape` (or of a state shaped like it), as a copy."""
     if shard.dim is None:
         return whole.clone()
     parts = torch.split(whole, list(shard.parts) or [whole.shape[shard.dim]], shard.dim)
-    pieces = [part.narrow(shard.dim, *piece_of(part.shape[shard.dim], shard.tp_rank, shard.tp_size)) for part in parts]
+    pieces = [
+        part.narrow(shard.dim, *shard_range(part.shape[shard.dim], shard.tp_rank, shard.tp_size)) for part in parts
+    ]
     return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone()
 
 
-def join(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """Return the whole tensor from the pieces of the tensor-parallel ranks, in their order: the reverse of `take`."""
+def join_shards(pieces: Sequence[torch.Tensor], shard: TpShard) -> torch.Tensor:
+    """Return the whole tensor from the pieces of the ranks, in their order: the reverse of `take_shard`."""
     if shard.dim is None:
         return pieces[0].clone()
     parts = shard.parts or (sum(piece.shape[shard.dim] for piece in pieces),)
-    of_ranks = [
-        torch.split(piece, [piece_of(size, rank, shard.tp_size)[1] for size in parts], shard.dim)
+    parts_by_rank = [
+        torch.split(piece, [shard_range(size, rank, shard.tp_size)[1] for size in parts], shard.dim)
         for rank, piece in enumerate(pieces)
     ]
-    return torch.cat([piece for part in zip(*of_ranks, strict=True) for piece in part], shard.dim)
+    return torch.cat([piece for part in zip(*parts_by_rank, strict=True) for piece in part], shard.dim)

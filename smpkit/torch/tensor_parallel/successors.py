@@ -1,7 +1,7 @@
-"""Optimizers that were made before the model was wrapped: they get the parameters that took the place of theirs.
+"""Give optimizers that were made before the model was wrapped the parameters that replaced theirs.
 
-Which those are, the translation of weights tells: it is run on tensors without data, and what it reads to make a weight
-is what the weight took the place of.
+Which parameter replaced which is found by running the translation of weights on tensors without data: a weight replaces
+the weights that the translation reads to make it.
 """
 
 from __future__ import annotations
@@ -19,114 +19,116 @@ from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel.registry import Translation
 from smpkit.torch.tensor_parallel.shards import shard_of
 
-__all__ = ["adopt_successors", "note_successors"]
+__all__ = ["record_replacement", "replace_optimizer_parameters"]
 
 _HINT: Final = "make the optimizer of `model.parameters()` after smp.DistributedModel"
 
 
 @dataclass(frozen=True)
-class _Replaced:
+class _ReplacedModule:
     """One module that another has taken the place of; its parameters live on only if somebody else has them."""
 
     name: str
-    before: Mapping[str, weakref.ref[nn.Parameter]]
+    originals: Mapping[str, weakref.ref[nn.Parameter]]
     shapes: Mapping[str, torch.Tensor]
     """Its state dict, without data."""
-    now: nn.Module
+    distributed: nn.Module
     translation: Translation | None
 
-    def full(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         return f"{self.name}.{name}" if self.name else name
 
 
-_replaced: Final[list[_Replaced]] = []
+_replaced_modules: Final[list[_ReplacedModule]] = []
 
 
-def note_successors(name: str, module: nn.Module, replacement: nn.Module, translation: Translation | None) -> None:
+def record_replacement(name: str, module: nn.Module, replacement: nn.Module, translation: Translation | None) -> None:
     """Remember what took the place of a module of a name, and how its weights come from that one's."""
-    if not _replaced:
-        state.reset_hooks.append(_replaced.clear)
-    before = {key: weakref.ref(each) for key, each in module.named_parameters(remove_duplicate=False)}
+    if not _replaced_modules:
+        state.reset_hooks.append(_replaced_modules.clear)
+    originals = {key: weakref.ref(each) for key, each in module.named_parameters(remove_duplicate=False)}
     values: Mapping[str, torch.Tensor] = module.state_dict(keep_vars=True)
     shapes = {key: torch.empty(each.shape, dtype=each.dtype, device="meta") for key, each in values.items()}
-    _replaced.append(_Replaced(name, before, shapes, replacement, translation))
+    _replaced_modules.append(_ReplacedModule(name, originals, shapes, replacement, translation))
 
 
-def adopt_successors(optimizer: Any) -> None:
+def replace_optimizer_parameters(optimizer: Any) -> None:
     """Put into the groups of an optimizer what took the place of the parameters that it was made with.
 
     Raises:
         UsageError: it has states of them already, is not one of torch's, or it is not clear what belongs where.
     """
-    known = ((ref(), found, key) for found in _replaced for key, ref in found.before.items())
+    known = ((ref(), found, key) for found in _replaced_modules for key, ref in found.originals.items())
     old = {id(each): (found, key) for each, found, key in known if each is not None}
     groups: list[dict[str, Any]] = optimizer.param_groups
-    gone = [each for group in groups for each in group["params"] if id(each) in old]
-    _check_states(optimizer, gone)
-    if not gone:
+    replaced = [each for group in groups for each in group["params"] if id(each) in old]
+    _check_states(optimizer, replaced)
+    if not replaced:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        found, key = old[id(gone[0])]
+        found, key = old[id(replaced[0])]
         raise UsageError(
-            f"{type(optimizer).__name__} was made before smp.DistributedModel, which has replaced `{found.full(key)}`"
-            f" and {len(gone) - 1} other parameters of its",
+            f"{type(optimizer).__name__} was made before smp.DistributedModel, which has replaced"
+            f" `{found.full_name(key)}` and {len(replaced) - 1} other parameters of its",
             hint=_HINT,
         )
     group_of = {id(each): index for index, group in enumerate(groups) for each in group["params"]}
-    heirs: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    for found in {id(each): each for each, _ in (old[id(each)] for each in gone)}.values():
-        for name, heir, sources in _heirs(found):
+    new_parameters: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for found in {id(each): each for each, _ in (old[id(each)] for each in replaced)}.values():
+        for name, new_parameter, sources in _replacement_parameters(found):
             if any(id(each) in group_of for each in sources):
-                _check_group(found.full(name), sources, found, group_of)
+                _check_group(found.full_name(name), sources, found, group_of)
                 for each in sources:
-                    heirs.setdefault(id(each), []).append((found.full(name), heir))
+                    new_parameters.setdefault(id(each), []).append((found.full_name(name), new_parameter))
     for group in groups:
-        _renew(group, heirs)
+        _rebuild_group(group, new_parameters)
 
 
-def _renew(group: dict[str, Any], heirs: Mapping[int, list[tuple[str, nn.Parameter]]]) -> None:
+def _rebuild_group(group: dict[str, Any], new_parameters: Mapping[int, list[tuple[str, nn.Parameter]]]) -> None:
     """Change a group's list in place: some optimizers have a second reference to it."""
     names = group.get("param_names")
-    renewed: dict[int, tuple[str | None, nn.Parameter]] = {}
+    rebuilt: dict[int, tuple[str | None, nn.Parameter]] = {}
     for index, parameter in enumerate(group["params"]):
         kept = [(None if names is None else names[index], parameter)]
-        for name, heir in heirs.get(id(parameter), kept):
-            renewed.setdefault(id(heir), (name, heir))
-    group["params"][:] = [parameter for _, parameter in renewed.values()]
+        for name, new_parameter in new_parameters.get(id(parameter), kept):
+            rebuilt.setdefault(id(new_parameter), (name, new_parameter))
+    group["params"][:] = [parameter for _, parameter in rebuilt.values()]
     if names is not None:
-        names[:] = [name for name, _ in renewed.values()]
+        names[:] = [name for name, _ in rebuilt.values()]
 
 
-def _heirs(found: _Replaced) -> Iterator[tuple[str, nn.Parameter, list[nn.Parameter]]]:
+def _replacement_parameters(found: _ReplacedModule) -> Iterator[tuple[str, nn.Parameter, list[nn.Parameter]]]:
     """Yield the parameters of a distributed module with their names and what they took the place of.
 
     Raises:
         UsageError: it cannot be told.
     """
     names: dict[int, set[str]] = {}
-    ours = dict(found.now.named_parameters(remove_duplicate=False))
-    for name, keys in _sources(found):
+    ours = dict(found.distributed.named_parameters(remove_duplicate=False))
+    for name, keys in _sources_of_weights(found):
         if name in ours:
             names.setdefault(id(ours[name]), set()).update(keys)
-    for name, heir in found.now.named_parameters():
-        before = {key: found.before[key]() for key in sorted(names.get(id(heir), ())) if key in found.before}
-        sources = [each for each in before.values() if each is not None]
-        if heir.requires_grad and not sources:
+    for name, new_parameter in found.distributed.named_parameters():
+        originals = {
+            key: found.originals[key]() for key in sorted(names.get(id(new_parameter), ())) if key in found.originals
+        }
+        sources = [each for each in originals.values() if each is not None]
+        if new_parameter.requires_grad and not sources:
             raise UsageError(
                 "the optimizer was made before smp.DistributedModel, and it is not known what"
-                f" `{found.full(name)}` took the place of",
+                f" `{found.full_name(name)}` took the place of",
                 hint=_HINT,
             )
-        yield name, heir, sources
+        yield name, new_parameter, sources
 
 
-def _sources(found: _Replaced) -> Iterator[tuple[str, set[str]]]:
+def _sources_of_weights(found: _ReplacedModule) -> Iterator[tuple[str, set[str]]]:
     """Yield the names of distributed weights, each with the names that its translation reads."""
     if found.translation is None:
         return
-    reading = _Reading(found.shapes)
+    reading = _ReadTracker(found.shapes)
     try:
-        for name, made in found.translation(reading, found.now):
+        for name, made in found.translation(reading, found.distributed):
             if callable(made):
                 made()
             yield name, set(reading.read)
@@ -139,7 +141,7 @@ def _sources(found: _Replaced) -> Iterator[tuple[str, set[str]]]:
         ) from error
 
 
-class _Reading(Mapping[str, torch.Tensor]):
+class _ReadTracker(Mapping[str, torch.Tensor]):
     """A state dict that knows what has been read of it."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -161,9 +163,9 @@ class _Reading(Mapping[str, torch.Tensor]):
         return len(self._values)
 
 
-def _check_group(name: str, sources: list[nn.Parameter], found: _Replaced, group_of: Mapping[int, int]) -> None:
+def _check_group(name: str, sources: list[nn.Parameter], found: _ReplacedModule, group_of: Mapping[int, int]) -> None:
     if len({group_of.get(id(each)) for each in sources}) > 1:
-        keys = [found.full(key) for key, ref in found.before.items() if any(ref() is each for each in sources)]
+        keys = [found.full_name(key) for key, ref in found.originals.items() if any(ref() is each for each in sources)]
         raise UsageError(
             f"`{name}` took the place of {', '.join(f'`{key}`' for key in keys)}, which are not all in one parameter"
             " group of the optimizer",
@@ -171,10 +173,10 @@ def _check_group(name: str, sources: list[nn.Parameter], found: _Replaced, group
         )
 
 
-def _check_states(optimizer: Any, gone: list[nn.Parameter]) -> None:
+def _check_states(optimizer: Any, replaced: list[nn.Parameter]) -> None:
     """Refuse states of whole parameters, where this rank has pieces now."""
     states: Mapping[Any, Any] = optimizer.state
-    for each in gone:
+    for each in replaced:
         if states.get(each):
             raise UsageError(
                 f"{type(optimizer).__name__} has states of parameters that smp.DistributedModel has divided", hint=_HINT

@@ -17,17 +17,17 @@ from smpkit.torch.tensor_parallel.attention import (
     DistributedAttentionLayer,
     check_norms,
     gather_mask,
-    layernorm_if,
+    optional_layernorm,
 )
 from smpkit.torch.tensor_parallel.boundary import (
-    Boundary,
+    Layout,
     check_divisible,
     check_same_shape,
-    enter,
-    leave,
-    stack_boundary,
+    enter_region,
+    leave_region,
+    stack_layout,
 )
-from smpkit.torch.tensor_parallel.dropout import BoundaryDropout
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.options import LayerOptions, activation_of
@@ -36,11 +36,11 @@ __all__ = [
     "DistributedTransformer",
     "DistributedTransformerLayer",
     "DistributedTransformerOutputLayer",
-    "into_stack",
-    "out_of_stack",
+    "from_stack_layout",
+    "to_stack_layout",
 ]
 
-Values = tuple[torch.Tensor | None, ...]
+LayerInputs = tuple[torch.Tensor | None, ...]
 
 
 class DistributedTransformerOutputLayer(DistributedModule):
@@ -74,7 +74,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         post_layernorm: bool = True,
         fp32_residual_addition: bool = False,
         *,
-        boundary: Boundary | None = None,
+        boundary: Layout | None = None,
         bare: bool = False,
         **options: Any,
     ) -> None:
@@ -91,9 +91,9 @@ class DistributedTransformerOutputLayer(DistributedModule):
         }
         self.dense1 = ColumnParallelLinear(hidden_size, intermediate_size, self.options.mlp_bias, **made)
         self.dense2 = RowParallelLinear(intermediate_size, hidden_size, self.options.mlp_bias, **made)
-        self.dropout = BoundaryDropout(hidden_dropout_prob, self.boundary)
-        self.pre_layernorm = layernorm_if(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
-        self.layernorm = layernorm_if(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary)
+        self.pre_layernorm = optional_layernorm(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        self.layernorm = optional_layernorm(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states like those that come in: (batch, length, hidden_size)."""
@@ -104,9 +104,9 @@ class DistributedTransformerOutputLayer(DistributedModule):
         output = self.options.add(hidden, output)
         return output if self.layernorm is None else self.layernorm(output)
 
-    def share(self, entered: torch.Tensor) -> torch.Tensor:
-        """Return what this rank's part adds to the output of all samples, before `leave` and the bias."""
-        return self.dense2.share(self.activation(self.dense1.project(entered)))
+    def partial_output(self, entered: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's part adds to the output of all samples, before `leave_region` and the bias."""
+        return self.dense2.partial_output(self.activation(self.dense1.project(entered)))
 
 
 class DistributedTransformerLayer(DistributedModule):
@@ -139,7 +139,7 @@ class DistributedTransformerLayer(DistributedModule):
         pre_layernorm: bool = False,
         post_layernorm: bool = True,
         *,
-        boundary: Boundary | None = None,
+        boundary: Layout | None = None,
         in_stack: bool = False,
         **options: Any,
     ) -> None:
@@ -169,7 +169,11 @@ class DistributedTransformerLayer(DistributedModule):
         )
         self.cross_attention = (
             DistributedAttentionLayer(
-                *heads, cross_attention=True, pre_layernorm=pre_layernorm, in_stack=in_stack, **_plain(common)
+                *heads,
+                cross_attention=True,
+                pre_layernorm=pre_layernorm,
+                in_stack=in_stack,
+                **_without_positions(common),
             )
             if add_cross_attention
             else None
@@ -182,9 +186,9 @@ class DistributedTransformerLayer(DistributedModule):
             bare=parallel,
             **common,
         )
-        self.dropout = BoundaryDropout(hidden_dropout_prob, self.boundary) if parallel else None
+        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary) if parallel else None
 
-    def forward(self, inputs: Values) -> Values:
+    def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Return the tuple that comes in, with other hidden states.
 
         Args:
@@ -193,31 +197,31 @@ class DistributedTransformerLayer(DistributedModule):
                 DistributedAttentionLayer.
         """
         cross, rotates = self.cross_attention is not None, bool(self.options.rotary_dim)
-        hidden, states, mask, cross_mask, positions = unpacked(inputs, cross=cross, rotates=rotates)
+        hidden, states, mask, cross_mask, positions = unpack_inputs(inputs, cross=cross, rotates=rotates)
         if self.options.parallel_residual:
-            return (self._in_parallel(hidden, mask, positions), *inputs[1:])
+            return (self._parallel_branches(hidden, mask, positions), *inputs[1:])
         hidden = self.attention((hidden, mask) if positions is None else (hidden, mask, positions))
         if self.cross_attention is not None:
             hidden = self.cross_attention((hidden, states, cross_mask))
         return (self.output(hidden), *inputs[1:])
 
-    def _in_parallel(
+    def _parallel_branches(
         self, hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
     ) -> torch.Tensor:
         """Add both branches up on each rank, then between ranks: one exchange in (two with two norms), one out."""
         attention, output = self.attention, self.output
         assert attention.pre_layernorm is not None
-        entered = enter(attention.pre_layernorm(hidden), self.boundary)
-        other = entered if output.pre_layernorm is None else enter(output.pre_layernorm(hidden), self.boundary)
-        shares = attention.share(entered, None, mask, positions, entered=True) + output.share(other)
-        result = leave(shares, self.boundary)
+        entered = enter_region(attention.pre_layernorm(hidden), self.boundary)
+        other = entered if output.pre_layernorm is None else enter_region(output.pre_layernorm(hidden), self.boundary)
+        shares = attention.partial_output(entered, None, mask, positions, entered=True) + output.partial_output(other)
+        result = leave_region(shares, self.boundary)
         for linear in (attention.dense, output.dense2):
             result = result if linear.bias is None else result + linear.bias
         assert self.dropout is not None
         return self.options.add(hidden, self.dropout(result))
 
 
-def _plain(common: dict[str, Any]) -> dict[str, Any]:
+def _without_positions(common: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of cross attention: other states have no common positions with the hidden ones."""
     positional = {"use_alibi", "alibi_bias_max", "rotary_dim", "rotary_interleaved", "rotary_base", "window_size"}
     return {name: value for name, value in common.items() if name not in positional}
@@ -256,19 +260,19 @@ class DistributedTransformer(DistributedModule):
         post_layernorm: bool = True,
         *,
         window_sizes: Sequence[int | None] | None = None,
-        boundary: Boundary | None = None,
-        inner: Boundary | None = None,
+        boundary: Layout | None = None,
+        inner: Layout | None = None,
         **options: Any,
     ) -> None:
         super().__init__(boundary=boundary)
         check_sizes(type(self).__name__, num_layers=num_layers)
         if window_sizes is not None and len(window_sizes) != num_layers:
             raise UsageError(f"window_sizes has {len(window_sizes)} entries for {num_layers} layers")
-        self.inner = stack_boundary() if inner is None else inner
+        self.inner = stack_layout() if inner is None else inner
         self.add_cross_attention = add_cross_attention
         self.rotates = bool(options.get("rotary_dim"))
         both = pre_layernorm and post_layernorm
-        self.input_layernorm = layernorm_if(both, hidden_size, layernorm_epsilon, self.inner)
+        self.input_layernorm = optional_layernorm(both, hidden_size, layernorm_epsilon, self.inner)
         self.seq_layers = nn.Sequential()
         for index in range(num_layers):
             window = {} if window_sizes is None else {"window_size": window_sizes[index]}
@@ -293,32 +297,32 @@ class DistributedTransformer(DistributedModule):
                     **{**options, "layer_idx": index, **window},
                 )
             )
-        self.layernorm = layernorm_if(both, hidden_size, layernorm_epsilon, self.inner)
+        self.layernorm = optional_layernorm(both, hidden_size, layernorm_epsilon, self.inner)
 
-    def forward(self, inputs: Values) -> Values:
+    def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Return the tuple that comes in, with other hidden states; see DistributedTransformerLayer."""
-        hidden, states, mask, cross_mask, positions = unpacked(
+        hidden, states, mask, cross_mask, positions = unpack_inputs(
             inputs, cross=self.add_cross_attention, rotates=self.rotates
         )
         mask, cross_mask, positions = (
             None if each is None else gather_mask(each, hidden.shape[0], self.boundary)
             for each in (mask, cross_mask, positions)
         )
-        hidden = into_stack(hidden, self.boundary, self.inner)
+        hidden = to_stack_layout(hidden, self.boundary, self.inner)
         if self.input_layernorm is not None:
             hidden = self.input_layernorm(hidden)
         if states is None:
             hidden = self.seq_layers((hidden, mask) if positions is None else (hidden, mask, positions))[0]
         else:
-            states = into_stack(states, self.boundary, self.inner, whole=True)
+            states = to_stack_layout(states, self.boundary, self.inner, whole=True)
             hidden = self.seq_layers((hidden, states, mask, cross_mask))[0]
         if self.layernorm is not None:
             hidden = self.layernorm(hidden)
-        return (out_of_stack(hidden, self.boundary, self.inner), *inputs[1:])
+        return (from_stack_layout(hidden, self.boundary, self.inner), *inputs[1:])
 
 
-def unpacked(
-    inputs: Values, *, cross: bool, rotates: bool
+def unpack_inputs(
+    inputs: LayerInputs, *, cross: bool, rotates: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return hidden states, cross states, mask, cross mask and positions of a layer's one argument.
 
@@ -338,7 +342,7 @@ def unpacked(
     return inputs[0], None, inputs[1], None, inputs[2] if len(inputs) == 3 else None
 
 
-def into_stack(x: torch.Tensor, outer: Boundary, inner: Boundary, *, whole: bool = False) -> torch.Tensor:
+def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: bool = False) -> torch.Tensor:
     """Turn values of one boundary into those of another, at the entry of a stack.
 
     Args:
@@ -348,23 +352,23 @@ def into_stack(x: torch.Tensor, outer: Boundary, inner: Boundary, *, whole: bool
         UsageError: there is no such way in.
     """
     if has_torch_function_unary(x):  # it lies on another pipeline rank, perhaps
-        made: torch.Tensor = handle_torch_function(into_stack, (x,), x, outer, inner, whole=whole)
+        made: torch.Tensor = handle_torch_function(to_stack_layout, (x,), x, outer, inner, whole=whole)
         return made
     if outer is inner or state.tp_size == 1:
         return x
-    if (outer, inner) == (Boundary.BATCH, Boundary.GATHERED):
+    if (outer, inner) == (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED):
         check_same_shape(x)
-        return collectives.gather_equal(x, 0)
-    if (outer, inner) == (Boundary.REPLICATE, Boundary.SEQUENCE):
-        return x if whole else collectives.split(x, 1)
+        return collectives.gather_from_tp(x, 0)
+    if (outer, inner) == (Layout.REPLICATE, Layout.SHARD_SEQUENCE):
+        return x if whole else collectives.scatter_to_tp(x, 1)
     raise UsageError(f"values of boundary {outer.value} cannot become {inner.value} inside a stack")
 
 
-def out_of_stack(x: torch.Tensor, outer: Boundary, inner: Boundary) -> torch.Tensor:
+def from_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout) -> torch.Tensor:
     """Turn the values back at the exit of a stack."""
     if has_torch_function_unary(x):
-        made: torch.Tensor = handle_torch_function(out_of_stack, (x,), x, outer, inner)
+        made: torch.Tensor = handle_torch_function(from_stack_layout, (x,), x, outer, inner)
         return made
     if outer is inner or state.tp_size == 1:
         return x
-    return collectives.split(x, 0) if inner is Boundary.GATHERED else collectives.gather_equal(x, 1)
+    return collectives.scatter_to_tp(x, 0) if inner is Layout.REPLICATE_GATHERED else collectives.gather_from_tp(x, 1)

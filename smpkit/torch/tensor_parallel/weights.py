@@ -8,22 +8,22 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.delayed import initial_values, initialize, initialize_later, is_delayed
+from smpkit.torch.partitioning.delayed import initial_values, initialize, is_delayed, set_initializer
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.agreement import Agreement
-from smpkit.torch.tensor_parallel.module import load_piece, whole_shape
+from smpkit.torch.tensor_parallel.agreement import ModelComparison
+from smpkit.torch.tensor_parallel.module import global_shape, load_shard
 from smpkit.torch.tensor_parallel.registry import Translation
 
-__all__ = ["take_weights"]
+__all__ = ["load_replacement_weights"]
 
 
-def take_weights(
+def load_replacement_weights(
     root: nn.Module,
     name: str,
     module: nn.Module,
     replacement: nn.Module,
     translation: Translation | None,
-    agreement: Agreement,
+    comparison: ModelComparison,
 ) -> None:
     """Fill `replacement` with this rank's pieces of what `module` has, or of what it would be initialised with.
 
@@ -33,60 +33,60 @@ def take_weights(
     Args:
         root: the model, `name` that of `module` in it.
     """
-    source = _Whole(root, name, module, agreement.seed)
-    waits = source.is_delayed
+    source = _OriginalState(root, name, module, comparison.seed)
+    is_delayed_source = source.is_delayed
     if translation is not None:
 
         def fill(wanted: Collection[int], device: torch.device) -> None:
             source.device = device
-            _take_pieces(replacement, source, translation, wanted, agreement)
+            _load_shards(replacement, source, translation, wanted, comparison)
 
-        initialize_later(replacement, fill)
-    if not waits:
+        set_initializer(replacement, fill)
+    if not is_delayed_source:
         parameters = list(replacement.parameters())
         device = next((each.device for each in module.parameters()), state.device)
-        initialize(replacement, parameters, device, agreement.seed)
+        initialize(replacement, parameters, device, comparison.seed)
 
 
-def _take_pieces(
+def _load_shards(
     replacement: nn.Module,
-    source: _Whole,
+    source: _OriginalState,
     translation: Translation,
     wanted: Collection[int],
-    agreement: Agreement,
+    comparison: ModelComparison,
 ) -> None:
     """Fill those parameters (by id) of a distributed module that are wanted, one after the other, and its buffers.
 
     Raises:
         UsageError: the translation makes a name or a shape that the distributed module has not.
     """
-    ours: dict[str, torch.Tensor] = dict(replacement.named_parameters(remove_duplicate=False))
+    own_tensors: dict[str, torch.Tensor] = dict(replacement.named_parameters(remove_duplicate=False))
     saved = replacement.state_dict(keep_vars=True)
-    ours.update({name: buffer for name, buffer in replacement.named_buffers() if name in saved})
+    own_tensors.update({name: buffer for name, buffer in replacement.named_buffers() if name in saved})
     done: set[int] = set()
     for name, made in translation(source, replacement):
-        tensor = ours.get(name)
+        tensor = own_tensors.get(name)
         if tensor is None:
             raise UsageError(f"a translation made `{name}`, which {type(replacement).__name__} does not have")
         if id(tensor) in done or (isinstance(tensor, nn.Parameter) and id(tensor) not in wanted):
             continue
         whole = made() if callable(made) else made
-        if whole.shape != whole_shape(tensor):
+        if whole.shape != global_shape(tensor):
             raise UsageError(
                 f"a translation made `{name}` of {type(replacement).__name__} {list(whole.shape)},"
-                f" not {list(whole_shape(tensor))}"
+                f" not {list(global_shape(tensor))}"
             )
-        _load(tensor, agreement.first(whole), source.device)
+        _load(tensor, comparison.first(whole), source.device)
         done.add(id(tensor))
 
 
 def _load(tensor: torch.Tensor, whole: torch.Tensor, device: torch.device) -> None:
-    load_piece(tensor, whole)
+    load_shard(tensor, whole)
     if tensor.device != device:
         tensor.data = tensor.data.to(device)
 
 
-class _Whole(Mapping[str, torch.Tensor]):
+class _OriginalState(Mapping[str, torch.Tensor]):
     """The state dict of a module that is to be replaced; weights without memory are made anew when asked for."""
 
     def __init__(self, root: nn.Module, name: str, module: nn.Module, seed: int) -> None:
@@ -108,10 +108,10 @@ class _Whole(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         value = self._values[key]
         if is_delayed(value):
-            return self._made(value)
+            return self._initialized(value)
         return value.detach()
 
-    def _made(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _initialized(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what a parameter is initialised with; those of one module are made together and kept till the next."""
         name, owner = self._owners[id(parameter)]
         if id(parameter) not in self._last:

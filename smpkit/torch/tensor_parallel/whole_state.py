@@ -16,37 +16,46 @@ from torch import nn
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.registry import Entry, Made, Translation
-from smpkit.torch.tensor_parallel.replace import entry_of
-from smpkit.torch.tensor_parallel.shards import Shard, join, shard_of, take
+from smpkit.torch.tensor_parallel.registry import ReplacementRule, TensorOrFactory, Translation
+from smpkit.torch.tensor_parallel.replace import applied_rule_of
+from smpkit.torch.tensor_parallel.shards import TpShard, join_shards, shard_of, take_shard
 
-__all__ = ["joined", "pieces_of", "replaced_modules", "shards_in", "with_distributed_names", "with_original_names"]
+__all__ = [
+    "join_state",
+    "replaced_modules",
+    "shard_state",
+    "shards_in",
+    "with_distributed_names",
+    "with_original_names",
+]
 
 
-def shards_in(root: nn.Module) -> dict[str, Shard]:
+def shards_in(root: nn.Module) -> dict[str, TpShard]:
     """Return where the divided parameters and buffers of a model lie, by their names in its state dict."""
-    return {name: shard for name, (_, shard) in _divided(root).items()}
+    return {name: shard for name, (_, shard) in _sharded_tensors(root).items()}
 
 
-def _divided(root: nn.Module) -> dict[str, tuple[torch.Tensor, Shard]]:
+def _sharded_tensors(root: nn.Module) -> dict[str, tuple[torch.Tensor, TpShard]]:
     """Return the divided parameters and buffers of a model by name, tied ones under all of theirs."""
     named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
     found = ((name, tensor, shard_of(tensor)) for name, tensor in named)
     return {name: (tensor, shard) for name, tensor, shard in found if shard is not None and shard.is_distributed}
 
 
-def replaced_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, Entry]]:
-    """Yield the modules that took the place of others, with their names and by which entry."""
+def replaced_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, ReplacementRule]]:
+    """Yield the modules that took the place of others, with their names and by which rule."""
     for name, module in root.named_modules():
-        entry = entry_of(module)
-        if entry is not None:
-            yield name, module, entry
+        rule = applied_rule_of(module)
+        if rule is not None:
+            yield name, module, rule
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def joined(root: nn.Module, values: Mapping[str, Any], *, prefix: str = "", on_first: bool = False) -> dict[str, Any]:
+def join_state(
+    root: nn.Module, values: Mapping[str, Any], *, prefix: str = "", on_first: bool = False
+) -> dict[str, Any]:
     """Return a part of a state dict of `root` with whole tensors; all ranks of a tensor-parallel group call this.
 
     Joined tensors are on the CPU. Tied ones stay one.
@@ -55,8 +64,8 @@ def joined(root: nn.Module, values: Mapping[str, Any], *, prefix: str = "", on_f
         prefix: what the names in `values` begin with.
         on_first: give all tensor-parallel ranks but the first an empty dict.
     """
-    divided = _divided(root)
-    keeps = not on_first or state.tp_rank == 0
+    divided = _sharded_tensors(root)
+    is_receiver = not on_first or state.tp_rank == 0
     result: dict[str, Any] = {}
     known: dict[int, torch.Tensor | None] = {}
     for name, value in values.items():
@@ -67,12 +76,12 @@ def joined(root: nn.Module, values: Mapping[str, Any], *, prefix: str = "", on_f
             if id(tensor) not in known:
                 known[id(tensor)] = _gather(value, shard, on_first=on_first)
             whole = known[id(tensor)]
-        if keeps:
+        if is_receiver:
             result[name] = whole
     return result
 
 
-def _gather(piece: torch.Tensor, shard: Shard, *, on_first: bool) -> torch.Tensor | None:
+def _gather(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch.Tensor | None:
     """Return the whole tensor from the pieces of all ranks; None where it is not wanted."""
     group = state.process_group(CommGroup.TP_GROUP)
     shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
@@ -82,29 +91,29 @@ def _gather(piece: torch.Tensor, shard: Shard, *, on_first: bool) -> torch.Tenso
     packed = torch.zeros(room, dtype=torch.uint8, device=piece.device)
     packed[: len(raw)] = raw
     wanted = not on_first or state.tp_rank == 0
-    everybody = [torch.empty_like(packed) for _ in shapes] if wanted else None
+    by_rank = [torch.empty_like(packed) for _ in shapes] if wanted else None
     with waiting("the pieces of a state dict from tensor-parallel ranks", group):
         if on_first:
-            dist.gather(packed, everybody, group=group, group_dst=0)
+            dist.gather(packed, by_rank, group=group, group_dst=0)
         else:
-            dist.all_gather(everybody, packed, group=group)
-    if everybody is None:
+            dist.all_gather(by_rank, packed, group=group)
+    if by_rank is None:
         return None
     sizes = [shape.numel() * piece.element_size() for shape in shapes]
-    pieces = [each[:size].cpu().view(piece.dtype) for each, size in zip(everybody, sizes, strict=True)]
-    return join([each.view(shape) for each, shape in zip(pieces, shapes, strict=True)], shard)
+    pieces = [each[:size].cpu().view(piece.dtype) for each, size in zip(by_rank, sizes, strict=True)]
+    return join_shards([each.view(shape) for each, shape in zip(pieces, shapes, strict=True)], shard)
 
 
-def pieces_of(values: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, Any]:
+def shard_state(values: Mapping[str, Any], shards: Mapping[str, TpShard]) -> dict[str, Any]:
     """Return a state dict with this rank's pieces in place of whole tensors; what is a piece already stays one."""
-    return {name: _piece(value, shards.get(name)) for name, value in values.items()}
+    return {name: _shard_value(value, shards.get(name)) for name, value in values.items()}
 
 
-def _piece(value: Any, shard: Shard | None) -> Any:
+def _shard_value(value: Any, shard: TpShard | None) -> Any:
     if shard is None or not isinstance(value, torch.Tensor):
         return value
     is_whole = tuple(value.shape) == shard.shape != shard.local_shape
-    return take(value, shard) if is_whole else value
+    return take_shard(value, shard) if is_whole else value
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -120,28 +129,28 @@ def with_distributed_names(root: nn.Module, values: Mapping[str, Any], held: Col
     """
     shards = shards_in(root)
     result = dict(values)
-    for prefix, module, inside, translation in _translatable(root, result, to_original=False):
+    for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=False):
         for name, made in translation(inside, module):
             full = prefix + name
-            result[full] = _piece(_tensor(made), shards.get(full)) if full in held else None
+            result[full] = _shard_value(_tensor(made), shards.get(full)) if full in held else None
     return result
 
 
 def with_original_names(root: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a whole state dict of the distributed model as one of the original model, where a translation is known."""
     result = dict(values)
-    for prefix, module, inside, translation in _translatable(root, result, to_original=True):
+    for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=True):
         result.update({prefix + name: _tensor(made) for name, made in translation(inside, module)})
     return result
 
 
-def _translatable(
+def _modules_to_translate(
     root: nn.Module, values: dict[str, Any], *, to_original: bool
 ) -> Iterator[tuple[str, nn.Module, dict[str, Any], Translation]]:
     """Yield replaced modules whose part of `values` has the other names, with that part, taken out of `values`."""
-    for name, module, entry in replaced_modules(root):
+    for name, module, rule in replaced_modules(root):
         prefix = f"{name}." if name else ""
-        translation = entry.from_distributed if to_original else entry.to_distributed
+        translation = rule.from_distributed if to_original else rule.to_distributed
         inside = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
         ours = module.state_dict().keys()
         has_our_names = bool(inside) and inside.keys() <= ours
@@ -152,5 +161,5 @@ def _translatable(
         yield prefix, module, inside, translation
 
 
-def _tensor(made: Made) -> torch.Tensor:
+def _tensor(made: TensorOrFactory) -> torch.Tensor:
     return made() if callable(made) else made

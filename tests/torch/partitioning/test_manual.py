@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.manual import hand_on_place, pinned_modules
+from smpkit.torch.partitioning.manual import inherit_partition, manual_placement
 from tests.ranks import run_ranks
 
 WIDTH = 4
@@ -80,10 +80,10 @@ def moved() -> dict[str, int]:
 
 
 def test_what_is_said_last_counts() -> None:
-    places = run_ranks(moved, 4)[0]
-    assert places.pop("inner.0") == 1
-    assert places.pop("inner.1") == 3
-    assert set(places.values()) == {0}
+    partitions = run_ranks(moved, 4)[0]
+    assert partitions.pop("inner.0") == 1
+    assert partitions.pop("inner.1") == 3
+    assert set(partitions.values()) == {0}
 
 
 def ignored() -> dict[str, int]:
@@ -118,7 +118,7 @@ def divided() -> tuple[dict[str, int], str]:
     smp.set_partition(apart.linear1, 0)
     smp.set_partition(apart.linear2, 1)
     with pytest.raises(UsageError) as caught:
-        hand_on_place("layer", apart, nn.Linear(2, 2))
+        inherit_partition("layer", apart, nn.Linear(2, 2))
     expected = functional.mse_loss(module(x), x).item()
     model = smp.DistributedModel(module)
     assert train_step(model, x).reduce_mean().item() == pytest.approx(expected, rel=1e-5)
@@ -128,8 +128,8 @@ def divided() -> tuple[dict[str, int], str]:
 
 
 def test_what_tensor_parallelism_puts_in_the_place_of_modules_is_where_they_were() -> None:
-    for places, message in run_ranks(divided, 4):
-        assert places == {"0": 0, "1": 1, "2": 0, "3": 1}
+    for partitions, message in run_ranks(divided, 4):
+        assert partitions == {"0": 0, "1": 1, "2": 0, "3": 1}
         assert message.startswith(
             "parts of `layer` are placed on the pipeline ranks 0, 1, and tensor parallelism makes"
         )
@@ -149,7 +149,7 @@ def refused() -> list[str]:
             pass
     with pytest.raises(ZeroDivisionError), smp.partition(1):
         _ = 1 / 0
-    assert not pinned_modules(nn.Linear(2, 2)).places, "a context that raised is still open"
+    assert not manual_placement(nn.Linear(2, 2)).partitions, "a context that raised is still open"
     placed(module)
     with pytest.raises(UsageError, match="has been partitioned"):
         smp.set_partition(module, 0)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.measure import Measured, measure
-from smpkit.torch.partitioning.trace import Step, leaving_no_trace, measure_units, units_of
+from smpkit.torch.partitioning.measure import MeasureOptions, measure
+from smpkit.torch.partitioning.trace import TrialStep, measure_units, restoring_model, units_of
 from tests.ranks import run_ranks
 from tests.transparency.test_pipeline_failures import told
 
@@ -60,14 +60,14 @@ def hoarding_last() -> nn.Module:
     return nn.Sequential(*[Hoarding(copies) for copies in (0, 0, 0, 40)])
 
 
-def measured(module: nn.Module, what: Measured) -> dict[str, Any]:
+def measured(module: nn.Module, what: MeasureOptions) -> dict[str, Any]:
     costs = measure_units(module, units_of(module), None)
-    step = Step(lambda x: module(x).sum(), (torch.ones(4, WIDTH),))
+    step = TrialStep(lambda x: module(x).sum(), (torch.ones(4, WIDTH),))
     return {cost.name: cost for cost in measure(module, costs, what, step, CPU)}
 
 
 def test_times_are_measured_by_unit_and_nothing_else_changes() -> None:
-    costs = measured(slow_first(), Measured(times=True))
+    costs = measured(slow_first(), MeasureOptions(times=True))
     assert len(costs) == 4
     first, *others = costs.values()
     assert 0.02 <= first.flops < 0.2
@@ -78,7 +78,7 @@ def test_times_are_measured_by_unit_and_nothing_else_changes() -> None:
 def test_memory_is_what_a_unit_leaves_allocated() -> None:
     # The linear layer's output and one tensor of the same size for each sine.
     size = 4 * WIDTH * 4
-    costs = measured(hoarding_last(), Measured(memory=True))
+    costs = measured(hoarding_last(), MeasureOptions(memory=True))
     assert [cost.activation_bytes for cost in costs.values()] == [size, size, size, 41 * size]
 
 
@@ -107,7 +107,7 @@ def test_measuring_leaves_no_trace() -> None:
     random.setstate(seeds[0])
     np.random.set_state(seeds[1])
     torch.set_rng_state(seeds[2])
-    measured(module, Measured(times=True, memory=True))
+    measured(module, MeasureOptions(times=True, memory=True))
     assert chances() == expected
     assert module[0].calls == 0
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -116,7 +116,7 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_a_trial_that_fails_leaves_no_trace_either() -> None:
     module = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(ValueError, match="expected 2D"), leaving_no_trace(module, torch.clone):
+    with pytest.raises(ValueError, match="expected 2D"), restoring_model(module, torch.clone):
         module(torch.ones(3, 2, 2, 2))
     assert module.running_mean is not None
     assert not module.running_mean.any()

@@ -23,7 +23,7 @@ from smpkit.plan.partition.assignment import UnitCost
 from smpkit.plan.partition.search import partition
 from smpkit.torch.partitioning.describe import describe
 from smpkit.torch.partitioning.kernels import FusedKernels
-from smpkit.torch.partitioning.trace import Step, measure_units, run_fake, units_of
+from smpkit.torch.partitioning.trace import TrialStep, measure_units, run_fake, units_of
 
 WIDTH, LENGTH, VOCABULARY, HEADS = 32, 16, 64, 4
 
@@ -137,7 +137,7 @@ def on(device: str, argument: Tensor) -> Tensor:
 
 
 def costs_of(model: nn.Module, argument: Tensor, body: Callable[..., Any] | None = None) -> list[UnitCost]:
-    step = Step(body or model, (argument,))
+    step = TrialStep(body or model, (argument,))
     costs = measure_units(model, units_of(model), lambda: run_fake(model, step))
     assert any(cost.activation_bytes for cost in costs), "the pass has failed"
     return [strip(cost) for cost in costs]
@@ -227,7 +227,7 @@ def test_a_step_sees_the_weights_as_they_are_but_for_the_device_and_the_model_st
     vars(model.scale)["mark"] = 7
     before, values = dict(model.named_parameters(remove_duplicate=False)), model.embed.weight.detach().clone()
     positions = model.positions
-    run_fake(model, Step(body, (on(device, tokens()), model.embed.weight)))
+    run_fake(model, TrialStep(body, (on(device, tokens()), model.embed.weight)))
     expected = {"tied": True, "kinds": {True}, "places": {torch.device(device)}, "trainable": ["scale"], "mark": 7}
     assert seen == expected
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -248,7 +248,7 @@ def test_a_pass_that_fails_is_a_warning_with_its_reason_and_what_is_done_instead
 ) -> None:
     model = LooksAtValues(nn.Linear(4, 4), nn.Linear(4, 8))
     with caplog.at_level(logging.WARNING, "smpkit"):
-        costs = measure_units(model, units_of(model), lambda: run_fake(model, Step(model, (torch.ones(2, 4),))))
+        costs = measure_units(model, units_of(model), lambda: run_fake(model, TrialStep(model, (torch.ones(2, 4),))))
     assert [cost.flops for cost in costs] == [20 * 4, 40 * 4]
     (record,) = caplog.records
     message = record.getMessage()
@@ -298,7 +298,7 @@ def test_tensors_with_data_get_torchs_own_operations_meanwhile_and_everything_do
 
     expected = results()
     kernels = FusedKernels()
-    with kernels.used():
+    with kernels.installed():
         assert same(results())
         with FakeTensorMode() as mode:
             fake = mode.from_tensor(x).requires_grad_()

@@ -17,20 +17,20 @@ from benchmarks.tensor_parallel.counted import counted
 from smpkit.errors import ConfigError, UsageError
 from smpkit.torch import devices
 from smpkit.torch.tensor_parallel import collectives as c
-from smpkit.torch.tensor_parallel.boundary import Boundary, enter
-from smpkit.torch.tensor_parallel.cross_entropy import _local
-from smpkit.torch.tensor_parallel.dropout import BoundaryDropout
+from smpkit.torch.tensor_parallel.boundary import Layout, enter_region
+from smpkit.torch.tensor_parallel.cross_entropy import _own_labels
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from tests.ranks import RankFailed, run_ranks
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 KINDS: dict[str, Exchange] = {
-    "copy": c.copy,
-    "reduce": c.reduce,
-    "gather": lambda x: c.gather(x, 1),
-    "reduce_scatter": lambda x: c.reduce_scatter(x, -1),
-    "gather_equal": lambda x: c.gather_equal(x, 0),
-    "split": lambda x: c.split(x, 1),
-    "exchange": lambda x: c.exchange(x, 1, 0),
+    "copy_to_tp": c.copy_to_tp,
+    "reduce_from_tp": c.reduce_from_tp,
+    "gather_to_tp": lambda x: c.gather_to_tp(x, 1),
+    "reduce_scatter_from_tp": lambda x: c.reduce_scatter_from_tp(x, -1),
+    "gather_from_tp": lambda x: c.gather_from_tp(x, 0),
+    "scatter_to_tp": lambda x: c.scatter_to_tp(x, 1),
+    "all_to_all": lambda x: c.all_to_all(x, 1, 0),
 }
 
 
@@ -42,7 +42,7 @@ def run(kind: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     """Return the result, a gradient that differs by rank, and what it becomes."""
     x = x.clone().requires_grad_()
     result = KINDS[kind](x)
-    shared = kind in ("reduce", "gather_equal")
+    shared = kind in ("reduce_from_tp", "gather_from_tp")
     torch.manual_seed(10 if shared else 20 + smp.tp_rank())
     gradient = torch.randn(result.shape, dtype=result.dtype)
     (made,) = torch.autograd.grad(result, x, gradient)
@@ -50,7 +50,7 @@ def run(kind: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def value(kind: str, rank: int) -> torch.Tensor:
-    torch.manual_seed(1 if kind in ("copy", "split") else 2 + rank)
+    torch.manual_seed(1 if kind in ("copy_to_tp", "scatter_to_tp") else 2 + rank)
     return torch.randn(6, 4, dtype=torch.float64).t()  # not contiguous
 
 
@@ -58,20 +58,20 @@ def exchange_everything() -> dict[str, Any]:
     start()
     found: dict[str, Any] = {kind: run(kind, value(kind, smp.tp_rank())) for kind in KINDS}
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    cubed = (c.gather(x, 0) ** 3).sum() * (1 + smp.tp_rank())
+    cubed = (c.gather_to_tp(x, 0) ** 3).sum() * (1 + smp.tp_rank())
     (first,) = torch.autograd.grad(cubed, x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     found["second derivative"] = (second - 3 * 6 * x).abs().max().item()
-    found["bfloat16"] = c.reduce(torch.full((2, 2), 1.5, dtype=torch.bfloat16))
+    found["bfloat16"] = c.reduce_from_tp(torch.full((2, 2), 1.5, dtype=torch.bfloat16))
     with FakeTensorMode():
         found["fake"] = {kind: tuple(KINDS[kind](torch.empty(4, 6)).shape) for kind in KINDS}
     found["meta"] = {kind: tuple(KINDS[kind](torch.empty(4, 6, device="meta")).shape) for kind in KINDS}
     try:
-        c.reduce_scatter(torch.ones(2, 3), 1)
+        c.reduce_scatter_from_tp(torch.ones(2, 3), 1)
     except UsageError as error:
         found["uneven"] = str(error)
     try:
-        enter(torch.ones(2 + smp.tp_rank(), 3), Boundary.BATCH)
+        enter_region(torch.ones(2 + smp.tp_rank(), 3), Layout.SHARD_BATCH)
     except UsageError as error:
         found["unequal"] = str(error)
     smp.shutdown()
@@ -83,25 +83,25 @@ def test_values_and_gradients_of_every_exchange() -> None:
     x: dict[str, Any] = {kind: [value(kind, rank) for rank in range(2)] for kind in KINDS}
     g = {kind: [each[kind][1] for each in ranks] for kind in KINDS}
     for rank, found in enumerate(ranks):
-        summed: Any = sum(x["reduce_scatter"])
-        both = [sum(x["reduce"]), torch.cat(x["gather"], 1), summed.chunk(2, 1)[rank]]
-        parts = [each.chunk(2, 1)[rank] for each in x["exchange"]]
+        summed: Any = sum(x["reduce_scatter_from_tp"])
+        both = [sum(x["reduce_from_tp"]), torch.cat(x["gather_to_tp"], 1), summed.chunk(2, 1)[rank]]
+        parts = [each.chunk(2, 1)[rank] for each in x["all_to_all"]]
         results: list[Any] = [
-            x["copy"][0],
+            x["copy_to_tp"][0],
             *both,
-            torch.cat(x["gather_equal"]),
-            x["split"][0].chunk(2, 1)[rank],
+            torch.cat(x["gather_from_tp"]),
+            x["scatter_to_tp"][0].chunk(2, 1)[rank],
             torch.cat(parts),
         ]
-        gathered: Any = sum(g["gather"])
+        gathered: Any = sum(g["gather_to_tp"])
         gradients: list[Any] = [
-            sum(g["copy"]),
-            g["reduce"][0],
+            sum(g["copy_to_tp"]),
+            g["reduce_from_tp"][0],
             gathered.chunk(2, 1)[rank],
-            torch.cat(g["reduce_scatter"], 1),
-            g["gather_equal"][0].chunk(2)[rank],
-            torch.cat(g["split"], 1),
-            torch.cat([each.chunk(2)[rank] for each in g["exchange"]], 1),
+            torch.cat(g["reduce_scatter_from_tp"], 1),
+            g["gather_from_tp"][0].chunk(2)[rank],
+            torch.cat(g["scatter_to_tp"], 1),
+            torch.cat([each.chunk(2)[rank] for each in g["all_to_all"]], 1),
         ]
         for kind, result, gradient in zip(KINDS, results, gradients, strict=True):
             assert torch.equal(found[kind][0], result), kind
@@ -225,7 +225,7 @@ def error_of(labels: torch.Tensor, ignore_index: int) -> str:
 
 
 def cross_entropy_labels(labels: torch.Tensor) -> torch.Tensor:
-    return _local(labels, -100, 8)
+    return _own_labels(labels, -100, 8)
 
 
 def test_wrong_labels_are_found_on_a_device_without_waiting_for_it() -> None:
@@ -238,9 +238,9 @@ def drop(same_seed: bool) -> dict[str, Any]:
     start()
     torch.manual_seed(0 if same_seed else smp.tp_rank())
     x = torch.ones(4, 64, requires_grad=True)
-    masks: dict[str, Any] = {each.value: BoundaryDropout(0.5, each)(x).tolist() for each in Boundary}
+    masks: dict[str, Any] = {each.value: ParallelDropout(0.5, each)(x).tolist() for each in Layout}
     after = torch.rand(3).tolist()
-    dropout, gradients = BoundaryDropout(0.5, Boundary.GATHERED), []
+    dropout, gradients = ParallelDropout(0.5, Layout.REPLICATE_GATHERED), []
     for recompute in (False, True):
         torch.manual_seed(4 + smp.tp_rank())
         output = checkpoint(dropout, x, use_reentrant=False) if recompute else dropout(x)
@@ -254,8 +254,8 @@ def drop(same_seed: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("same_seed", [True, False])
 def test_dropout_is_equal_on_equal_values_and_different_on_parts(same_seed: bool) -> None:
     first, second = run_ranks(drop, 2, same_seed)
-    for boundary in Boundary:
-        assert (first[boundary.value] == second[boundary.value]) is boundary.is_equal, boundary
+    for boundary in Layout:
+        assert (first[boundary.value] == second[boundary.value]) is boundary.is_replicated, boundary
     assert first["repeats"]
     assert second["repeats"]
     assert (first["stream"] == second["stream"]) is same_seed  # the script's own numbers are its own
@@ -298,9 +298,9 @@ def test_what_cannot_be_meant_is_refused_with_the_values() -> None:
 def fall_out_of_step() -> None:
     start(timeout_seconds=30)
     x = torch.ones(2, 3)
-    enter(x, Boundary.BATCH)
-    enter(torch.ones(2, 5), Boundary.BATCH)
-    enter(torch.ones(2, 5) if smp.tp_rank() else x, Boundary.BATCH)
+    enter_region(x, Layout.SHARD_BATCH)
+    enter_region(torch.ones(2, 5), Layout.SHARD_BATCH)
+    enter_region(torch.ones(2, 5) if smp.tp_rank() else x, Layout.SHARD_BATCH)
 
 
 def test_exchanges_of_different_sizes_do_not_hang() -> None:

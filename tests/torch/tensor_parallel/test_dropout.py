@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.dropout import BoundaryDropout
+from smpkit.torch.tensor_parallel.dropout import ParallelDropout
 from tests.ranks import run_ranks
 
 WIDTH, LENGTH, SAMPLES, MICROBATCHES = 16, 4, 2, 2
@@ -143,11 +143,11 @@ def masks(in_step: bool, prescaled: bool, optimize: str, recompute: str) -> dict
         def hook(_: Any, __: Any, output: torch.Tensor) -> None:
             seen.setdefault(name, []).append((output == 0).tolist())
 
-        kinds[name] = module.boundary.is_equal if isinstance(module, BoundaryDropout) else prescaled
+        kinds[name] = module.boundary.is_replicated if isinstance(module, ParallelDropout) else prescaled
         module.register_forward_hook(hook)
 
     for name, module in model.module.named_modules():
-        if isinstance(module, BoundaryDropout | nn.Dropout):
+        if isinstance(module, ParallelDropout | nn.Dropout):
             note(name, module)
     x = batch(prescaled=prescaled).to(state.device)
     before = torch.get_rng_state()

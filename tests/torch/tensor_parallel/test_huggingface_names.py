@@ -44,12 +44,12 @@ def state_of(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back(name: str) -> None:
-    there, back, more = FAMILIES[name]
+    there, to_hf, more = FAMILIES[name]
     state = state_of(name)
     ours = there(dict(state), **more)
     assert any("seq_layers.1.output.dense2.weight" in key for key in ours)
     assert not any(".h.1." in key or "layer.1." in key for key in ours)
-    again = back(dict(ours), **more)
+    again = to_hf(dict(ours), **more)
     assert again.keys() == state.keys()
     for key, value in state.items():
         assert torch.equal(again[key], value), key

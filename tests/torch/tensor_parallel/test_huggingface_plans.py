@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.tensor_parallel.boundary import Boundary
-from smpkit.torch.tensor_parallel.plan_styles import blocks_of, styles_of
+from smpkit.torch.tensor_parallel.boundary import Layout
+from smpkit.torch.tensor_parallel.plan_styles import parallel_blocks, styles_of
 from smpkit.torch.tensor_parallel.shards import shard_of
 from tests.ranks import run_ranks
 from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, VOCABULARY, causal, gpt, samples
@@ -101,10 +101,10 @@ def dropout() -> None:
     """Values that all ranks have would be dropped differently where each has random numbers of its own."""
     module = causal("Phi", resid_pdrop=0.5, embd_pdrop=0.5)
     model: Any = wrapped(module, optimize="speed").get_module()
-    assert model.model.layers[0].mlp.fc2.tp_boundary is Boundary.BATCH
+    assert model.model.layers[0].mlp.fc2.tp_layout is Layout.SHARD_BATCH
     smp.shutdown()
     plain: Any = wrapped(fresh("Phi"), optimize="speed").get_module()
-    assert plain.model.layers[0].mlp.fc2.tp_boundary is Boundary.GATHERED
+    assert plain.model.layers[0].mlp.fc2.tp_layout is Layout.REPLICATE_GATHERED
     smp.shutdown()
 
 
@@ -149,7 +149,7 @@ def test_on_two_ranks() -> None:
 
 def test_blocks() -> None:
     module = BUILDERS["Qwen3"]()
-    blocks = {block.name: block for block in blocks_of(module, styles_of(module))}
+    blocks = {block.name: block for block in parallel_blocks(module, styles_of(module))}
     assert sorted(blocks) == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("mlp", "self_attn")]
     attention = blocks["model.layers.1.self_attn"]
     assert attention.stack == "model.layers"

@@ -10,7 +10,7 @@ from smpkit.errors import UsageError
 from smpkit.torch.tensor_parallel import registry
 from smpkit.torch.tensor_parallel.registry import (
     arguments_of,
-    entry_for,
+    rule_for,
     tp_register,
     tp_register_with_module,
     with_overrides,
@@ -19,7 +19,7 @@ from smpkit.torch.tensor_parallel.registry import (
 
 @pytest.fixture(autouse=True)
 def _own_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
 
 
 class Split(nn.Module):
@@ -42,7 +42,7 @@ def test_a_decorated_class_is_replaced_with_the_arguments_its_hook_makes() -> No
 
     kind = tp_register(Split, init_hook)(plain_class())
     module = kind(4, name="abc")
-    entry = entry_for(module)
+    entry = rule_for(module)
     assert entry is not None
     assert entry.distributed_class is Split
     assert arguments_of(module, entry) == ((4,), {"depth": 3})
@@ -52,7 +52,7 @@ def test_without_a_hook_the_arguments_are_the_same() -> None:
     kind = plain_class()
     tp_register_with_module(kind, Split)
     module = kind(4)
-    entry = entry_for(module)
+    entry = rule_for(module)
     assert entry is not None
     assert arguments_of(module, entry) == ((4,), {})
 
@@ -70,14 +70,14 @@ def test_a_subclass_is_not_replaced() -> None:
     kind = plain_class()
     tp_register_with_module(kind, Split)
     other = type("Other", (kind,), {})
-    assert entry_for(other(3)) is None
+    assert rule_for(other(3)) is None
 
 
 def test_an_instance_made_before_its_registration_is_refused() -> None:
     kind = plain_class()
     early = kind(4)
     tp_register_with_module(kind, Split)
-    entry = entry_for(early)
+    entry = rule_for(early)
     assert entry is not None
     with pytest.raises(UsageError, match="nothing is known about how this Plain was made"):
         arguments_of(early, entry)
@@ -89,7 +89,7 @@ def test_registering_twice_records_once_and_the_last_counts() -> None:
     recording = kind.__init__
     tp_register_with_module(kind, Split)
     assert kind.__init__ is recording
-    entry = entry_for(kind(1))
+    entry = rule_for(kind(1))
     assert entry is not None
     assert entry.distributed_class is Split
 
@@ -121,10 +121,10 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_arguments_of_torchs_own_are_read_from_the_instance() -> None:
     linear, embedding = nn.Linear(2, 3, bias=False), nn.Embedding(5, 4, padding_idx=1)
-    entry = entry_for(linear)
+    entry = rule_for(linear)
     assert entry is not None
     assert arguments_of(linear, entry) == ((2, 3), {"bias": False})
-    entry = entry_for(embedding)
+    entry = rule_for(embedding)
     assert entry is not None
     args, kwargs = arguments_of(embedding, entry)
     assert args == (5, 4)
@@ -132,7 +132,7 @@ def test_arguments_of_torchs_own_are_read_from_the_instance() -> None:
 
 
 def test_the_input_of_linear_translates_name_by_name() -> None:
-    entry = entry_for(nn.Linear(2, 3))
+    entry = rule_for(nn.Linear(2, 3))
     assert entry is not None
     assert entry.to_distributed is not None
     state = {"weight": torch.ones(3, 2)}

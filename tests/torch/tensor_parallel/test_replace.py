@@ -18,9 +18,9 @@ from smpkit.torch.partitioning.delayed import initialize, is_delayed
 from smpkit.torch.tensor_parallel import replace
 from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding
 from smpkit.torch.tensor_parallel.linear import DistributedLinear
-from smpkit.torch.tensor_parallel.registry import Entry, Rewrite, register, register_rewrite
-from smpkit.torch.tensor_parallel.shards import Shard, mark, shard_of, take
-from smpkit.torch.tensor_parallel.whole_state import joined
+from smpkit.torch.tensor_parallel.registry import ReplacementRule, Rewrite, register, register_rewrite
+from smpkit.torch.tensor_parallel.shards import TpShard, mark, shard_of, take_shard
+from smpkit.torch.tensor_parallel.whole_state import join_state
 from tests.ranks import RankFailed, run_ranks
 
 
@@ -38,7 +38,7 @@ def distribute(module: nn.Module) -> Any:
 
 
 def whole(root: nn.Module) -> dict[str, Tensor]:
-    return joined(root, root.state_dict())
+    return join_state(root, root.state_dict())
 
 
 def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
@@ -119,7 +119,7 @@ def test_the_outermost_supported_modules_that_stand_alone_are_replaced() -> None
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def marks(module: nn.Module) -> dict[str, Shard | None]:
+def marks(module: nn.Module) -> dict[str, TpShard | None]:
     return {name: shard_of(each) for name, each in [*module.named_parameters(), *module.named_buffers()]}
 
 
@@ -129,7 +129,7 @@ def copy_and_assign() -> None:
     layer = smp.nn.DistributedTransformer(1, 2, 4, 8, 16).double()
     attention = next(each for each in layer.modules() if isinstance(each, smp.nn.DistributedAttentionLayer))
     attention.register_buffer("table", torch.zeros(4))
-    mark(attention.get_buffer("table"), Shard((8,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 0.5))
+    mark(attention.get_buffer("table"), TpShard((8,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 0.5))
     written = marks(layer)
     assert sum(each is not None and each.is_distributed for each in written.values()) >= 4
     assert sum(each is not None and not each.is_distributed for each in written.values()) >= 2
@@ -232,14 +232,17 @@ class Halved(nn.Module):
         super().__init__()
         self.width, self.power = width, power
         self.scale = nn.Parameter(torch.empty(width // smp.tp_size()))
-        mark(self.scale, Shard((width,), 0, (), smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0))
+        mark(self.scale, TpShard((width,), 0, (), smp.tp_rank(), smp.tp_size(), CommGroup.RDP_GROUP, 1.0))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.scale)
 
     def forward(self, parts: tuple[Tensor]) -> tuple[Tensor]:
-        return (take(parts[0], Shard(parts[0].shape, -1, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)) * self.scale,)
+        return (
+            take_shard(parts[0], TpShard(parts[0].shape, -1, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0))
+            * self.scale,
+        )
 
 
 class Scale(nn.Module):
@@ -275,7 +278,7 @@ def use_registered_class() -> None:
     distributed = distribute(marked(model, power=3))
     assert isinstance(distributed[0], Halved)
     assert distributed[0].power == 3
-    entry = replace.entry_of(distributed[0])
+    entry = replace.applied_rule_of(distributed[0])
     assert entry is not None
     assert entry.original is Scale
     distributed[0].register_forward_pre_hook(lambda _, args: seen.append(args))
@@ -310,9 +313,9 @@ def rewrite_in_place() -> None:
     def distribute_scale(module: nn.Module, config: Mapping[str, Any]) -> None:
         assert config == {"speed": 2}
         factors = module.factors
-        shard = Shard((4,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)
+        shard = TpShard((4,), 0, (), smp.tp_rank(), 2, CommGroup.RDP_GROUP, 1.0)
         assert isinstance(factors, nn.Parameter)
-        factors.data = take(factors.data, shard)
+        factors.data = take_shard(factors.data, shard)
         mark(factors, shard)
 
     register_rewrite(Rewrite(lambda module: isinstance(module, Scale), distribute_scale))
@@ -359,7 +362,9 @@ def translate_wrongly() -> None:
         (("scale", torch.zeros(3)), r"a translation made `scale` of Halved \[3\], not \[4\]"),
         (("other", torch.zeros(4)), "a translation made `other`, which Halved does not have"),
     ):
-        entry = Entry(Scale, Halved, arguments=lambda _: ((4,), {}), to_distributed=lambda *_, made=made: [made])
+        entry = ReplacementRule(
+            Scale, Halved, arguments=lambda _: ((4,), {}), to_distributed=lambda *_, made=made: [made]
+        )
         register(entry)
         with pytest.raises(UsageError, match=said):
             distribute(marked(nn.Sequential(Scale([4]))))

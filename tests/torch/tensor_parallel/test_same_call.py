@@ -10,7 +10,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.tensor_parallel.collectives import reduce
+from smpkit.torch.tensor_parallel.collectives import reduce_from_tp
 from tests.ranks import run_ranks
 
 
@@ -74,7 +74,7 @@ class Straying(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
-        return reduce(y.T if self.strays else y).square().mean()
+        return reduce_from_tp(y.T if self.strays else y).square().mean()
 
 
 def stray() -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from smpkit.torch.nn.huggingface.heads import HuggingFaceEncoder, refuse_arguments, register_model
-from smpkit.torch.nn.huggingface.names import Name, packed, rename_inside, same
-from smpkit.torch.tensor_parallel.boundary import Boundary, outer_boundary
+from smpkit.torch.nn.huggingface.names import WeightMapping, packed, rename_inside, same
+from smpkit.torch.tensor_parallel.boundary import Layout, default_layout
 
 __all__ = [
     "register_encoder",
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-def encoder_names() -> list[Name]:
+def encoder_names() -> list[WeightMapping]:
     """Return the names of the tensors of an encoder, from the encoder on."""
     ours, theirs = "seq_layers.*", "layer.*"
     kinds = ("query", "key", "value")
@@ -41,7 +41,7 @@ def translate_hf_state_dict_to_smdistributed_bert(
     Args:
         max_seq_len: accepted for compatibility.
     """
-    return rename_inside(state_dict, encoder_names(), "encoder", back=False)
+    return rename_inside(state_dict, encoder_names(), "encoder", to_hf=False)
 
 
 def translate_state_dict_to_hf_bert(
@@ -53,7 +53,7 @@ def translate_state_dict_to_hf_bert(
     Args:
         max_seq_len: accepted for compatibility: there are no causal masks.
     """
-    return rename_inside(state_dict, encoder_names(), "encoder", back=True)
+    return rename_inside(state_dict, encoder_names(), "encoder", to_hf=True)
 
 
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_bert
@@ -93,16 +93,16 @@ def _call(
         output_attentions=kwargs.get("output_attentions"),
         output_hidden_states=kwargs.get("output_hidden_states"),
     )
-    return ((hidden_states, _added(attention_mask, hidden_states)),), {}
+    return ((hidden_states, _additive_mask(attention_mask, hidden_states)),), {}
 
 
-def _added(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor | None:
+def _additive_mask(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor | None:
     """Return the mask of (batch, 1, 1, length) that is added to scores, for one of (batch, 1, length, length).
 
     Ranks that bring their own samples need one each: a rank whose samples have no padding is handed none.
     """
     if mask is None:
-        if outer_boundary() is not Boundary.BATCH:
+        if default_layout() is not Layout.SHARD_BATCH:
             return None
         return torch.zeros((hidden.shape[0], 1, 1, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
     rows = mask[:, :, :1, :]  # all positions see the same ones

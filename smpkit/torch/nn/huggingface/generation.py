@@ -19,13 +19,13 @@ from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.deadline import waiting
 from smpkit.torch.state import state
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.boundary import Boundary, check_same_shape, stack_boundary
-from smpkit.torch.tensor_parallel.replace import entry_of
+from smpkit.torch.tensor_parallel.boundary import Layout, check_same_shape, stack_layout
+from smpkit.torch.tensor_parallel.replace import applied_rule_of
 
 __all__ = ["generate"]
 
-_OF_SAMPLES: Final = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids")
-_SHELL: Final = "_smp_shell"
+_PER_SAMPLE_ARGUMENTS: Final = ("inputs", "input_ids", "attention_mask", "position_ids", "token_type_ids")
+_PROXY: Final = "_smp_shell"
 
 
 def generate(model: nn.Module, **arguments: Any) -> Any:
@@ -37,16 +37,17 @@ def generate(model: nn.Module, **arguments: Any) -> Any:
     """
     _check(model, arguments)
     arguments["use_cache"] = False
-    apart = not state.cfg.prescaled_batch
-    if apart:  # all ranks go through all samples, so that they stop together, and keep their own in the end
-        for name in _OF_SAMPLES:
+    ranks_have_own_samples = not state.cfg.prescaled_batch
+    if ranks_have_own_samples:
+        # All ranks generate for all samples, so that they stop at the same token, and keep their own in the end.
+        for name in _PER_SAMPLE_ARGUMENTS:
             value = arguments.get(name)
             if isinstance(value, torch.Tensor):
                 check_same_shape(value)
-                arguments[name] = collectives.gather_equal(value.to(state.device), 0)
-    with _random_numbers_of_first():
-        made = _shell_of(model).generate(**arguments)
-    return _own(made) if apart else made
+                arguments[name] = collectives.gather_from_tp(value.to(state.device), 0)
+    with _rng_of_first_rank():
+        made = _proxy_of(model).generate(**arguments)
+    return _own_samples(made) if ranks_have_own_samples else made
 
 
 def _check(model: nn.Module, arguments: dict[str, Any]) -> None:
@@ -72,18 +73,18 @@ def _check(model: nn.Module, arguments: dict[str, Any]) -> None:
         raise UsageError("`generate` was called without a prompt", hint="pass `input_ids`, at least a first token each")
 
 
-def _own(made: Any) -> Any:
+def _own_samples(made: Any) -> Any:
     """Return this rank's samples of what all were generated into."""
     if isinstance(made, torch.Tensor):
         length = made.shape[0] // state.tp_size
         return made.narrow(0, length * state.tp_rank, length)
     if isinstance(made, tuple):
-        return tuple(map(_own, made))
-    return type(made)(**{name: _own(value) for name, value in made.items()}) if isinstance(made, dict) else made
+        return tuple(map(_own_samples, made))
+    return type(made)(**{name: _own_samples(value) for name, value in made.items()}) if isinstance(made, dict) else made
 
 
 @contextlib.contextmanager
-def _random_numbers_of_first() -> Iterator[None]:
+def _rng_of_first_rank() -> Iterator[None]:
     """Let all ranks of the group draw the numbers that the first one does, whose generators move on."""
     group, on_gpu = collectives.tp_group(), state.device.type == "cuda"
     before = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
@@ -91,46 +92,46 @@ def _random_numbers_of_first() -> Iterator[None]:
     with waiting("the random numbers of tp_rank 0", group):
         for each in first:
             dist.broadcast(each, group=group, group_src=0)
-    _set_random_numbers([each.cpu() for each in first])
+    _set_rng_states([each.cpu() for each in first])
     try:
         yield
     finally:
         if state.tp_rank:
-            _set_random_numbers(before)
+            _set_rng_states(before)
 
 
-def _set_random_numbers(states: list[torch.Tensor]) -> None:
+def _set_rng_states(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
 
 
-def _divisible(of_positions: torch.Tensor) -> torch.Tensor:
+def _pad_to_divisible(of_positions: torch.Tensor) -> torch.Tensor:
     """Return values with zeros behind, which no earlier position sees, where sequences are divided over the ranks."""
-    missing = -of_positions.shape[1] % state.tp_size if stack_boundary() is Boundary.SEQUENCE else 0
+    missing = -of_positions.shape[1] % state.tp_size if stack_layout() is Layout.SHARD_SEQUENCE else 0
     return functional.pad(of_positions, (0, missing)) if missing else of_positions
 
 
 # --- the object that Hugging Face asks --------------------------------------------------------------------------------
 
 
-def _shell_of(model: nn.Module) -> Any:
-    shell: Any = vars(model).get(_SHELL)
-    if shell is None:
-        entry, config = entry_of(model), getattr(model, "config", None)
-        assert entry is not None
-        kind: Any = entry.original_class
-        made: Any = type(kind.__name__, (_Shell, kind), {"__module__": kind.__module__})
+def _proxy_of(model: nn.Module) -> Any:
+    proxy: Any = vars(model).get(_PROXY)
+    if proxy is None:
+        rule, config = applied_rule_of(model), getattr(model, "config", None)
+        assert rule is not None
+        kind: Any = rule.original_class
+        made: Any = type(kind.__name__, (_GenerateProxy, kind), {"__module__": kind.__module__})
         with torch.random.fork_rng([]), torch.device("meta"):
-            shell = made(config)
-        vars(shell)["_smp_model"] = model  # past nn.Module's registration, in both directions
-        vars(model)[_SHELL] = shell
+            proxy = made(config)
+        vars(proxy)["_smp_model"] = model  # past nn.Module's registration, in both directions
+        vars(model)[_PROXY] = proxy
     # Users change it on the model that they hold.
-    shell.generation_config = getattr(model, "generation_config", shell.generation_config)
-    return shell
+    proxy.generation_config = getattr(model, "generation_config", proxy.generation_config)
+    return proxy
 
 
-class _Shell:
+class _GenerateProxy:
     """A model without weights that hands calls on."""
 
     @property
@@ -152,8 +153,8 @@ class _Shell:
         given = {name: value for name, value in named.items() if value is not None}
         if state.cfg.prescaled_batch:
             last = input_ids.shape[1] - 1
-            named = {name: _divisible(value) for name, value in {"input_ids": input_ids, **given}.items()}
+            named = {name: _pad_to_divisible(value) for name, value in {"input_ids": input_ids, **given}.items()}
             return CausalLMOutputWithPast(logits=model(**named, **others)["logits"][:, last : last + 1])
-        own = {name: _own(value) if len(value) == len(input_ids) else value for name, value in given.items()}
-        logits = model(input_ids=_own(input_ids), **own, **others)["logits"][:, -1:]
-        return CausalLMOutputWithPast(logits=collectives.gather_equal(logits, 0))
+        own = {name: _own_samples(value) if len(value) == len(input_ids) else value for name, value in given.items()}
+        logits = model(input_ids=_own_samples(input_ids), **own, **others)["logits"][:, -1:]
+        return CausalLMOutputWithPast(logits=collectives.gather_from_tp(logits, 0))

@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, call_of, register_model
-from smpkit.torch.nn.huggingface.names import Name, rename, same, transposed, with_causal_masks
+from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, lm_head_call, register_model
+from smpkit.torch.nn.huggingface.names import WeightMapping, rename, same, transposed, with_causal_masks
 
 __all__ = [
     "translate_hf_state_dict_to_smdistributed",
@@ -19,7 +19,7 @@ __all__ = [
 _BUFFERS: Final = (".attn.bias", ".attn.masked_bias", ".crossattention.bias", ".crossattention.masked_bias")
 
 
-def _names(prefix: str) -> list[Name]:
+def _names(prefix: str) -> list[WeightMapping]:
     ours, theirs = "transformer.seq_layers.*", f"{prefix}h.*"
     return [
         *same("word_embedding", f"{prefix}wte"),
@@ -48,7 +48,7 @@ def translate_hf_state_dict_to_smdistributed_gpt2(
     Args:
         max_seq_len: accepted for compatibility.
     """
-    return rename(state_dict, _names("transformer."), back=False, dropped=_BUFFERS, tied=True)
+    return rename(state_dict, _names("transformer."), to_hf=False, dropped=_BUFFERS, tied=True)
 
 
 def translate_state_dict_to_hf_gpt2(state_dict: dict[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
@@ -58,7 +58,9 @@ def translate_state_dict_to_hf_gpt2(state_dict: dict[str, Any], max_seq_len: int
         max_seq_len: add the causal masks for sequences of this length that older versions of `transformers` keep as
             buffers; None for newer ones, which do not.
     """
-    return with_causal_masks(rename(state_dict, _names("transformer."), back=True), "transformer.h.*.attn", max_seq_len)
+    return with_causal_masks(
+        rename(state_dict, _names("transformer."), to_hf=True), "transformer.h.*.attn", max_seq_len
+    )
 
 
 translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gpt2
@@ -110,7 +112,7 @@ def _call(
     logits_to_keep: int = 0,
 ) -> tuple[tuple[Any], dict[str, Any]]:
     cross = () if encoder_hidden_states is None else (encoder_hidden_states, encoder_attention_mask)
-    return call_of(
+    return lm_head_call(
         input_ids,
         attention_mask,
         position_ids,
@@ -127,7 +129,7 @@ def _call(
     )
 
 
-def _names_of(module: nn.Module) -> list[Name]:
+def _names_of(module: nn.Module) -> list[WeightMapping]:
     assert isinstance(module, HuggingFaceLMHead)
     return _names("" if module.lm_head is None else "transformer.")
 

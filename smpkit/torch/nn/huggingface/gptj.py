@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
-from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, call_of, register_model
-from smpkit.torch.nn.huggingface.names import Name, packed, rename, same, with_causal_masks
+from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, lm_head_call, register_model
+from smpkit.torch.nn.huggingface.names import WeightMapping, packed, rename, same, with_causal_masks
 
 __all__ = [
     "translate_gptj_state_dict_to_smdistributed",
@@ -20,7 +20,7 @@ __all__ = [
 _BUFFERS: Final = (".attn.bias", ".attn.masked_bias", ".attn.embed_positions")
 
 
-def _names() -> list[Name]:
+def _names() -> list[WeightMapping]:
     ours, theirs = "transformer.seq_layers.*", "transformer.h.*"
     return [
         *same("word_embedding", "transformer.wte"),
@@ -43,7 +43,7 @@ def translate_hf_state_dict_to_smdistributed_gptj(
     Args:
         max_seq_len: accepted for compatibility.
     """
-    return rename(state_dict, _names(), back=False, dropped=_BUFFERS)
+    return rename(state_dict, _names(), to_hf=False, dropped=_BUFFERS)
 
 
 def translate_state_dict_to_hf_gptj(state_dict: dict[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def translate_state_dict_to_hf_gptj(state_dict: dict[str, Any], max_seq_len: int
         max_seq_len: add the causal masks for sequences of this length that older versions of `transformers` keep as
             buffers; None for newer ones, which do not.
     """
-    return with_causal_masks(rename(state_dict, _names(), back=True), "transformer.h.*.attn", max_seq_len)
+    return with_causal_masks(rename(state_dict, _names(), to_hf=True), "transformer.h.*.attn", max_seq_len)
 
 
 translate_hf_gptj_state_dict_to_smdistributed_gptj = translate_hf_state_dict_to_smdistributed_gptj
@@ -107,7 +107,7 @@ def _call(
     return_dict: bool | None = None,
     logits_to_keep: int = 0,
 ) -> tuple[tuple[Any], dict[str, Any]]:
-    return call_of(
+    return lm_head_call(
         input_ids,
         attention_mask,
         position_ids,

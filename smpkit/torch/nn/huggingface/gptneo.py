@@ -7,15 +7,15 @@ from typing import Any, Final
 
 import torch
 
-from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, call_of, register_model
-from smpkit.torch.nn.huggingface.names import Name, packed, rename, same, with_causal_masks
+from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, lm_head_call, register_model
+from smpkit.torch.nn.huggingface.names import WeightMapping, packed, rename, same, with_causal_masks
 
 __all__ = ["translate_hf_state_dict_to_smdistributed_gptneo", "translate_state_dict_to_hf_gptneo"]
 
 _BUFFERS: Final = (".attn.attention.bias", ".attn.attention.masked_bias")
 
 
-def _names() -> list[Name]:
+def _names() -> list[WeightMapping]:
     ours, theirs = "transformer.seq_layers.*", "transformer.h.*"
     return [
         *same("word_embedding", "transformer.wte"),
@@ -40,7 +40,7 @@ def translate_hf_state_dict_to_smdistributed_gptneo(
     Args:
         max_seq_len: accepted for compatibility.
     """
-    return rename(state_dict, _names(), back=False, dropped=_BUFFERS, tied=True)
+    return rename(state_dict, _names(), to_hf=False, dropped=_BUFFERS, tied=True)
 
 
 def translate_state_dict_to_hf_gptneo(
@@ -53,7 +53,7 @@ def translate_state_dict_to_hf_gptneo(
             buffers; None for newer ones, which do not.
         windows: how far the attention of the layers sees in those masks, in turn; None in it for everything.
     """
-    renamed = rename(state_dict, _names(), back=True)
+    renamed = rename(state_dict, _names(), to_hf=True)
     return with_causal_masks(renamed, "transformer.h.*.attn.attention", max_seq_len, windows)
 
 
@@ -99,7 +99,7 @@ def _call(
     return_dict: bool | None = None,
     logits_to_keep: int = 0,
 ) -> tuple[tuple[Any], dict[str, Any]]:
-    return call_of(
+    return lm_head_call(
         input_ids,
         attention_mask,
         position_ids,

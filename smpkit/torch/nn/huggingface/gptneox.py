@@ -7,15 +7,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, call_of, register_model
-from smpkit.torch.nn.huggingface.names import Name, heads, rename, same, with_causal_masks
+from smpkit.torch.nn.huggingface.heads import HuggingFaceLMHead, lm_head_call, register_model
+from smpkit.torch.nn.huggingface.names import WeightMapping, heads, rename, same, with_causal_masks
 
 __all__ = ["translate_hf_state_dict_to_smdistributed_gptneox", "translate_state_dict_to_hf_gptneox"]
 
 _BUFFERS: Final = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
-def _names(num_heads: int, head: str = "lm_head") -> list[Name]:
+def _names(num_heads: int, head: str = "lm_head") -> list[WeightMapping]:
     ours, theirs = "transformer.seq_layers.*", "gpt_neox.layers.*"
     return [
         *same("word_embedding", "gpt_neox.embed_in"),
@@ -30,7 +30,7 @@ def _names(num_heads: int, head: str = "lm_head") -> list[Name]:
     ]
 
 
-def _names_of(module: nn.Module) -> list[Name]:
+def _names_of(module: nn.Module) -> list[WeightMapping]:
     assert isinstance(module, HuggingFaceLMHead)
     first: Any = module.transformer.seq_layers[0]
     return _names(first.attention.num_attention_heads)
@@ -49,7 +49,7 @@ def translate_hf_state_dict_to_smdistributed_gptneox(
         num_attention_heads: of the model: Hugging Face keeps query, key and value of each head together.
     """
     head = "embed_out" if "embed_out.weight" in state_dict else "lm_head"  # the older name
-    return rename(state_dict, _names(num_attention_heads, head), back=False, dropped=_BUFFERS)
+    return rename(state_dict, _names(num_attention_heads, head), to_hf=False, dropped=_BUFFERS)
 
 
 def translate_state_dict_to_hf_gptneox(
@@ -63,7 +63,7 @@ def translate_state_dict_to_hf_gptneox(
         num_attention_heads: of the model: Hugging Face keeps query, key and value of each head together.
     """
     names = _names(num_attention_heads, "lm_head" if max_seq_len is None else "embed_out")
-    return with_causal_masks(rename(state_dict, names, back=True), "gpt_neox.layers.*.attention", max_seq_len)
+    return with_causal_masks(rename(state_dict, names, to_hf=True), "gpt_neox.layers.*.attention", max_seq_len)
 
 
 def _arguments(config: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _call(
     return_dict: bool | None = None,
     logits_to_keep: int = 0,
 ) -> tuple[tuple[Any], dict[str, Any]]:
-    return call_of(
+    return lm_head_call(
         input_ids,
         attention_mask,
         position_ids,

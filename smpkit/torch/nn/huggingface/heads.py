@@ -13,15 +13,15 @@ from torch import nn
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.nn.huggingface.generation import generate
-from smpkit.torch.nn.huggingface.names import Name, translation
+from smpkit.torch.nn.huggingface.names import WeightMapping, translation
 from smpkit.torch.tensor_parallel.cross_entropy import gather_logits
 from smpkit.torch.tensor_parallel.lazy_logits import with_lazy_logits
 from smpkit.torch.tensor_parallel.lm_head import DistributedTransformerLMHead, Inputs
 from smpkit.torch.tensor_parallel.options import IGNORED_OPTIONS, LayerOptions, activation_of
-from smpkit.torch.tensor_parallel.registry import Entry, register
-from smpkit.torch.tensor_parallel.transformer import DistributedTransformer, Values
+from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
+from smpkit.torch.tensor_parallel.transformer import DistributedTransformer, LayerInputs
 
-__all__ = ["HuggingFaceEncoder", "HuggingFaceLMHead", "call_of", "refuse_arguments", "register_model"]
+__all__ = ["HuggingFaceEncoder", "HuggingFaceLMHead", "lm_head_call", "refuse_arguments", "register_model"]
 
 
 def _with_options(kind: type) -> inspect.Signature:
@@ -29,9 +29,9 @@ def _with_options(kind: type) -> inspect.Signature:
     known = inspect.signature(kind).parameters.values()
     named = [each for each in known if each.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [field.name for field in dataclasses.fields(LayerOptions)] + sorted(IGNORED_OPTIONS)
-    taken = {each.name for each in named} | {"layer_idx", "window_size"}  # which a stack sets for each layer
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
-    return inspect.Signature([*named, *(each for each in more if each.name not in taken)])
+    excluded = {each.name for each in named} | {"layer_idx", "window_size"}  # which a stack sets for each layer
+    optional = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in options]
+    return inspect.Signature([*named, *(each for each in optional if each.name not in excluded)])
 
 
 class HuggingFaceLMHead(DistributedTransformerLMHead):
@@ -48,7 +48,7 @@ class HuggingFaceLMHead(DistributedTransformerLMHead):
 
         config: Any = self.config
         if inputs[1] is None and inputs[3] is not None and not getattr(config, "use_cache", True):
-            inputs = (inputs[0], _apart(inputs[3]), *inputs[2:])
+            inputs = (inputs[0], _packed_sequence_mask(inputs[3]), *inputs[2:])
         result = super().forward(inputs)
         if self.lm_head is None:
             assert isinstance(result, torch.Tensor)
@@ -78,7 +78,7 @@ class HuggingFaceEncoder(DistributedTransformer):
 
     __signature__ = _with_options(DistributedTransformer)
 
-    def forward(self, inputs: Values) -> Any:
+    def forward(self, inputs: LayerInputs) -> Any:
         """Return a `BaseModelOutputWithPastAndCrossAttentions`."""
         from transformers import modeling_outputs
 
@@ -94,7 +94,7 @@ def register_model(
     distributed: type[nn.Module],
     init_hook: Callable[[Any], dict[str, Any]],
     forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]],
-    names: Callable[[nn.Module], Sequence[Name]],
+    names: Callable[[nn.Module], Sequence[WeightMapping]],
     refusal: Callable[[Any], str | None] | None = None,
 ) -> None:
     """Let a class of Hugging Face's, all of which are made from a `config`, be replaced.
@@ -115,21 +115,21 @@ def register_model(
         return None if refusal is None else refusal(config)
 
     register(
-        Entry(
+        ReplacementRule(
             original,
             distributed,
             init_hook=lambda config: ((), init_hook(config)),
             forward_hook=forward_hook,
             arguments=lambda module: ((module.config,), {}),
-            to_distributed=translation(names, back=False),
-            from_distributed=translation(names, back=True),
-            finish=_hand_over,
+            to_distributed=translation(names, to_hf=False),
+            from_distributed=translation(names, to_hf=True),
+            finish=_copy_config,
             refusal=refused,
         )
     )
 
 
-def _hand_over(original: nn.Module, distributed: nn.Module) -> None:
+def _copy_config(original: nn.Module, distributed: nn.Module) -> None:
     """Give the distributed module what scripts read from a model."""
     for name in ("config", "generation_config"):
         if hasattr(original, name):
@@ -149,7 +149,7 @@ def refuse_arguments(**given: Any) -> None:
             )
 
 
-def call_of(
+def lm_head_call(
     input_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
@@ -175,11 +175,11 @@ def call_of(
             hint="leave it out: `output[0]` reads what comes first of either",
         )
     if position_ids is not None and attention_mask is None and use_cache is False:
-        attention_mask = _apart(position_ids)
+        attention_mask = _packed_sequence_mask(position_ids)
     return ((input_ids, attention_mask, None, position_ids, *cross, labels),), {}
 
 
-def _apart(positions: torch.Tensor) -> torch.Tensor:
+def _packed_sequence_mask(positions: torch.Tensor) -> torch.Tensor:
     """Return the mask, added to scores, that keeps sequences packed into one sample apart.
 
     Hugging Face's models do so where they make no cache. A sequence ends where the next position is not one more. No

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from smpkit.torch.tensor_parallel.registry import Made, Translation
+from smpkit.torch.tensor_parallel.registry import TensorOrFactory, Translation
 
 __all__ = [
-    "Name",
+    "WeightMapping",
     "heads",
     "packed",
     "rename",
@@ -29,7 +29,7 @@ _LAYER: Final = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Name:
+class WeightMapping:
     """One tensor of ours, and the tensors of theirs that it is made of; `*` stands for the number of the layer."""
 
     ours: str
@@ -41,50 +41,55 @@ class Name:
 # --- kinds of layers --------------------------------------------------------------------------------------------------
 
 
-def same(ours: str, theirs: str) -> list[Name]:
+def same(ours: str, theirs: str) -> list[WeightMapping]:
     """Return the names of a layer whose weight and bias are the same."""
-    return [Name(f"{ours}.{part}", (f"{theirs}.{part}",), _only, _alone) for part in ("weight", "bias")]
+    return [WeightMapping(f"{ours}.{part}", (f"{theirs}.{part}",), _first, _as_list) for part in ("weight", "bias")]
 
 
-def transposed(ours: str, theirs: str) -> list[Name]:
+def transposed(ours: str, theirs: str) -> list[WeightMapping]:
     """Return the names of a linear layer that they keep as (in, out): GPT-2's `Conv1D`."""
-    weight = Name(
+    weight = WeightMapping(
         f"{ours}.weight", (f"{theirs}.weight",), lambda each: each[0].t(), lambda each: [each.t().contiguous()]
     )
-    return [weight, Name(f"{ours}.bias", (f"{theirs}.bias",), _only, _alone)]
+    return [weight, WeightMapping(f"{ours}.bias", (f"{theirs}.bias",), _first, _as_list)]
 
 
-def packed(ours: str, theirs: Sequence[str]) -> list[Name]:
+def packed(ours: str, theirs: Sequence[str]) -> list[WeightMapping]:
     """Return the names of linear layers that are one of ours, one below the other."""
     count = len(theirs)
     return [
-        Name(f"{ours}.{part}", tuple(f"{each}.{part}" for each in theirs), _below, lambda each: _chunks(each, count))
+        WeightMapping(
+            f"{ours}.{part}", tuple(f"{each}.{part}" for each in theirs), _concat, lambda each: _chunks(each, count)
+        )
         for part in ("weight", "bias")
     ]
 
 
-def heads(ours: str, theirs: str, num_heads: int) -> list[Name]:
+def heads(ours: str, theirs: str, num_heads: int) -> list[WeightMapping]:
     """Return the names of a projection that they keep as query, key and value of each head in turn."""
 
-    def by_kind(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def heads_to_kinds(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         whole = tensors[0]
         return whole.view(num_heads, 3, -1, *whole.shape[1:]).transpose(0, 1).reshape(whole.shape)
 
-    def by_head(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def kinds_to_heads(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return [tensor.view(3, num_heads, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)]
 
-    return [Name(f"{ours}.{part}", (f"{theirs}.{part}",), by_kind, by_head) for part in ("weight", "bias")]
+    return [
+        WeightMapping(f"{ours}.{part}", (f"{theirs}.{part}",), heads_to_kinds, kinds_to_heads)
+        for part in ("weight", "bias")
+    ]
 
 
-def _only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
 
 
-def _below(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(tensors))
 
 
-def _alone(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+def _as_list(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return [tensor]
 
 
@@ -95,37 +100,37 @@ def _chunks(tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
 # --- translations -----------------------------------------------------------------------------------------------------
 
 
-def translation(names: Callable[[nn.Module], Sequence[Name]], *, back: bool) -> Translation:
+def translation(names: Callable[[nn.Module], Sequence[WeightMapping]], *, to_hf: bool) -> Translation:
     """Return how state dicts are translated when a module is replaced, or back.
 
     Args:
         names: of a distributed module.
     """
 
-    def translate(state: Mapping[str, torch.Tensor], module: nn.Module) -> Iterator[tuple[str, Made]]:
-        for name in _of_layers(names(module), state):
-            if back and name.ours in state:
+    def translate(state: Mapping[str, torch.Tensor], module: nn.Module) -> Iterator[tuple[str, TensorOrFactory]]:
+        for name in _expand_layers(names(module), state):
+            if to_hf and name.ours in state:
                 for index, theirs in enumerate(name.theirs):
-                    yield theirs, functools.partial(_part, state, name, index)
-            elif not back and all(each in state for each in name.theirs):
-                yield name.ours, functools.partial(_whole, state, name)
+                    yield theirs, functools.partial(_split_weight, state, name, index)
+            elif not to_hf and all(each in state for each in name.theirs):
+                yield name.ours, functools.partial(_joined_weight, state, name)
 
     return translate
 
 
-def _part(state: Mapping[str, torch.Tensor], name: Name, index: int) -> torch.Tensor:
+def _split_weight(state: Mapping[str, torch.Tensor], name: WeightMapping, index: int) -> torch.Tensor:
     return name.cut(state[name.ours])[index]
 
 
-def _whole(state: Mapping[str, torch.Tensor], name: Name) -> torch.Tensor:
+def _joined_weight(state: Mapping[str, torch.Tensor], name: WeightMapping) -> torch.Tensor:
     return name.join([state[each] for each in name.theirs])
 
 
 def rename(
     state: dict[str, Any],
-    names: Sequence[Name],
+    names: Sequence[WeightMapping],
     *,
-    back: bool,
+    to_hf: bool,
     dropped: Collection[str] = (),
     tied: bool = False,
 ) -> dict[str, Any]:
@@ -138,10 +143,10 @@ def rename(
         tied: a head that the state dict does not name is the word embedding.
     """
     result: dict[str, Any] = {}
-    for name in _of_layers(names, state):
-        if back and name.ours in state:
+    for name in _expand_layers(names, state):
+        if to_hf and name.ours in state:
             result.update(zip(name.theirs, name.cut(state.pop(name.ours)), strict=True))
-        elif not back and all(each in state for each in name.theirs):
+        elif not to_hf and all(each in state for each in name.theirs):
             result[name.ours] = name.join([state.pop(each) for each in name.theirs])
     if tied and "word_embedding.weight" in result:
         result.setdefault("lm_head.weight", result["word_embedding.weight"])
@@ -150,13 +155,13 @@ def rename(
     return {**result, **rest}
 
 
-def rename_inside(state: dict[str, Any], names: Sequence[Name], inside: str, *, back: bool) -> dict[str, Any]:
+def rename_inside(state: dict[str, Any], names: Sequence[WeightMapping], inside: str, *, to_hf: bool) -> dict[str, Any]:
     """Translate the parts of a state dict that lie in modules named `inside`, wherever these are."""
     result: dict[str, Any] = {}
     prefixes = {key[: found.end()] for key in state if (found := re.search(rf"(^|\.){inside}\.", key))}
     for prefix in sorted(prefixes):
         part = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
-        result.update({prefix + key: value for key, value in rename(part, names, back=back).items()})
+        result.update({prefix + key: value for key, value in rename(part, names, to_hf=to_hf).items()})
     result.update(state)
     state.clear()
     return result
@@ -184,7 +189,7 @@ def with_causal_masks(
     return state
 
 
-def _of_layers(names: Sequence[Name], state: Mapping[str, Any]) -> Iterator[Name]:
+def _expand_layers(names: Sequence[WeightMapping], state: Mapping[str, Any]) -> Iterator[WeightMapping]:
     """Yield the names with the layers' numbers in the place of `*`."""
     numbers = [int(found.group(1)) for key in state if (found := _LAYER.search(key))]
     count = max(numbers, default=-1) + 1
@@ -194,4 +199,4 @@ def _of_layers(names: Sequence[Name], state: Mapping[str, Any]) -> Iterator[Name
             continue
         for layer in map(str, range(count)):
             theirs = tuple(each.replace("*", layer) for each in name.theirs)
-            yield Name(name.ours.replace("*", layer), theirs, name.join, name.cut)
+            yield WeightMapping(name.ours.replace("*", layer), theirs, name.join, name.cut)
