@@ -14,9 +14,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its types hide
 
-from smpkit.torch import deadline
-from smpkit.torch.board import FailureStore, RankStatus
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed import deadline
+from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 
 __all__ = ["SECONDS", "facts", "let_judge", "wait_for_notes", "wait_shortly"]
 

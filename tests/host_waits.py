@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from smpkit.torch import devices
-from smpkit.torch.pipeline.buffers import HostBuffers
+from smpkit.torch.core import devices
+from smpkit.torch.pipeline.transport import HostBuffers
 
 __all__ = ["HostWaits", "counted_waits", "pretended_device"]
 

@@ -12,7 +12,7 @@ and what each GPU starts next is drawn by dice, so a seed repeats a run. A run i
   leaves open. Without it, all streams run side by side.
 - `World.synchronize` is what allocating memory may do, or `torch.cuda.synchronize()`: the host waits for its whole GPU.
 
-The code under test talks to `World.devices()` in place of `smpkit.torch.devices`, and to groups that `World.group` and
+The code under test talks to `World.devices()` in place of `smpkit.torch.core.devices`, and to groups that `World.group` and
 `World.hosts` make.
 """
 
@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 
-from smpkit.torch import devices
+from smpkit.torch.core import devices
 
 
 class Deadlock(AssertionError):
@@ -249,7 +249,7 @@ class World:
 
     @contextmanager
     def devices(self) -> Iterator[None]:
-        """Let `smpkit.torch.devices` be this world."""
+        """Let `smpkit.torch.core.devices` be this world."""
 
         def new_stream(_device: object, *, high_priority: bool = False) -> Stream:
             self.gpu.streams.append(Stream("lanes" if high_priority else "another stream"))

@@ -15,7 +15,7 @@ __all__ = ["MODELS", "MODULES"]
 _LATE = (
     "smpkit.torch.checkpoints.huggingface",
     "smpkit.torch.checkpoints.resume",
-    "smpkit.torch.sharded_data_parallel",
+    "smpkit.torch.data_parallel.fsdp",
 )
 MODULES = ("smpkit.torch", *_LATE, "torch._dynamo", "hypothesis", "pytest", "accelerate")
 MODELS = ("bert", "gpt2", "gpt_neo", "gpt_neox", "gptj", "llama", "roberta", "t5", "vit")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.offload_model import deepspeed_adam
-from smpkit.torch.offload.pages import zeros
-from smpkit.torch.offload_model.kernels import Adam, FlatRange, Kernel, one_pass, tiled
-from smpkit.torch.offload_model.workers import Workers
+from smpkit.torch.offload.arena import zeros
+from smpkit.torch.offload_model.kernels import Adam, FlatRange, Kernel, Workers, one_pass, tiled
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 BASE = "torch fused AdamW, fp32 only"

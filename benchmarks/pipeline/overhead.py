@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from benchmarks.pipeline.contestants import smpkit_step, torch_step
 from benchmarks.pipeline.worker import init
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
 
 MICROBATCHES = 32
 FEW, MANY = 2, 42

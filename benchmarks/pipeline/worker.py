@@ -29,7 +29,7 @@ from benchmarks.pipeline.models import (
     gpt_loss,
     sleep_loss,
 )
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
 
 Times = dict[str, dict[str, Any]]
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.torch.tensor_parallel.boundary import Layout
+from smpkit.torch.tensor_parallel.layouts import Layout
 
 __all__ = ["HEAD_SIZE", "Block", "dtensor_block", "dtensor_mlp", "mlp", "smpkit_block", "smpkit_mlp"]
 

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import smpkit.torch as smp
 from benchmarks.tensor_parallel.contestants import Block, dtensor_block, dtensor_mlp, mlp, smpkit_block, smpkit_mlp
 from benchmarks.tensor_parallel.counted import counted
-from smpkit.torch.devices import wait_for_stream
-from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.boundary import Layout
+from smpkit.torch.core.devices import wait_for_stream
+from smpkit.torch.core.runtime import state
+from smpkit.torch.tensor_parallel.layouts import Layout
 
 LENGTH = 64
 SAMPLES = 4

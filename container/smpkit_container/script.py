@@ -82,7 +82,7 @@ def _shorten(error: BaseException) -> None:
     The module is looked up, not imported: the script may not use smpkit, and the launcher does not import torch.
     """
     with contextlib.suppress(Exception):
-        sys.modules["smpkit.torch.tracebacks"].shorten(error)
+        sys.modules["smpkit.torch.distributed.tracebacks"].shorten(error)
 
 
 def _report(descriptor: int, error: BaseException) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "World", "describe", "plan_of", "speed_of", "with_model", "world_of"]
 
 _DEADLINE_SECONDS: Final = 600
-_DESCRIBE: Final = "smpkit.torch.partitioning.describe"
+_DESCRIBE: Final = "smpkit.torch.describe"
 GIB: Final = 1024**3
 
 

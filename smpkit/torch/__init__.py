@@ -52,8 +52,9 @@ from smpkit.torch.api import (
     tp_rank,
     tp_size,
 )
-from smpkit.torch.checkpointing.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
-from smpkit.torch.comm import (
+from smpkit.torch.checkpoints.save_load import load, save
+from smpkit.torch.distributed.init import init, shutdown
+from smpkit.torch.distributed.objects import (
     CommGroup,
     RankType,
     allgather,
@@ -64,16 +65,15 @@ from smpkit.torch.comm import (
     recv_from,
     send,
 )
-from smpkit.torch.gradient_norm import clip_grad_norm_
-from smpkit.torch.initialize import init, shutdown
+from smpkit.torch.distributed.signals import on_stop, stop_requested
 from smpkit.torch.model import DistributedModel
-from smpkit.torch.offload.runtime import offload_report
+from smpkit.torch.offloading import offload_report
+from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optimizer import DistributedOptimizer
-from smpkit.torch.partitioning.delayed import delay_param_initialization
-from smpkit.torch.partitioning.manual import partition, set_partition
-from smpkit.torch.saving import load, save
+from smpkit.torch.placement.delayed import delay_param_initialization
+from smpkit.torch.placement.manual import partition, set_partition
+from smpkit.torch.recompute.api import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpkit.torch.step import StepOutput, step
-from smpkit.torch.stopping import on_stop, stop_requested
 from smpkit.torch.tensor_parallel.marking import model_creation, set_tensor_parallelism, tensor_parallelism
 from smpkit.torch.tensor_parallel.registry import tp_register, tp_register_with_module
 

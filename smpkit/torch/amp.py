@@ -9,9 +9,9 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from smpkit.errors import UsageError
-from smpkit.torch.overflow import all_reduce_found_inf
-from smpkit.torch.precision import half_dtype
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
+from smpkit.torch.precision.cast import half_dtype
+from smpkit.torch.precision.loss_scale import all_reduce_found_inf
 
 __all__ = ["GradScaler"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
 
 __all__ = [
     "dp_rank",

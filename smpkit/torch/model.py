@@ -10,45 +10,107 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from smpkit.errors import UsageError
-from smpkit.torch.attributes import refuse_assignment
-from smpkit.torch.backward_start import scaled_root_gradient
-from smpkit.torch.checkpointing.foreign import patch_torch_checkpoint
-from smpkit.torch.checkpointing.whole import check_checkpoint_ranks
-from smpkit.torch.data_parallel import DataParallel, ReductionOptions, replicate
-from smpkit.torch.gradient_norm import warn_of_torch_clipping
-from smpkit.torch.join import JoinContext
-from smpkit.torch.model_arguments import check_arguments
-from smpkit.torch.model_state import PARTIAL_KEY, ModelState
-from smpkit.torch.offload.runtime import Offloading
-from smpkit.torch.original_forward import expose_original_forwards
-from smpkit.torch.partitioning.delayed import initialize
-from smpkit.torch.partitioning.measure import MeasureOptions
-from smpkit.torch.partitioning.trace import units_of
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.core.arguments import check_callable
+from smpkit.torch.core.microbatches import scaled_root_gradient
+from smpkit.torch.core.module_call import expose_original_forwards
+from smpkit.torch.core.runtime import ModuleManager, state
+from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, replicate
+from smpkit.torch.data_parallel.join import JoinContext
+from smpkit.torch.data_parallel.reducer import CommHook
+from smpkit.torch.distributed.recorder import recorded_backward, recorded_work
+from smpkit.torch.offload_model.model import OffloadModel
+from smpkit.torch.offloading import Offloading
+from smpkit.torch.optim.gradient_norm import warn_of_torch_clipping
 from smpkit.torch.pipeline.pipeline import Pipeline
-from smpkit.torch.pipeline.random import RandomStreams
+from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.units import install_streams
-from smpkit.torch.precision import cast_inputs, cast_model, cast_outputs, half_dtype
-from smpkit.torch.recorder import recorded_backward, recorded_work
-from smpkit.torch.reducer import CommHook
-from smpkit.torch.state import ModuleManager, state
-from smpkit.torch.tensor_parallel.agreement import common_seed
-from smpkit.torch.tensor_parallel.arguments import check_callable
-from smpkit.torch.tensor_parallel.dropout import random_number, seed_with_common_number
+from smpkit.torch.placement.delayed import initialize, run_deferred_loads
+from smpkit.torch.placement.measure import MeasureOptions
+from smpkit.torch.placement.shards import refuse_assignment
+from smpkit.torch.placement.trace import units_of
+from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
+from smpkit.torch.recompute.region import check_checkpoint_ranks
+from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
+from smpkit.torch.state_dict import PARTIAL_KEY, ModelState
+from smpkit.torch.tensor_parallel.layers.dropout import random_number, seed_with_common_number
+from smpkit.torch.tensor_parallel.model_check import common_seed
 from smpkit.torch.tensor_parallel.replace import distribute
+from smpkit.torch.tensor_parallel.replaced import replace_optimizer_parameters
 from smpkit.torch.tensor_parallel.same_call import CallConsistencyCheck
-from smpkit.torch.tensor_parallel.successors import replace_optimizer_parameters
-from smpkit.torch.tensor_parallel.whole_state import with_original_names
-from smpkit.torch.unread import run_deferred_loads
+from smpkit.torch.tensor_parallel.state_dict import with_original_names
 
 if TYPE_CHECKING:
+    from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
     from smpkit.torch.optimizer import DistributedOptimizer
-    from smpkit.torch.splitting import MicrobatchCall
-    from smpkit.torch.step_run import StepProgress
 
-__all__ = ["PARTIAL_KEY", "DistributedModel", "ModelHook"]
+__all__ = ["PARTIAL_KEY", "DistributedModel", "ModelHook", "check_arguments"]
+
+
+# --- What `smp.DistributedModel` takes --------------------------------------------------------------------------------
+
+
+def check_arguments(
+    module: nn.Module, trace_device: str, trace_execution_times: bool, backward_passes: int, bucket_cap_mb: float
+) -> None:
+    """Refuse a model or an option of `smp.DistributedModel` that cannot work.
+
+    Raises:
+        UsageError: it is no module, wrapped already, a lazy one without shapes, or an option is out of its range.
+        UnsupportedError: an OffloadModel in it does not go with the configuration.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"DistributedModel wraps a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, ModelState):
+        raise UsageError("this model is a DistributedModel already", hint="wrap a model once")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "this model is wrapped in DistributedDataParallel", hint="pass the plain model and set `ddp: True`"
+        )
+    if state.model is not None:
+        raise UsageError(
+            "there is a DistributedModel already, and a script has one",
+            hint="put all models that are trained together into one torch.nn.Module",
+        )
+    for name, each in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(each):
+            raise UsageError(
+                f"`{name}` has no shape yet: its module is a lazy one",
+                hint="call the model once with a batch, on all ranks with the same seed, before it is wrapped",
+            )
+    for part in module.modules():
+        if isinstance(part, OffloadModel):
+            _check_offload_model(part)
+    if trace_device not in ("gpu", "cpu"):
+        raise UsageError(f"trace_device must be one of `gpu`, `cpu`, got `{trace_device}`")
+    if trace_device == "cpu" and trace_execution_times:
+        raise UsageError(
+            "trace_execution_times measures on the GPU, but trace_device is `cpu`",
+            hint="pass trace_device='gpu' or trace_execution_times=False",
+        )
+    if backward_passes < 1:
+        raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes}")
+    if bucket_cap_mb <= 0:
+        raise UsageError(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
+
+
+def _check_offload_model(model: OffloadModel) -> None:
+    cfg = state.cfg
+    if state.pp_size > 1 or state.tp_size > 1 or cfg.sharded_data_parallel_degree > 1 or half_dtype(cfg) is not None:
+        raise UnsupportedError(
+            "there is an OffloadModel in this model, which moves its own weights: in a DistributedModel it works with"
+            " data parallelism only",
+            hint="remove pipeline, tensor and sharded data parallelism, fp16 and bf16, or use the plain model",
+        )
+    if state.dp_size > 1:
+        model.expect_averaging("smp.DistributedModel")
+
+
+# --- `smp.DistributedModel`: the user's model, placed, replicated and with a backward that knows about microbatches ---
+
 
 ModelHook = Callable[["DistributedModel", "DistributedOptimizer | None"], object]
 
@@ -383,7 +445,7 @@ class DistributedModel(ModelState):
     def _replicate(self) -> None:
         """Make this rank's part equal to its replicas', and keep it so."""
         if state.cfg.sharded_data_parallel_degree > 1:
-            from smpkit.torch.sharded_data_parallel import shard_model  # torch's fully_shard takes a second to load
+            from smpkit.torch.data_parallel.fsdp import shard_model  # torch's fully_shard takes a second to load
 
             self.data_parallel = shard_model(self.module, self._reduction)
             if state.optimizer is not None:

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.gathering import merge_on_all_ranks
-from smpkit.torch.gradient_norm import clip_grad_norm_
-from smpkit.torch.loss_scale import LossScaler, StaticLossScaler, loss_scaler_of
-from smpkit.torch.master_weights import MasterWeights
+from smpkit.torch.core.runtime import state
+from smpkit.torch.data_parallel.state_sharding import Zero1Partition
 from smpkit.torch.model import PARTIAL_KEY
-from smpkit.torch.optimizer_states import (
+from smpkit.torch.optim.gradient_norm import clip_grad_norm_
+from smpkit.torch.optim.master_weights import MasterWeights
+from smpkit.torch.placement.delayed import run_deferred_loads
+from smpkit.torch.precision.cast import half_dtype
+from smpkit.torch.precision.loss_scale import LossScaler, StaticLossScaler, loss_scaler_of
+from smpkit.torch.state_dict import (
     gather_all,
     gather_by_rdp_rank,
     gather_owned,
+    merge_on_all_ranks,
     merge_shards,
     to_full,
     to_local,
     to_shards,
 )
-from smpkit.torch.precision import half_dtype
-from smpkit.torch.sharded_state import Zero1Partition
-from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.successors import replace_optimizer_parameters
-from smpkit.torch.unread import run_deferred_loads
+from smpkit.torch.tensor_parallel.replaced import replace_optimizer_parameters
 
 __all__ = ["DistributedOptimizer"]
 
@@ -40,14 +40,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     `param_groups`, `state`, `step` and `zero_grad`.
 
     With `fp16` or `bf16` the `param_groups` hold float32 master weights from the first step on (see
-    `smpkit.torch.master_weights`). With `fp16` the loss has a scale, and `step` skips, on all ranks alike, where a
+    `smpkit.torch.optim.master_weights`). With `fp16` the loss has a scale, and `step` skips, on all ranks alike, where a
     gradient is not finite: `overflow` is then true, and learning-rate schedulers are not to be stepped.
 
     Args:
         optimizer: the optimizer to wrap.
         static_loss_scale: the loss scale, if it is not dynamic; None is 1. Acts with `fp16` only, like the others.
         dynamic_loss_scale: find the scale while training.
-        dynamic_loss_args: of `smpkit.torch.loss_scale.DynamicLossScaler`, as one dict `dynamic_loss_args=` (so SMP v1's
+        dynamic_loss_args: of `smpkit.torch.precision.loss_scale.DynamicLossScaler`, as one dict `dynamic_loss_args=` (so SMP v1's
             scripts pass them) or each by its name.
 
     Raises:

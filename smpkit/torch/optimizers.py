@@ -20,9 +20,8 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.gradient_norm import global_norm, local_tensor
-from smpkit.torch.state import state
-from smpkit.torch.tensor_norms import norms_of
+from smpkit.torch.core.runtime import state
+from smpkit.torch.optim.gradient_norm import global_norm, local_tensor, norms_of
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from smpkit.torch.cuda_on_cpu import _to_cpu
+from smpkit.torch.compat.cuda_on_cpu import _to_cpu
 from tests.compat.commands import run_on_ranks, run_script
 
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import smpkit.torch as smp
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
 from tests.gpu.ranks import run_on_gpu
 
 _WIDTH, _LENGTH, _HEADS = 128, 64, 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
 from tests.gpu.ranks import run_on_gpu
 from tests.ranks import run_ranks
 

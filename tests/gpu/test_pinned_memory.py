@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload import activations
+from smpkit.torch.offload.arena import LARGE_PAGE
 from smpkit.torch.offload.cuda import pinned_memory
-from smpkit.torch.offload.pages import LARGE_PAGE
 
 _GPU = torch.device("cuda")
 _WIDTH = 256

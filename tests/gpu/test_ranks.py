@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from smpkit.torch.gpus import nccl_version
+from smpkit.torch.distributed.gpus import nccl_version
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
@@ -69,7 +69,7 @@ AFFINITY = """
     before = os.sched_getaffinity(0)
     import smpkit.torch as smp
     smp.init({})
-    from smpkit.torch.numa import cores_beside
+    from smpkit.torch.distributed.cores import cores_beside
     import torch
     found = torch.cuda.get_device_properties(0)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.observe.events import ActionSpan, StepSpan, read_events
-from smpkit.torch import recorder
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed import recorder
 from tests.ranks import RankFailed, run_ranks
-from tests.torch.partitioning.test_tracing import CASES, Checkpointed, Language, costs_of, tokens
+from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
 from tests.torch.tensor_parallel import test_dropout as dropouts
 
 SLEEP_SECONDS = 0.2

@@ -13,8 +13,8 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.plan.memory import ModelFacts
-from smpkit.torch.partitioning.describe import describe
-from smpkit.torch.partitioning.trace import TrialStep, measure_units, run_fake, units_of
+from smpkit.torch.describe import describe
+from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
 
 
 class Tied(nn.Module):
@@ -123,7 +123,7 @@ def test_a_factory_that_makes_no_model_is_refused(factory: Any, message: str) ->
 
 
 def run(folder: Path, target: str) -> tuple[int, Any]:
-    command = [sys.executable, "-m", "smpkit.torch.partitioning.describe", target, str(folder)]
+    command = [sys.executable, "-m", "smpkit.torch.describe", target, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     return done.returncode, done.stdout
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.tensor_parallel.shards import TpShard, mark, take_shard
+from smpkit.torch.placement.shards import TpShard, mark, take_shard
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-12  # float64; the order of a few products differs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from smpkit.torch.step_output import StepOutput, collate
+from smpkit.torch.step import StepOutput, collate
 
 
 def test_reductions_over_microbatches() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.torch.partitioning.delayed import initialize
-from smpkit.torch.tensor_parallel.whole_state import join_state
+from smpkit.torch.placement.delayed import initialize
+from smpkit.torch.tensor_parallel.state_dict import join_state
 from tests.transparency.models import Trace, loss_of, record
 
 TOKENS, WIDTH, LENGTH = 17, 8, 8

@@ -14,7 +14,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.tensor_parallel.shards import TpShard, mark, take_shard
+from smpkit.torch.placement.shards import TpShard, mark, take_shard
 from tests.ranks import run_ranks
 
 Layout = tuple[int, int, int]

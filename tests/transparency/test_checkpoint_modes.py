@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.tensor_parallel.whole_state import join_state
+from smpkit.torch.tensor_parallel.state_dict import join_state
 from tests.ranks import run_ranks
 
 Weights = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smpkit.torch as smp
-from smpkit.torch import devices
+from smpkit.torch.core import devices
 from tests.ranks import run_ranks
 from tests.transparency.models import Trace, assert_same, batch, build, loss_of, optimizer_of, record, train_plainly
 

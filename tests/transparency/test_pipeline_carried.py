@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import RemoteError, UsageError
-from smpkit.torch import deadline
+from smpkit.torch.distributed import deadline
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Setup, place, run_all
 from tests.transparency.pipeline_models import WIDTH, Case, block, doubled, mse_step, vectors

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import SmpkitError, UsageError
-from smpkit.torch import deadline
+from smpkit.torch.distributed import deadline
 from tests.deadlines import facts, wait_shortly
 from tests.ranks import run_ranks
 from tests.transparency.pipeline_models import WIDTH, block

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smpkit.torch as smp
-from smpkit.torch.step_output import collate
+from smpkit.torch.step import collate
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import (
     Plain,

@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 
 import smpkit.torch as smp
 from smpkit.errors import RemoteError, SmpkitError, UsageError
-from smpkit.torch import deadline
-from smpkit.torch.step_output import StepOutput, collate
+from smpkit.torch.distributed import deadline
+from smpkit.torch.step import StepOutput, collate
 from tests.ranks import run_ranks
 from tests.torch.pipeline.training import Plain, part, place
 from tests.transparency.pipeline_models import WIDTH, SharesInside

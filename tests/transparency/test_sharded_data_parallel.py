@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch import sharded_data_parallel
-from smpkit.torch.blocks import repeated_blocks
+from smpkit.torch.data_parallel import fsdp as sharded_data_parallel
+from smpkit.torch.placement.blocks import repeated_blocks
 from tests.ranks import run_ranks
 
 STEPS, BATCH, WIDTH, TOKENS = 5, 16, 6, 11

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError
-from smpkit.torch.tensor_parallel.whole_state import with_original_names
+from smpkit.torch.tensor_parallel.state_dict import with_original_names
 from tests.ranks import run_ranks
 from tests.transparency.models import Trace, assert_same
 from tests.transparency.tensor_parallel_models import whole_gradients

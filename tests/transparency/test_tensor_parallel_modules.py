@@ -16,8 +16,8 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 import smpkit.torch as smp
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.placement.shards import join_shards, shard_of
 from smpkit.torch.tensor_parallel.module import global_shape
-from smpkit.torch.tensor_parallel.shards import join_shards, shard_of
 from tests.ranks import run_ranks
 from tests.transparency import tensor_parallel_plain as plain
 

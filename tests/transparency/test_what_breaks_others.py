@@ -64,7 +64,7 @@ ROWS = {
         "tests/transparency/test_pipeline_random_models.py::test_random_sleeps_neither_hang_nor_change_a_result"
     ),
     "fewer microbatches than stages": f"{MODELS} (microbatches=1, degree=4)",
-    "half of the layers are saved": "tests/torch/test_pipeline_state.py::test_full_gathered_and_local_state_dicts",
+    "half of the layers are saved": "tests/torch/pipeline/test_state_dict.py::test_full_gathered_and_local_state_dicts",
     "results change with the number of partitions": (
         "tests/transparency/test_pipeline_random.py::test_dropout_does_not_depend_on_the_pipeline_or_on_recomputation"
     ),

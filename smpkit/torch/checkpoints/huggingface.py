@@ -19,18 +19,16 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch import checkpoint_files as files
-from smpkit.torch.checkpoints.contents import model_entries
-from smpkit.torch.checkpoints.loading import load_model
-from smpkit.torch.checkpoints.originals import FullState, full_state_of
+from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
+from smpkit.torch.checkpoints.full_state import FileSlot, FullState, full_state_of, write_slots
+from smpkit.torch.checkpoints.load import load_model
 from smpkit.torch.checkpoints.safetensors import INDEX, SafetensorsReader, header_of
-from smpkit.torch.checkpoints.sharing import FileSystems, find_file_systems
-from smpkit.torch.checkpoints.together import Model, all_or_raise, wrapped_model
-from smpkit.torch.checkpoints.whole import FileSlot, write_slots
-from smpkit.torch.comm import allgather
+from smpkit.torch.checkpoints.state_entries import Model, all_or_raise, model_entries, wrapped_model
+from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
-from smpkit.torch.tensor_parallel.whole_state import replaced_modules
-from smpkit.torch.unread import run_deferred_loads
+from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
 __all__ = ["load_pretrained", "save_pretrained"]
 

@@ -9,18 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.places import Chunk, view_of
 from smpkit.torch.checkpoints.reader import PieceReader
+from smpkit.torch.checkpoints.state_entries import Chunk, view_of
 
 __all__ = ["Target", "read_into"]
 

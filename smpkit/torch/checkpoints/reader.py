@@ -33,10 +33,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoint_files import read_index
-from smpkit.torch.checkpoints.contents import StateEntry
-from smpkit.torch.checkpoints.places import view_of
-from smpkit.torch.saving import read_file
+from smpkit.torch.checkpoints.folder import read_index
+from smpkit.torch.checkpoints.save_load import read_file
+from smpkit.torch.checkpoints.state_entries import StateEntry, view_of
 
 __all__ = [
     "PIECES",

@@ -10,17 +10,17 @@ from typing import Any
 
 from smpkit.errors import CheckpointError
 from smpkit.plan.partition.assignment import Assignment
-from smpkit.torch import checkpoint_files as files
-from smpkit.torch.checkpoints.loading import load_loss_scale, load_model, load_optimizer
+from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
 from smpkit.torch.checkpoints.save import USER_CONTENT
-from smpkit.torch.checkpoints.together import Model, Optimizer, all_or_raise, wrapped_model
-from smpkit.torch.comm import allgather
-from smpkit.torch.model_state import PARTIAL_KEY
-from smpkit.torch.rendezvous import name_ranks
-from smpkit.torch.saving import read_file, read_mapped
-from smpkit.torch.state import state
-from smpkit.torch.unread import drop_deferred_loads
+from smpkit.torch.checkpoints.save_load import read_file, read_mapped
+from smpkit.torch.checkpoints.state_entries import Model, Optimizer, all_or_raise, wrapped_model
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.distributed.rendezvous import name_ranks
+from smpkit.torch.placement.delayed import drop_deferred_loads
+from smpkit.torch.state_dict import PARTIAL_KEY
 
 __all__ = ["latest_checkpoint", "resume_from_checkpoint"]
 

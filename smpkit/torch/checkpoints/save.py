@@ -30,17 +30,25 @@ from typing import Any
 import torch
 
 from smpkit.errors import CheckpointError, UsageError
-from smpkit.torch import checkpoint_files as files
-from smpkit.torch.checkpoints.contents import StateEntry, model_entries, nested, optimizer_entries
+from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
+from smpkit.torch.checkpoints.full_state import write_whole_file
 from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, only_in_files
-from smpkit.torch.checkpoints.sharing import FileSystems, find_file_systems
-from smpkit.torch.checkpoints.together import Model, Optimizer, all_or_raise, wrapped_model
-from smpkit.torch.checkpoints.whole import write_whole_file
-from smpkit.torch.comm import allgather
-from smpkit.torch.model_state import PARTIAL_KEY
-from smpkit.torch.saving import read_file
-from smpkit.torch.state import state
-from smpkit.torch.unread import run_deferred_loads
+from smpkit.torch.checkpoints.save_load import read_file
+from smpkit.torch.checkpoints.state_entries import (
+    Model,
+    Optimizer,
+    StateEntry,
+    all_or_raise,
+    model_entries,
+    nested,
+    optimizer_entries,
+    wrapped_model,
+)
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.objects import allgather
+from smpkit.torch.placement.delayed import run_deferred_loads
+from smpkit.torch.state_dict import PARTIAL_KEY
 
 __all__ = ["USER_CONTENT", "save_checkpoint"]
 

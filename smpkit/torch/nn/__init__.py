@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from smpkit.torch.nn import huggingface
-from smpkit.torch.tensor_parallel.attention import DistributedAttentionLayer, FlashAttentionLayer
-from smpkit.torch.tensor_parallel.cross_entropy import cross_entropy, gather_logits
-from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding, VocabularyParallelEmbedding
-from smpkit.torch.tensor_parallel.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
-from smpkit.torch.tensor_parallel.lm_head import DistributedTransformerLMHead
-from smpkit.torch.tensor_parallel.module import DistributedModule
-from smpkit.torch.tensor_parallel.norms import FusedLayerNorm
-from smpkit.torch.tensor_parallel.transformer import (
+from smpkit.torch.tensor_parallel.layers.attention import DistributedAttentionLayer, FlashAttentionLayer
+from smpkit.torch.tensor_parallel.layers.embedding import DistributedEmbedding, VocabularyParallelEmbedding
+from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
+from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead
+from smpkit.torch.tensor_parallel.layers.norms import FusedLayerNorm
+from smpkit.torch.tensor_parallel.layers.transformer import (
     DistributedTransformer,
     DistributedTransformerLayer,
     DistributedTransformerOutputLayer,
 )
+from smpkit.torch.tensor_parallel.loss import cross_entropy, gather_logits
+from smpkit.torch.tensor_parallel.module import DistributedModule
 
 __all__ = [
     "ColumnParallelLinear",

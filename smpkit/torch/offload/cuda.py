@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import DeadlineError, UsageError
-from smpkit.torch.offload.arena import ordinary_memory
+from smpkit.torch.offload.arena import PAGE, Progress, mapped_bytes, ordinary_memory, touch
 from smpkit.torch.offload.link import CopyBatch, Event
-from smpkit.torch.offload.pages import PAGE, Progress, mapped_bytes, touch
 
 __all__ = ["CudaLink", "pinned_memory"]
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.hooks import HookContext, SavedTensorHandle
 from smpkit.torch.offload.link import CopyBatch, Event, Link, Wait
-from smpkit.torch.offload.record import Group, SavedStorage
 from smpkit.torch.offload.report import StepReport
-from smpkit.torch.offload.scope import HookContext, SavedTensorHandle
+from smpkit.torch.offload.saved_storage import Group, SavedStorage
 
 __all__ = ["CheckedEngine", "CheckedLink", "RaceError"]
 

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from smpkit.errors import UsageError
 from smpkit.torch.offload.build import make_engine
 from smpkit.torch.offload.engine import GROUP_BYTES
+from smpkit.torch.offload.hooks import HookContext
 from smpkit.torch.offload.link import Link
-from smpkit.torch.offload.pace import Lead, check_lead
+from smpkit.torch.offload.prefetch import Lead, check_lead
 from smpkit.torch.offload.report import OffloadReport
-from smpkit.torch.offload.scope import HookContext
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -2,19 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Final, Literal
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from smpkit.errors import UsageError
+from smpkit.plan.partition.cut import cut
 from smpkit.torch.offload_model import huggingface
-from smpkit.torch.offload_model.shard import ModelShard
-from smpkit.torch.offload_model.slicing import Balance, slice_ends
 
-__all__ = ["SlicedModel", "slice_model"]
+__all__ = ["Balance", "ModelShard", "SlicedModel", "check_count", "slice_ends", "slice_model"]
+
+
+# --- Cut a chain of layers into neighbouring slices, so that the largest slice is as small as it can be ---------------
+
+
+Balance = Literal["params", "bytes"] | Sequence[float]
+"""What makes slices equal: the number of parameters, their bytes, or a cost given for each layer (measured seconds)."""
+
+_RESOLUTION: Final = 1 << 40  # `cut` compares whole numbers; a millionth of a millionth of the total is fine enough
+
+
+def slice_ends(layers: Sequence[nn.Module], num_slices: int, balance: Balance = "params") -> list[int]:
+    """Return where each slice ends; none is empty, and no other cut has a smaller largest slice.
+
+    Args:
+        layers: what is called one after the other.
+        num_slices: how many are wanted; more than there are layers means one layer each.
+        balance: see `Balance`.
+
+    Raises:
+        UsageError: a count below 1, an unknown balance, or costs that do not fit the layers.
+    """
+    check_count("num_slices", num_slices)
+    total = [0, *accumulate(_costs(layers, balance))]
+    count = min(num_slices, len(layers))
+    return cut(len(layers), lambda _, start, end: total[end] - total[start], [True] * count)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise UsageError unless an argument is a whole number, at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number, at least 1")
+
+
+def _costs(layers: Sequence[nn.Module], balance: Balance) -> list[int]:
+    if balance == "params":
+        return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    if balance == "bytes":
+        return [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    given: Any = balance
+    if isinstance(given, str):
+        raise UsageError(f"balance is {given!r}; it must be 'params', 'bytes' or a list with a cost for each layer")
+    if len(balance) != len(layers) or min(balance) < 0:
+        raise UsageError(f"balance must give {len(layers)} layers a cost of at least 0 each; it is {list(balance)}")
+    whole = sum(balance) or 1.0
+    return [round(cost / whole * _RESOLUTION) for cost in balance]
+
+
+# --- One slice of the model: layers that are on the device together ---------------------------------------------------
+
+
+class ModelShard(nn.Module):
+    """Neighbouring layers, under the names that FairScale gives them.
+
+    Args:
+        layers: the slice's layers as an `nn.Sequential`, or a module of the user's list.
+        index: of the slice.
+        sequential: whether `layers` are called one after the other here; then the first may take several arguments.
+    """
+
+    def __init__(self, layers: nn.Module, index: int, *, sequential: bool) -> None:
+        super().__init__()
+        self.model_shard = layers
+        self.index = index
+        self._sequential = sequential
+        self._load: Callable[[int], object] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out who brings slices to the device: a copy has another."""
+        return self.__dict__ | {"_load": None}
+
+    def attach(self, load: Callable[[int], object]) -> None:
+        """Say who brings slices to the device."""
+        self._load = load
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the layers where their weights are now; keyword arguments go to the first."""
+        layers = self.model_shard
+        if not self._sequential or not isinstance(layers, nn.Sequential):
+            return layers(*inputs, **kwargs)
+        first, *others = layers  # not `children()`, which leaves out a layer that is there twice
+        value = first(*inputs, **kwargs)
+        for layer in others:
+            value = layer(value)
+        return value
+
+    def to_device(self) -> None:
+        """Start to bring the weights to the device, if they are not there."""
+        if self._load is not None:
+            self._load(self.index)
+
+    def forward_load(self, non_blocking: bool = True) -> None:
+        """Start to bring the weights to the device; FairScale's name. Copies never block."""
+        del non_blocking
+        self.to_device()
+
+    def forward_drop(self, non_blocking: bool = True) -> None:
+        """Do nothing: weights are copied in and never changed there, so nothing comes back; FairScale's name."""
+        del non_blocking
+
+    backward_load = forward_load
+    backward_drop = forward_drop
+
+
+# --- What a model is sliced along: layers that are called one after the other -----------------------------------------
 
 
 @dataclass(frozen=True)

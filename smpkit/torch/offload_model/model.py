@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +12,51 @@ from torch.autograd.function import once_differentiable
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.link import Link
-from smpkit.torch.offload_model.chain import slice_model
-from smpkit.torch.offload_model.engine import SliceEngine
-from smpkit.torch.offload_model.inner import synchronize_on_state_dict
-from smpkit.torch.offload_model.names import rename_layers
-from smpkit.torch.offload_model.run import Run
-from smpkit.torch.offload_model.slicing import Balance, check_count
-from smpkit.torch.offload_model.transfers import Traffic
+from smpkit.torch.offload_model.chain import Balance, check_count, slice_model
+from smpkit.torch.offload_model.counted_link import Traffic
+from smpkit.torch.offload_model.engine import SliceEngine, synchronize_on_state_dict
+from smpkit.torch.offload_model.forward_pass import Run
 from smpkit.torch.offload_model.values import flatten
 
-__all__ = ["OffloadModel"]
+__all__ = ["OffloadModel", "rename_layers"]
+
+
+# --- Names of layers in state dicts of OffloadModels that were cut into other slices ----------------------------------
+# FairScale numbers layers from 0 in each slice (`_model.1.model_shard.0.weight`), and cuts worse; so the same layer has
+# another name there. The order of layers is the same.
+
+
+_LAYER: Final = re.compile(r"(\d+)\.model_shard\.(\d+)\.")
+
+
+def rename_layers(state: dict[str, Any], prefix: str, wanted: Iterable[str]) -> None:
+    """Rename, in place, the layers of `state` to those of `wanted`, if they differ only in how they are sliced.
+
+    Args:
+        state: a state dict; other entries than the model's are left alone.
+        prefix: of the OffloadModel in it.
+        wanted: the names of the model at hand, from below `_model`.
+    """
+    start = f"{prefix}_model."
+    given = _layers(key.removeprefix(start) for key in state if key.startswith(start))
+    here = _layers(wanted)
+    if given == here or len(given) != len(here):
+        return  # equal, or another model: then torch's own message about missing and unexpected keys is the best
+    moved = {}
+    for old, new in zip(given, here, strict=True):
+        for key in [key for key in state if key.startswith(start + old)]:
+            moved[start + new + key.removeprefix(start + old)] = state.pop(key)
+    state.update(moved)
+
+
+def _layers(names: Iterable[str]) -> list[str]:
+    """Return the distinct beginnings that name a layer, in the order of the layers."""
+    found = {match.group(): (int(match[1]), int(match[2])) for name in names if (match := _LAYER.match(name))}
+    return sorted(found, key=lambda name: found[name])
+
+
+# --- OffloadModel: train a model that is larger than the device, one slice of layers at a time ------------------------
+
 
 _CPU = torch.device("cpu")
 

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from smpkit.errors import DeadlineError, UnsupportedError, UsageError
-from smpkit.torch.offload_model.gradients import GradientCopy
-from smpkit.torch.offload_model.kernels import Adam, Rule, Sgd
+from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS
+from smpkit.torch.offload_model.gradients import GradientAccumulator, GradientCopy
+from smpkit.torch.offload_model.kernels import Adam, Rule, Sgd, Workers
 from smpkit.torch.offload_model.model import OffloadModel
-from smpkit.torch.offload_model.pending import GradientAccumulator
-from smpkit.torch.offload_model.states import ParameterState, SliceState
-from smpkit.torch.offload_model.transfers import DEADLINE_SECONDS
-from smpkit.torch.offload_model.workers import Workers
+from smpkit.torch.offload_model.optimizer_state import ParameterState, SliceState
 
 __all__ = ["OffloadOptimizer"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.containers import map_leaves
+from smpkit.torch.core.tree import map_leaves
 
 __all__ = ["JoinSpec", "Structure", "flatten", "join", "join_gradients", "split"]
 

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.halves import WeightBackward, backward_inputs
-from smpkit.torch.pipeline.record import P2PTransfer
+from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.split_backward import WeightBackward, backward_inputs
 from smpkit.torch.pipeline.transport import Transport
 
 __all__ = ["BackwardWork"]

@@ -21,10 +21,10 @@ from typing import Final
 import torch.distributed as dist
 
 from smpkit.errors import UsageError
-from smpkit.torch import deadline
-from smpkit.torch.board import FailureStore
-from smpkit.torch.pipeline.stage import StageContext
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed import deadline
+from smpkit.torch.distributed.failure_store import FailureStore
+from smpkit.torch.pipeline.stage_context import StageContext
 
 __all__ = ["CallTraces", "call_traces_of", "trace_mismatch", "watch_for_divergence"]
 

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from ctypes import c_uint16, c_uint32, c_uint64
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from smpkit.torch.pipeline.record import P2PTransfer
+from smpkit.torch.core import devices
+from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
 
-__all__ = ["LEFT", "NO_GRADIENT", "Message", "MessageLabel", "SentMessage", "Tag", "describe_message", "version_of"]
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.message_order import P2PTransfer
+
+__all__ = [
+    "LEFT",
+    "NO_GRADIENT",
+    "Message",
+    "MessageLabel",
+    "SentMessage",
+    "Tag",
+    "describe_message",
+    "is_none_gradient",
+    "none_gradient_message",
+    "pack",
+    "packed_bytes",
+    "unpack",
+    "unpack_copies",
+    "version_of",
+]
 
 
 class Tag:
@@ -74,3 +94,107 @@ def describe_message(what: MessageLabel) -> str:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor's memory has been changed in place; tensors of inference mode do not count it."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+# --- Several tensors as one block of bytes, which travels as one message ----------------------------------------------
+
+
+_HOST: Final = torch.device("cpu")
+_ALIGNMENT: Final = 16  # bytes; a packed tensor starts at a multiple, so that it can be viewed as any dtype
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy tensors into one block of bytes on the host.
+
+    From a device that computes on its own the copies are only queued, on its current stream: see `devices`.
+    """
+    device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
+    specs = [spec_of(tensor) for tensor in tensors]
+    if len(tensors) > 1 and _is_uniform(specs):
+        with torch.no_grad():
+            stacked = torch.stack(list(tensors))
+        if device is _HOST:
+            return stacked.reshape(-1).view(torch.uint8)
+        tensors, specs = [stacked], [spec_of(stacked)]
+    packed = devices.host_memory(packed_bytes(specs), device)
+    for copy, tensor in zip(unpack(packed, specs), tensors, strict=True):
+        copy.copy_(tensor.detach(), non_blocking=True)
+    return packed
+
+
+def packed_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return the size of a block that `pack` makes."""
+    if _is_uniform(specs):
+        return sum(spec.num_bytes for spec in specs)
+    return sum(_aligned(spec.num_bytes) for spec in specs)
+
+
+def unpack(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return views into a block, each with the shape and dtype of its spec."""
+    views, start, uniform = [], 0, _is_uniform(specs)
+    for spec in specs:
+        views.append(packed[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape))
+        start += spec.num_bytes if uniform else _aligned(spec.num_bytes)
+    return views
+
+
+def unpack_copies(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return copies of what lies in a block, which do not keep it alive."""
+    if len(specs) > 1 and _is_uniform(specs):
+        stacked = packed.view(specs[0].dtype).view(len(specs), *specs[0].shape)
+        copies: tuple[torch.Tensor, ...] = torch.ops.aten.unbind_copy.int(stacked)
+        return list(copies)
+    return [view.clone() for view in unpack(packed, specs)]
+
+
+def _is_uniform(specs: Sequence[TensorSpec]) -> bool:
+    """Whether all are of one shape and dtype: such tensors lie one behind the other, without gaps."""
+    first = specs[0] if specs else None
+    return all(spec is first or (spec.shape, spec.dtype) == (first.shape, first.dtype) for spec in specs if first)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# --- How a rank says that a value has no gradient: the gradient message carries a NaN that no operation makes ---------
+# Each value that is sent forward is answered by one gradient message. If the loss does not depend on the value, its
+# gradient is `None` in a single process, and optimizers skip the weights behind it; with zeros they would decay and
+# move. So the message has its usual length, and every element is one reserved NaN pattern that means `None`: processors
+# generate one NaN of their own and otherwise propagate the NaNs of their inputs, and this one is never an input.
+#
+# Types of one byte have no such NaN, and values without elements no room for it: there the gradient is zeros.
+
+
+_Sentinel = tuple[Callable[[int], Any], int, torch.dtype]
+"""A function that reads a word of memory, the bits of the NaN, and the type of the word."""
+
+_SINGLE: Final[_Sentinel] = (c_uint32.from_address, 0x7FD3A5C1, torch.int32)
+_DOUBLE: Final[_Sentinel] = (c_uint64.from_address, 0x7FFD3A5C1B2E4D97, torch.int64)
+_SENTINELS: Final[dict[torch.dtype, _Sentinel]] = {
+    torch.bfloat16: (c_uint16.from_address, 0x7FD3, torch.int16),
+    torch.float16: (c_uint16.from_address, 0x7ED3, torch.int16),
+    torch.float32: _SINGLE,
+    torch.float64: _DOUBLE,
+    torch.complex64: _SINGLE,
+    torch.complex128: _DOUBLE,
+}
+
+
+def none_gradient_message(spec: TensorSpec) -> torch.Tensor:
+    """Return the message that stands for the gradient `None`; only its bytes count."""
+    sentinel = _SENTINELS.get(spec.dtype)
+    if sentinel is None:
+        return torch.zeros(spec.num_bytes, dtype=torch.uint8, device="cpu")
+    _, bits, word = sentinel
+    return torch.full((spec.num_bytes // word.itemsize,), bits, dtype=word, device="cpu")
+
+
+def is_none_gradient(received: torch.Tensor, spec: TensorSpec) -> bool:
+    """Return whether a message, as it lies in the host's memory without gaps, says that there is no gradient."""
+    sentinel = _SENTINELS.get(spec.dtype)
+    if sentinel is None or not spec.num_bytes:
+        return False
+    read_word, bits, word = sentinel
+    # Compare the first word in Python: nearly every message differs there, and a torch operation costs ten times more.
+    return read_word(received.data_ptr()).value == bits and bool((received.view(-1).view(word) == bits).all())

@@ -13,34 +13,37 @@ from torch import nn
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.partition.search import assign, partition
-from smpkit.torch.announce import announce
-from smpkit.torch.comm import CommGroup
-from smpkit.torch.deadline import report_failure, waiting
-from smpkit.torch.initialize import channel_group
-from smpkit.torch.partitioning.apply import holders_of, keep_local_parameters
-from smpkit.torch.partitioning.delayed import is_delayed
-from smpkit.torch.partitioning.manual import manual_placement
-from smpkit.torch.partitioning.measure import MeasureOptions, measure
-from smpkit.torch.partitioning.trace import TrialStep, measure_units, run_fake, units_of
+from smpkit.torch.core.announce import announce
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import map_tensors, signature
+from smpkit.torch.distributed.deadline import report_failure, waiting
+from smpkit.torch.distributed.init import channel_group
+from smpkit.torch.distributed.objects import CommGroup
+from smpkit.torch.distributed.recorder import current_recorder
+from smpkit.torch.pipeline.batch_broadcast import InputBroadcast
+from smpkit.torch.pipeline.channels import P2PChannels, has_channels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
-from smpkit.torch.pipeline.elsewhere import mark_nonresident_parameters
 from smpkit.torch.pipeline.executor import Executor, Policy
-from smpkit.torch.pipeline.inputs import InputBroadcast
-from smpkit.torch.pipeline.lanes import P2PChannels, has_channels
-from smpkit.torch.pipeline.located import current_microbatch
-from smpkit.torch.pipeline.random import RandomStreams
-from smpkit.torch.pipeline.specs import map_tensors, signature
-from smpkit.torch.pipeline.stage import StageContext
-from smpkit.torch.pipeline.tied import TiedTensor, find_tied
+from smpkit.torch.pipeline.random_streams import RandomStreams
+from smpkit.torch.pipeline.stage_context import StageContext
+from smpkit.torch.pipeline.stage_parameters import (
+    TiedTensor,
+    find_tied,
+    mark_nonresident_parameters,
+    parameters_as_stage_tensors,
+)
+from smpkit.torch.pipeline.stage_tensor import current_microbatch
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled
-from smpkit.torch.pipeline.weights import parameters_as_stage_tensors
-from smpkit.torch.recorder import current_recorder
-from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.agreement import common_seed
+from smpkit.torch.placement.delayed import is_delayed
+from smpkit.torch.placement.manual import manual_placement
+from smpkit.torch.placement.measure import MeasureOptions, measure
+from smpkit.torch.placement.placement import holders_of, keep_local_parameters
+from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
+from smpkit.torch.tensor_parallel.model_check import common_seed
 
 if TYPE_CHECKING:
-    from smpkit.torch.splitting import MicrobatchCall, MicrobatchCalls
+    from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls
 
 __all__ = ["Pipeline"]
 

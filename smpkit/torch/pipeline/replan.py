@@ -26,10 +26,10 @@ from smpkit.plan.schedule.actions import Costs, Schedule, from_json, to_json
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.simulate import simulate
+from smpkit.torch.core.tensor_spec import spec_of
+from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH, P2PTransfer
 from smpkit.torch.pipeline.messages import Tag
-from smpkit.torch.pipeline.record import TRANSFERS_PER_MICROBATCH, P2PTransfer
-from smpkit.torch.pipeline.specs import spec_of
-from smpkit.torch.pipeline.stage import StageContext
+from smpkit.torch.pipeline.stage_context import StageContext
 
 __all__ = ["Meter", "Trial", "replan"]
 

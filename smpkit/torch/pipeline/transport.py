@@ -16,6 +16,7 @@ import contextlib
 import logging
 import pickle
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -24,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 from smpkit.errors import SmpkitError, UsageError
-from smpkit.torch import devices
-from smpkit.torch.containers import pickled
-from smpkit.torch.deadline import explain_error
-from smpkit.torch.pipeline.absent import is_none_gradient, none_gradient_message
-from smpkit.torch.pipeline.buffers import HostBuffers
+from smpkit.torch.core import devices
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, permute_to_memory
+from smpkit.torch.core.tree import pickled
+from smpkit.torch.distributed.deadline import explain_error
+from smpkit.torch.pipeline.message_order import TRANSFERS_PER_MICROBATCH
 from smpkit.torch.pipeline.messages import (
     LEFT,
     NO_GRADIENT,
@@ -37,19 +39,94 @@ from smpkit.torch.pipeline.messages import (
     SentMessage,
     Tag,
     describe_message,
+    is_none_gradient,
+    none_gradient_message,
     version_of,
 )
-from smpkit.torch.pipeline.outbox import Outbox
-from smpkit.torch.pipeline.record import TRANSFERS_PER_MICROBATCH
-from smpkit.torch.pipeline.specs import TensorSpec, as_layout, permute_to_memory
-from smpkit.torch.state import state
 
 if TYPE_CHECKING:
-    from smpkit.torch.pipeline.lanes import P2PChannels, PendingReceive
-    from smpkit.torch.pipeline.record import P2PTransfer
-    from smpkit.torch.pipeline.timetable import Timetable
+    from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
+    from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable
 
-__all__ = ["ActionKey", "MessageRecorder", "Transport"]
+__all__ = ["ActionKey", "HostBuffers", "MessageRecorder", "Outbox", "Transport"]
+
+
+# --- Memory that messages arrive in, used again as soon as the last tensor in it is gone ------------------------------
+# A large block that is freed goes back to the system, and its next use costs a page fault per 4 KiB: for a message of 8
+# MiB about as long as copying it. Nobody can know how long a received value is needed: its graph saves it, the user's
+# code keeps it, a view of it is returned. So each block is lent as an array of its own, which torch holds as long as
+# any tensor uses its memory, and which gives the block back when it dies.
+
+
+_SMALLEST_BYTES: Final = 256 * 1024
+"""Below that, memory comes from what the process has at hand anyway."""
+
+
+class HostBuffers:
+    """The memory of one rank's received messages."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Any]] = {}
+        self._used: set[int] = set()
+        """Sizes in bytes that were asked for since the last `trim`."""
+
+    def take(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor of this shape and dtype, with whatever is in it."""
+        num_bytes = spec.num_bytes
+        if num_bytes < _SMALLEST_BYTES:
+            return torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
+        self._used.add(num_bytes)
+        free = self._free.setdefault(num_bytes, [])
+        block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+        lent = block.view()
+        weakref.finalize(lent, free.append, block).atexit = False
+        return torch.from_numpy(lent).view(spec.dtype).view(spec.shape)
+
+    def trim(self) -> None:
+        """Give up free memory of sizes that were not asked for since the last time: batches have changed."""
+        self._free = {num_bytes: blocks for num_bytes, blocks in self._free.items() if num_bytes in self._used}
+        self._used.clear()
+
+
+# --- Messages that wait until the device has copied their bytes to the host, which goes on with other work meanwhile --
+# They go out in the order in which they were given: at the next action that finds their copy over, or at the latest
+# when this rank is about to wait for another one, which may be waiting for just these. Where the bytes are there
+# already, as they always are on a CPU, a message goes out at once.
+
+
+class Outbox:
+    """What one rank has still to send.
+
+    Args:
+        send: called with `(packed, target, tag)`.
+    """
+
+    def __init__(self, send: Callable[[torch.Tensor, int, int], None]) -> None:
+        self._send = send
+        self._waiting: deque[tuple[torch.Event | None, torch.Tensor, int, int]] = deque()
+
+    def send(self, packed: torch.Tensor, target: int, tag: int, ready: torch.Event | None) -> None:
+        """Send a tensor of the host as soon as the device has come to `ready`; None: at once."""
+        if ready is None and not self._waiting:
+            self._send(packed, target, tag)
+        else:
+            self._waiting.append((ready, packed, target, tag))
+
+    def poll(self) -> None:
+        """Send what is ready, without waiting for anything."""
+        while self._waiting and devices.has_happened(self._waiting[0][0]):
+            self._send(*self._waiting.popleft()[1:])
+
+    def flush(self) -> None:
+        """Wait for the device, and send everything."""
+        while self._waiting:
+            ready, packed, target, tag = self._waiting.popleft()
+            devices.wait_for_event(ready)
+            self._send(packed, target, tag)
+
+
+# --- Send values and gradients between the ranks of one pipeline ------------------------------------------------------
+
 
 _log = logging.getLogger("smpkit")
 

@@ -14,16 +14,57 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.calls import Dispatch, ModuleCall, OriginalCall
-from smpkit.torch.deadline import add_error_context
-from smpkit.torch.partitioning.apply import names_by_module
-from smpkit.torch.pipeline.captured import active_collectors, add_collected, collector_key, returning_collected
-from smpkit.torch.pipeline.located import Current, StageTensor, current_microbatch, microbatch_between_units
-from smpkit.torch.pipeline.random import RandomStreams
-from smpkit.torch.pipeline.specs import tensors_in
-from smpkit.torch.pipeline.stage import StageContext
+from smpkit.torch.core.module_call import Dispatch, ModuleCall, OriginalCall
+from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES, tensors_in
+from smpkit.torch.distributed.deadline import add_error_context
+from smpkit.torch.pipeline.output_specs import active_collectors, add_collected, collector_key, returning_collected
+from smpkit.torch.pipeline.random_streams import RandomStreams
+from smpkit.torch.pipeline.stage_context import StageContext
+from smpkit.torch.pipeline.stage_tensor import Current, StageTensor, current_microbatch, microbatch_between_units
+from smpkit.torch.placement.placement import names_by_module
 
-__all__ = ["install", "install_streams", "pp_rank_of", "pp_ranks_of", "refuse_compiled", "run_together"]
+__all__ = [
+    "install",
+    "install_streams",
+    "owner_of_operation",
+    "pp_rank_of",
+    "pp_ranks_of",
+    "refuse_compiled",
+    "run_together",
+]
+
+
+# --- Where an operation between units runs: with its parameter, else with its data ------------------------------------
+
+
+def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageContext) -> int:
+    """Return the owner of a parameter among the arguments, else where most bytes are, and then on the later rank."""
+    only = None if kwargs else _only_owner(args)
+    if only is not None:
+        return only
+    weights: dict[int, int] = {}
+    for tensor in tensors_in((args, kwargs)):
+        if type(tensor) is StageTensor:
+            weights[tensor.owner] = weights.get(tensor.owner, 0) + tensor.spec.num_bytes
+        elif isinstance(tensor, nn.Parameter) and (owner := stage.owner_of(tensor)) is not None:
+            return owner
+    return max(weights, key=lambda owner: (weights[owner], owner))
+
+
+def _only_owner(args: tuple[Any, ...]) -> int | None:
+    """Return the one owner of stage tensors among plain numbers, which is what most operations get; else None."""
+    owner = None
+    for argument in args:
+        kind = type(argument)
+        if kind is StageTensor and (owner is None or owner == argument.owner):
+            owner = argument.owner
+        elif kind not in NON_TENSOR_TYPES:
+            return None
+    return owner
+
+
+# --- Dispatch the calls of modules on a pipeline: the owner runs them, the others make placeholders -------------------
+
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _IN_VMAP: Final = ("vmap: called random operation", "BatchedTensorImpl")

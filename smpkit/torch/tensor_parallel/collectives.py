@@ -32,8 +32,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.deadline import waiting
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.deadline import waiting
 
 __all__ = [
     "add_to_checksum",

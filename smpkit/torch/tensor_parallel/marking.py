@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.creation import on_module_created
-from smpkit.torch.partitioning.delayed import delay_param_initialization
-from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.arguments import check_module
+from smpkit.torch.core.arguments import check_module
+from smpkit.torch.core.module_call import on_module_created
+from smpkit.torch.core.runtime import state
+from smpkit.torch.placement.delayed import delay_param_initialization
 
 __all__ = ["Marking", "marking_of", "model_creation", "set_tensor_parallelism", "tensor_parallelism"]
 

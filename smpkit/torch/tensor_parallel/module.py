@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.delayed import is_delayed, set_delayed_value
-from smpkit.torch.tensor_parallel.boundary import Layout, default_layout
-from smpkit.torch.tensor_parallel.shards import copy_mark_to, shard_of, take_shard
+from smpkit.torch.placement.delayed import is_delayed, set_delayed_value
+from smpkit.torch.placement.shards import copy_mark_to, shard_of, take_shard
+from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.tensor_parallel.arguments import check_callable
+from smpkit.torch.core.arguments import check_callable
 
 __all__ = [
     "CallArguments",
@@ -351,7 +351,7 @@ def _embedding_arguments(embedding: nn.Module) -> CallArguments:
 register(
     ReplacementRule(
         nn.Linear,
-        "smpkit.torch.tensor_parallel.linear.DistributedLinear",
+        "smpkit.torch.tensor_parallel.layers.linear.DistributedLinear",
         arguments=_linear_arguments,
         to_distributed=_same_names,
         from_distributed=_same_names,
@@ -360,7 +360,7 @@ register(
 register(
     ReplacementRule(
         nn.Embedding,
-        "smpkit.torch.tensor_parallel.embedding.DistributedEmbedding",
+        "smpkit.torch.tensor_parallel.layers.embedding.DistributedEmbedding",
         arguments=_embedding_arguments,
         to_distributed=_same_names,
         from_distributed=_same_names,

@@ -7,27 +7,34 @@ replace     each parameter becomes this rank's piece of it, one at a time
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from smpkit.errors import ConfigError, UnsupportedError, UsageError
-from smpkit.torch.announce import announce
-from smpkit.torch.partitioning.delayed import delay_param_initialization, is_delayed
-from smpkit.torch.partitioning.manual import inherit_partition
-from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.agreement import ModelComparison, compare_models
-from smpkit.torch.tensor_parallel.calls import wrap_forward
+from smpkit.torch.core.announce import announce
+from smpkit.torch.core.runtime import state
+from smpkit.torch.placement.delayed import (
+    delay_param_initialization,
+    initial_values,
+    initialize,
+    is_delayed,
+    set_initializer,
+)
+from smpkit.torch.placement.manual import inherit_partition
+from smpkit.torch.tensor_parallel.hf_plan.apply import apply_tp_plan, has_tp_plan
 from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, marking_of
-from smpkit.torch.tensor_parallel.module import DistributedModule
-from smpkit.torch.tensor_parallel.plan_styles import apply_tp_plan, has_tp_plan
+from smpkit.torch.tensor_parallel.model_check import ModelComparison, compare_models
+from smpkit.torch.tensor_parallel.module import DistributedModule, global_shape, load_shard
 from smpkit.torch.tensor_parallel.registry import (
     ReplacementRule,
     Rewrite,
+    Translation,
     argument_names,
     arguments_of,
     register_rewrite,
@@ -35,10 +42,176 @@ from smpkit.torch.tensor_parallel.registry import (
     rule_for,
     with_overrides,
 )
-from smpkit.torch.tensor_parallel.successors import record_replacement
-from smpkit.torch.tensor_parallel.weights import load_replacement_weights
+from smpkit.torch.tensor_parallel.replaced import record_replacement
 
-__all__ = ["applied_rule_of", "distribute", "distribute_without_weights", "replacement_stubs"]
+__all__ = [
+    "applied_rule_of",
+    "distribute",
+    "distribute_without_weights",
+    "load_replacement_weights",
+    "replacement_stubs",
+    "wrap_forward",
+]
+
+
+# --- Call a distributed module as the module whose place it took was called -------------------------------------------
+
+
+def wrap_forward(
+    module: nn.Module,
+    forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]] | None,
+    return_hook: Callable[[Any], Any] | None,
+) -> None:
+    """Let a module's forward take and return what other conventions say.
+
+    Args:
+        forward_hook: from the arguments of a call to those of the module's own forward.
+        return_hook: from the module's own result to that of a call.
+    """
+    if forward_hook is not None or return_hook is not None:
+        # On the instance, where nn.Module looks first: hooks that users register see the values they know.
+        object.__setattr__(module, "forward", _WrappedForward(module, forward_hook, return_hook))
+
+
+class _WrappedForward:
+    """The forward of one module; an object, because copies of a module copy it with them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]] | None,
+        return_hook: Callable[[Any], Any] | None,
+    ) -> None:
+        self._module = module
+        self._forward_hook = forward_hook
+        self._return_hook = return_hook
+        if forward_hook is not None:
+            self.__signature__ = inspect.signature(forward_hook)  # for those who ask which arguments a model takes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_hook is not None:
+            made_args, made_kwargs = self._forward_hook(*args, **kwargs)
+            args, kwargs = tuple(made_args), dict(made_kwargs)
+        result = type(self._module).forward(self._module, *args, **kwargs)
+        return result if self._return_hook is None else self._return_hook(result)
+
+
+# --- Give a distributed module the weights of the one whose place it takes, without ever holding two whole models -----
+
+
+def load_replacement_weights(
+    root: nn.Module,
+    name: str,
+    module: nn.Module,
+    replacement: nn.Module,
+    translation: Translation | None,
+    comparison: ModelComparison,
+) -> None:
+    """Fill `replacement` with this rank's pieces of what `module` has, or of what it would be initialised with.
+
+    Where `module` has no memory yet, `replacement` gets its own when the model is placed. Without a translation it is
+    initialised by itself.
+
+    Args:
+        root: the model, `name` that of `module` in it.
+    """
+    source = _OriginalState(root, name, module, comparison.seed)
+    is_delayed_source = source.is_delayed
+    if translation is not None:
+
+        def fill(wanted: Collection[int], device: torch.device) -> None:
+            source.device = device
+            _load_shards(replacement, source, translation, wanted, comparison)
+
+        set_initializer(replacement, fill)
+    if not is_delayed_source:
+        parameters = list(replacement.parameters())
+        device = next((each.device for each in module.parameters()), state.device)
+        initialize(replacement, parameters, device, comparison.seed)
+
+
+def _load_shards(
+    replacement: nn.Module,
+    source: _OriginalState,
+    translation: Translation,
+    wanted: Collection[int],
+    comparison: ModelComparison,
+) -> None:
+    """Fill those parameters (by id) of a distributed module that are wanted, one after the other, and its buffers.
+
+    Raises:
+        UsageError: the translation makes a name or a shape that the distributed module has not.
+    """
+    own_tensors: dict[str, torch.Tensor] = dict(replacement.named_parameters(remove_duplicate=False))
+    saved = replacement.state_dict(keep_vars=True)
+    own_tensors.update({name: buffer for name, buffer in replacement.named_buffers() if name in saved})
+    done: set[int] = set()
+    for name, made in translation(source, replacement):
+        tensor = own_tensors.get(name)
+        if tensor is None:
+            raise UsageError(f"a translation made `{name}`, which {type(replacement).__name__} does not have")
+        if id(tensor) in done or (isinstance(tensor, nn.Parameter) and id(tensor) not in wanted):
+            continue
+        whole = made() if callable(made) else made
+        if whole.shape != global_shape(tensor):
+            raise UsageError(
+                f"a translation made `{name}` of {type(replacement).__name__} {list(whole.shape)},"
+                f" not {list(global_shape(tensor))}"
+            )
+        _load(tensor, comparison.first(whole), source.device)
+        done.add(id(tensor))
+
+
+def _load(tensor: torch.Tensor, whole: torch.Tensor, device: torch.device) -> None:
+    load_shard(tensor, whole)
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
+
+
+class _OriginalState(Mapping[str, torch.Tensor]):
+    """The state dict of a module that is to be replaced; weights without memory are made anew when asked for."""
+
+    def __init__(self, root: nn.Module, name: str, module: nn.Module, seed: int) -> None:
+        self.device = state.device
+        self._root = root
+        self._seed = seed
+        self._values: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
+        self._owners: dict[int, tuple[str, nn.Module]] = {}
+        for owner_name, owner in module.named_modules(prefix=name):
+            for parameter in owner.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), (owner_name, owner))
+        self._last: dict[int, torch.Tensor] = {}
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a weight has no memory yet."""
+        return any(is_delayed(each) for each in self._values.values())
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        value = self._values[key]
+        if is_delayed(value):
+            return self._initialized(value)
+        return value.detach()
+
+    def _initialized(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what a parameter is initialised with; those of one module are made together and kept till the next."""
+        name, owner = self._owners[id(parameter)]
+        if id(parameter) not in self._last:
+            values = initial_values(self._root, name, owner, self.device, self._seed)
+            own = dict(owner.named_parameters(recurse=False))
+            self._last = {id(own[key]): value for key, value in values.items()}
+        return self._last[id(parameter)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+# --- Put distributed modules in the place of marked ones: what `smp.DistributedModel` does first under tensor
+# parallelism
+
 
 _ENTRY: Final = "_smp_entry"
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.deadline import waiting
-from smpkit.torch.pipeline.specs import map_tensors, spec_of
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import map_tensors, spec_of
+from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.tensor_parallel.collectives import checksum_of_collectives
 
 __all__ = ["CallConsistencyCheck"]

@@ -73,7 +73,7 @@ for module in (smp.exceptions, importlib.import_module("smdistributed.modelparal
 
 # Where there is no GPU, what says `cuda` stays on the CPU.
 if not torch.cuda.is_available():
-    torch.cuda.set_device(smpkit.torch.state.device if smp.is_initialized() else 0)
+    torch.cuda.set_device(smpkit.torch.core.runtime.device if smp.is_initialized() else 0)
     torch.cuda.synchronize()
     made = [
         torch.zeros(2, device="cuda"),

@@ -9,10 +9,10 @@ import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.offload import arena as arenas
-from smpkit.torch.offload import cuda, host
-from smpkit.torch.offload.arena import ALIGNMENT, Arena, Block
+from smpkit.torch.offload import build as host
+from smpkit.torch.offload import cuda
+from smpkit.torch.offload.arena import ALIGNMENT, LARGE_PAGE, Arena, Block
 from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
-from smpkit.torch.offload.pages import LARGE_PAGE
 
 
 def take(arena: Arena, num_bytes: int) -> Block:

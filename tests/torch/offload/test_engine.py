@@ -27,7 +27,7 @@ from tests.torch.offload.chains import (
     inputs,
     slow,
 )
-from tests.torch.offload_clock import ClockLink
+from tests.torch.offload.clock import ClockLink
 
 
 @pytest.mark.parametrize("lead", [1, 2, 5, 99, "auto"])

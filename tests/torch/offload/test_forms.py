@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from smpkit.torch.offload.forms import AUTOCAST_DTYPES, SpecCache
+from smpkit.torch.offload.hooks import AUTOCAST_DTYPES, SpecCache
 
 
 def test_what_is_alike_is_one_object_whether_or_not_it_is_in_doubt() -> None:

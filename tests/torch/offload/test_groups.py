@@ -17,7 +17,7 @@ from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 from smpkit.torch.offload.emulated import ThreadWait
 from smpkit.torch.offload.link import CopyBatch, Event
 from smpkit.torch.offload.prefetch import BackwardOrder
-from smpkit.torch.offload.record import StorageState
+from smpkit.torch.offload.saved_storage import StorageState
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, engine_on, inputs, slow
 from tests.torch.offload.streams import StreamLink
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload import cuda, scope
+from smpkit.torch.offload import cuda
+from smpkit.torch.offload import hooks as scope
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import ActivationEngine
-from smpkit.torch.offload.scope import HookContext
+from smpkit.torch.offload.hooks import HookContext
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, chain, engine_on, forward, gradients, inputs
 from tests.torch.offload.streams import StreamLink
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from smpkit.torch.offload import pages
-from smpkit.torch.offload.pages import Progress, mapped_bytes, touch, zero_bytes, zeros
+from smpkit.torch.offload import arena as pages
+from smpkit.torch.offload.arena import Progress, mapped_bytes, touch, zero_bytes, zeros
 
 PAGE = 2 << 20
 
@@ -120,7 +120,7 @@ def test_a_child_has_no_part_of_what_is_not_for_it() -> None:
     """A GPU would go on with pages that a write after the fork has moved elsewhere."""
     script = """
 import os, warnings
-from smpkit.torch.offload.pages import mapped_bytes
+from smpkit.torch.offload.arena import mapped_bytes
 warnings.simplefilter("ignore")
 for in_children in (True, False):
     memory = mapped_bytes(1 << 16, in_children=in_children)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload import scope
+from smpkit.torch.offload import hooks as scope
 from smpkit.torch.offload.arena import Arena, Block
 from smpkit.torch.offload.debug import CheckedEngine, CheckedHookContext, CheckedLink, RaceError
 from smpkit.torch.offload.emulated import EmulatedLink
+from smpkit.torch.offload.hooks import SavedTensorHandle
 from smpkit.torch.offload.link import CopyBatch, Event, Wait
-from smpkit.torch.offload.record import Group, SavedStorage
-from smpkit.torch.offload.scope import SavedTensorHandle
+from smpkit.torch.offload.saved_storage import Group, SavedStorage
 from tests.torch.offload.chains import BATCH, WIDTH, chain, forward, inputs
 from tests.torch.offload.streams import StreamLink
 

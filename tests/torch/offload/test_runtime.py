@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.pipeline.record import P2PTransfer
+from smpkit.torch.pipeline.message_order import P2PTransfer
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import run_ranks
 

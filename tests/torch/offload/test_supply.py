@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from smpkit.torch.offload import arena as arenas
-from smpkit.torch.offload import host
-from smpkit.torch.offload.arena import Arena, Block
+from smpkit.torch.offload import build as host
+from smpkit.torch.offload.arena import LARGE_PAGE, PAGE, Arena, Block, SlabProvider
 from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
-from smpkit.torch.offload.pages import LARGE_PAGE, PAGE, SlabProvider
 
 MIB = 1 << 20
 LAYER = 3 * MIB

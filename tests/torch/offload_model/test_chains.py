@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.emulated import EmulatedLink
-from smpkit.torch.offload_model.transfers import Traffic
+from smpkit.torch.offload_model.counted_link import Traffic
 from tests.transparency.huggingface_models import gpt2, llama
 
 CPU = torch.device("cpu")

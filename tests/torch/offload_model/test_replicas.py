@@ -11,8 +11,8 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.core.runtime import state
 from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
-from smpkit.torch.state import state
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import nn
 
 from smpkit import OffloadModel
 from smpkit.errors import UsageError
-from smpkit.torch.offload_model.slicing import slice_ends
+from smpkit.torch.offload_model.chain import slice_ends
 
 
 def layers(*sizes: int) -> list[nn.Module]:

@@ -14,10 +14,12 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.emulated import ThreadWait
 from smpkit.torch.offload.link import CopyBatch, Event
+from smpkit.torch.offload_model import counted_link as transfers
+from smpkit.torch.offload_model import kernels as workers
 from smpkit.torch.offload_model import optimizer as optimizers
-from smpkit.torch.offload_model import residence, transfers, workers
-from smpkit.torch.offload_model.parking import OffloadedTensor, TensorOffloader
-from smpkit.torch.offload_model.transfers import HostBuffers, Traffic, Transfers
+from smpkit.torch.offload_model import weights as residence
+from smpkit.torch.offload_model.activation_offload import OffloadedTensor, TensorOffloader
+from smpkit.torch.offload_model.counted_link import HostBuffers, Traffic, Transfers
 from tests.torch.offload.streams import Pending, StreamLink
 
 _WIDTH = 4

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from smpkit.torch.backward_start import RootGradients
+from smpkit.torch.core.microbatches import RootGradients
+from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.pipeline.backward import BackwardWork
-from smpkit.torch.pipeline.record import P2PTransfer
-from smpkit.torch.pipeline.specs import spec_of
+from smpkit.torch.pipeline.message_order import P2PTransfer
 
 
 def started(root: torch.Tensor, gradient: torch.Tensor | None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from smpkit.torch.pipeline.buffers import HostBuffers
-from smpkit.torch.pipeline.specs import TensorSpec
+from smpkit.torch.core.tensor_spec import TensorSpec
+from smpkit.torch.pipeline.transport import HostBuffers
 
 SIDE = 512
 

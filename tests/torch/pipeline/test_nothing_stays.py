@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smpkit.torch as smp
-from smpkit.torch.pipeline.stage import StageContext
+from smpkit.torch.pipeline.stage_context import StageContext
 from tests.ranks import run_ranks
 from tests.transparency.checkpointed_models import Variant, train
 

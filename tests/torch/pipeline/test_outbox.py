@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from smpkit.torch.pipeline.outbox import Outbox
+from smpkit.torch.pipeline.transport import Outbox
 
 
 class Event:

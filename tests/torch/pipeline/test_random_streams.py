@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from smpkit.torch import devices
-from smpkit.torch.pipeline.random import RandomStreams
+from smpkit.torch.core import devices
+from smpkit.torch.pipeline.random_streams import RandomStreams
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,11 @@ from smpkit.plan.schedule.list_scheduler import list_schedule
 from smpkit.plan.schedule.search import interleaved
 from smpkit.plan.schedule.simulate import simulate
 from smpkit.torch.pipeline.executor import _StepRunner
-from smpkit.torch.pipeline.outbox import Outbox
 from smpkit.torch.pipeline.replan import Meter, Trial, _better_schedule, _checked_schedule, _costs
-from smpkit.torch.pipeline.stage import StageContext
+from smpkit.torch.pipeline.stage_context import StageContext
+from smpkit.torch.pipeline.transport import Outbox
 from tests.ranks import run_ranks
-from tests.torch.test_executor import WIDTH, executor, start, train_step
+from tests.torch.pipeline.test_executor import WIDTH, executor, start, train_step
 
 CHAIN = SegmentGraph.chain(2, num_bytes=8)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from smpkit.torch.pipeline.ring import ReceivePool
+from smpkit.torch.pipeline.channels import ReceivePool
 
 CPU = torch.device("cpu")
 

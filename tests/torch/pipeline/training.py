@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import smpkit.torch as smp
-from smpkit.torch.containers import children
-from smpkit.torch.partitioning.trace import units_of
+from smpkit.torch.core.tree import children
 from smpkit.torch.pipeline.transport import Transport
-from smpkit.torch.step_output import StepOutput, collate
+from smpkit.torch.placement.trace import units_of
+from smpkit.torch.step import StepOutput, collate
 from tests.transparency.models import at_least
 from tests.transparency.pipeline_models import Case
 

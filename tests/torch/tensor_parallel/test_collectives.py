@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import smpkit.torch as smp
 from benchmarks.tensor_parallel.counted import counted
 from smpkit.errors import ConfigError, UsageError
-from smpkit.torch import devices
+from smpkit.torch.core import devices
 from smpkit.torch.tensor_parallel import collectives as c
-from smpkit.torch.tensor_parallel.boundary import Layout, enter_region
-from smpkit.torch.tensor_parallel.cross_entropy import _own_labels
-from smpkit.torch.tensor_parallel.dropout import ParallelDropout
+from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
+from smpkit.torch.tensor_parallel.layouts import Layout, enter_region
+from smpkit.torch.tensor_parallel.loss import _own_labels
 from tests.ranks import RankFailed, run_ranks
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.state import state
-from smpkit.torch.tensor_parallel.dropout import ParallelDropout
+from smpkit.torch.core.runtime import state
+from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
 from tests.ranks import run_ranks
 
 WIDTH, LENGTH, SAMPLES, MICROBATCHES = 16, 4, 2, 2

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.tensor_parallel.boundary import Layout
-from smpkit.torch.tensor_parallel.plan_styles import parallel_blocks, styles_of
-from smpkit.torch.tensor_parallel.shards import shard_of
+from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.tensor_parallel.hf_plan.apply import parallel_blocks, styles_of
+from smpkit.torch.tensor_parallel.layouts import Layout
 from tests.ranks import run_ranks
 from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, VOCABULARY, causal, gpt, samples
 
@@ -161,7 +161,7 @@ def test_losses_are_those_of_hugging_face() -> None:
     """Every argument of the loss means what it does there; without tensor parallelism logits are whole."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    from smpkit.torch.tensor_parallel.plan_head import causal_loss
+    from smpkit.torch.tensor_parallel.hf_plan.head import causal_loss
 
     smp.init({})
     numbers = torch.Generator().manual_seed(0)

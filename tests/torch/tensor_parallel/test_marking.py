@@ -9,7 +9,7 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.partitioning.delayed import is_delayed
+from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.tensor_parallel.marking import marking_of
 
 

@@ -14,7 +14,7 @@ from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.plan.memory import memory_of_ranks, shares_of
 from smpkit.plan.mesh import Mesh
 from smpkit.plan.partition.search import partition
-from smpkit.torch.partitioning.describe import describe
+from smpkit.torch.describe import describe
 from tests.ranks import run_ranks
 from tests.transparency.test_tensor_parallel_huggingface import BUILDERS, samples
 

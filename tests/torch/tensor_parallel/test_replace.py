@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
-from smpkit.torch.partitioning.delayed import initialize, is_delayed
+from smpkit.torch.placement.delayed import initialize, is_delayed
+from smpkit.torch.placement.shards import TpShard, mark, shard_of, take_shard
 from smpkit.torch.tensor_parallel import replace
-from smpkit.torch.tensor_parallel.embedding import DistributedEmbedding
-from smpkit.torch.tensor_parallel.linear import DistributedLinear
+from smpkit.torch.tensor_parallel.layers.embedding import DistributedEmbedding
+from smpkit.torch.tensor_parallel.layers.linear import DistributedLinear
 from smpkit.torch.tensor_parallel.registry import ReplacementRule, Rewrite, register, register_rewrite
-from smpkit.torch.tensor_parallel.shards import TpShard, mark, shard_of, take_shard
-from smpkit.torch.tensor_parallel.whole_state import join_state
+from smpkit.torch.tensor_parallel.state_dict import join_state
 from tests.ranks import RankFailed, run_ranks
 
 

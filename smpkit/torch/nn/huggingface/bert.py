@@ -8,7 +8,7 @@ import torch
 
 from smpkit.torch.nn.huggingface.heads import HuggingFaceEncoder, refuse_arguments, register_model
 from smpkit.torch.nn.huggingface.names import WeightMapping, packed, rename_inside, same
-from smpkit.torch.tensor_parallel.boundary import Layout, default_layout
+from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
 
 __all__ = [
     "register_encoder",

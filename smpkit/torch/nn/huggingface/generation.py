@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 from smpkit.errors import UnsupportedError, UsageError
-from smpkit.torch.deadline import waiting
-from smpkit.torch.state import state
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.tensor_parallel import collectives
-from smpkit.torch.tensor_parallel.boundary import Layout, check_same_shape, stack_layout
+from smpkit.torch.tensor_parallel.layouts import Layout, check_same_shape, stack_layout
 from smpkit.torch.tensor_parallel.replace import applied_rule_of
 
 __all__ = ["generate"]

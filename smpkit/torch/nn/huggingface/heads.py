@@ -14,12 +14,11 @@ from torch import nn
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.nn.huggingface.generation import generate
 from smpkit.torch.nn.huggingface.names import WeightMapping, translation
-from smpkit.torch.tensor_parallel.cross_entropy import gather_logits
-from smpkit.torch.tensor_parallel.lazy_logits import with_lazy_logits
-from smpkit.torch.tensor_parallel.lm_head import DistributedTransformerLMHead, Inputs
-from smpkit.torch.tensor_parallel.options import IGNORED_OPTIONS, LayerOptions, activation_of
+from smpkit.torch.tensor_parallel.layers.lm_head import DistributedTransformerLMHead, Inputs
+from smpkit.torch.tensor_parallel.layers.options import IGNORED_OPTIONS, LayerOptions, activation_of
+from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, LayerInputs
+from smpkit.torch.tensor_parallel.loss import gather_logits, with_lazy_logits
 from smpkit.torch.tensor_parallel.registry import ReplacementRule, register
-from smpkit.torch.tensor_parallel.transformer import DistributedTransformer, LayerInputs
 
 __all__ = ["HuggingFaceEncoder", "HuggingFaceLMHead", "lm_head_call", "refuse_arguments", "register_model"]
 

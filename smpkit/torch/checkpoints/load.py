@@ -1,0 +1,533 @@
+"""Modules under other names in a checkpoint than in the model, because tensor parallelism has replaced them in one.
+
+A replaced module's registration has translations of whole state dicts, both ways. They are given tensors that are read
+when they are asked for, so there is one whole tensor at a time; optimizer states translate as their parameters do.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.planner import Target, read_into
+from smpkit.torch.checkpoints.reader import PieceReader
+from smpkit.torch.checkpoints.state_entries import (
+    GROUPS,
+    MODEL,
+    SCALER,
+    STATES,
+    Chunk,
+    Model,
+    Optimizer,
+    chunks_in,
+    copy_chunks,
+    opaque_state_name,
+    optimizer_parameters,
+    parameter_names,
+    shard_positions,
+)
+from smpkit.torch.core.runtime import state
+from smpkit.torch.placement.delayed import allocate, defer_load, is_delayed
+from smpkit.torch.placement.dtensor import local_tensor_of
+from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
+from smpkit.torch.tensor_parallel.module import global_shape
+from smpkit.torch.tensor_parallel.registry import Translation
+from smpkit.torch.tensor_parallel.replace import replacement_stubs
+from smpkit.torch.tensor_parallel.state_dict import replaced_modules
+
+__all__ = [
+    "KeyMapping",
+    "TensorFactory",
+    "TensorSource",
+    "fp32_sources",
+    "is_half",
+    "key_mappings",
+    "load_loss_scale",
+    "load_model",
+    "load_optimizer",
+    "read_whole",
+]
+
+TensorFactory = Callable[[], torch.Tensor]
+"""Makes a whole tensor when it is wanted."""
+
+
+@dataclass(frozen=True)
+class KeyMapping:
+    """One such module.
+
+    Args:
+        prefix: what its names begin with, here and there.
+        in_checkpoint: its names in the checkpoint, without the prefix.
+        module: the distributed module, which the translation asks for its sizes.
+    """
+
+    prefix: str
+    in_checkpoint: tuple[str, ...]
+    module: nn.Module
+    translation: Translation
+
+    def factories(self, reader: PieceReader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
+        """Return what makes each whole tensor of the model's own state, by name.
+
+        Args:
+            full: the name in the checkpoint of what belongs to one of its names there. What is missing is left out.
+        """
+        items = reader.metadata.state_dict_metadata
+        names = {name: full(self.prefix + name) for name in self.in_checkpoint}
+        there = {name: each for name, each in names.items() if isinstance(items.get(each), TensorStorageMetadata)}
+        factories = self.translation(_LazyTensors(reader, there), self.module)
+        return {self.prefix + name: each if callable(each) else _constant(each) for name, each in factories}
+
+
+def key_mappings(root: nn.Module, names: Collection[str]) -> list[KeyMapping]:
+    """Return the modules of a model that a checkpoint with these names has under others."""
+    found = []
+    for prefix, module, ours, in_checkpoint, translation in _candidates(root):
+        inside = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        known = in_checkpoint is None or set(inside) <= in_checkpoint
+        if translation is not None and inside and known and not set(inside) <= ours:
+            found.append(KeyMapping(prefix, inside, module, translation))
+    return found
+
+
+_Candidate = tuple[str, nn.Module, AbstractSet[str], AbstractSet[str] | None, Translation | None]
+"""Prefix, distributed module, names here, possible names there (None: any), translation from there to here."""
+
+
+def _candidates(root: nn.Module) -> Iterator[_Candidate]:
+    for name, module, entry in replaced_modules(root):
+        # What the original's names were, only the translation knows.
+        yield _prefix(name), module, set(module.state_dict()), None, entry.to_distributed
+    if state.tp_size == 1:
+        for name, module, twin, entry in replacement_stubs(root):
+            yield _prefix(name), twin, set(module.state_dict()), set(twin.state_dict()), entry.from_distributed
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def read_whole(reader: PieceReader, name: str) -> torch.Tensor:
+    """Read one whole tensor of a checkpoint."""
+    item = reader.metadata.state_dict_metadata[name]
+    assert isinstance(item, TensorStorageMetadata)
+    tensor = torch.empty(item.size, dtype=item.properties.dtype, device="cpu")
+    zeros = (0,) * tensor.dim()
+    read_into(reader, {name: Target(tensor, [Chunk(zeros, tuple(item.size), zeros)])})
+    return tensor
+
+
+def _constant(tensor: torch.Tensor) -> TensorFactory:
+    return lambda: tensor
+
+
+class _LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors that are read when they are asked for; the last is kept, because parts of it may be wanted in turn."""
+
+    def __init__(self, reader: PieceReader, names: Mapping[str, str]) -> None:
+        self._reader = reader
+        self._names = names
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        full = self._names[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, read_whole(self._reader, full)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+# --- Float32 weights between jobs that keep them in different places --------------------------------------------------
+# In half precision a checkpoint has the model's rounded weights, and float32 masters beside the optimizer's moments.
+# With sharded data parallelism (and without half precision) the model's own weights are float32, and there are no
+# masters. What is float32 here comes from what is float32 there, wherever that is.
+
+
+TensorSource: TypeAlias = str | TensorFactory
+"""The name in the checkpoint, or what makes the whole tensor."""
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Tell whether a dtype is one that has masters."""
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def fp32_sources(root: nn.Module, sources: Mapping[str, TensorSource], reader: PieceReader) -> dict[str, TensorSource]:
+    """Return the masters in the checkpoint for those parameters, by name, that are not in half precision here.
+
+    Masters that only another host has are left out: the rounded weights do.
+    """
+    masters = _masters_in(reader)
+    wanted = {name: p for name, p in root.named_parameters(remove_duplicate=False) if not is_half(p.dtype)}
+    wanted = {name: parameter for name, parameter in wanted.items() if name in sources}
+    if not masters or not wanted:
+        return {}
+    found: dict[int, TensorSource] = {}
+    for name, parameter in wanted.items():
+        source = sources[name]
+        if isinstance(source, str) and source.removeprefix(MODEL) in masters:
+            found[id(parameter)] = masters[source.removeprefix(MODEL)]
+    there = {name.removeprefix(MODEL) for name in reader.metadata.state_dict_metadata if name.startswith(MODEL)}
+    for mapping in key_mappings(root, there):
+        factories = mapping.factories(reader, lambda name: masters.get(name, ""))
+        found |= {id(wanted[name]): factory for name, factory in factories.items() if name in wanted}
+    return {name: found[id(parameter)] for name, parameter in wanted.items() if id(parameter) in found}
+
+
+def _masters_in(reader: PieceReader) -> dict[str, str]:
+    """Return the names of the masters in a checkpoint, by that of their parameter."""
+    end = f".{MASTER_KEY}"
+    items = reader.metadata.state_dict_metadata
+    names = [name for name, item in items.items() if isinstance(item, TensorStorageMetadata)]
+    names = [name for name in names if name.startswith(STATES) and name.endswith(end) and not reader.is_missing(name)]
+    return {name.removeprefix(STATES).removesuffix(end): name for name in names}
+
+
+# --- Bring what a checkpoint holds into the wrapped model and optimizer: this rank's part, whatever ranks saved it ----
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MODEL) -> None:
+    """Fill the parameters and buffers that this rank holds, in place.
+
+    Parameters without memory yet are filled when the model is partitioned, and so are those whose files lie on other
+    hosts only: it may turn out that this rank does not hold them.
+
+    Args:
+        strict: names must be the same.
+        prefix: of the model's names in the checkpoint.
+
+    Raises:
+        CheckpointError: names or shapes are those of another model.
+    """
+    own = model.module.state_dict(keep_vars=True)
+    sources = _sources(model.module, own, reader, prefix, strict)
+    if prefix == MODEL:
+        sources |= fp32_sources(model.module, sources, reader)
+    _check_shapes(own, sources, reader)
+    unpartitioned = awaits_partition(model)
+    deferred = [
+        name
+        for name, source in sources.items()
+        if unpartitioned and (is_delayed(own[name]) or _is_missing(reader, source))
+    ]
+    _fill(model, reader, {name: source for name, source in sources.items() if name not in deferred})
+    if deferred:
+        defer_load(lambda: _fill(model, reader, {name: sources[name] for name in deferred}))
+    if state.optimizer is not None:
+        state.optimizer.refresh_masters()
+
+
+def awaits_partition(model: Model) -> bool:
+    """Tell whether the model is yet to be partitioned."""
+    return model.pipeline is not None and not model.partitioned
+
+
+def _is_missing(reader: PieceReader, source: TensorSource) -> bool:
+    return isinstance(source, str) and reader.is_missing(source)
+
+
+def _sources(
+    root: nn.Module, own: Mapping[str, Any], reader: PieceReader, prefix: str, strict: bool
+) -> dict[str, TensorSource]:
+    """Return where each entry of the model's state comes from, by name.
+
+    A tied weight may be in the checkpoint under any of its names (files of Hugging Face hold it under one).
+    """
+    there = {name.removeprefix(prefix) for name in reader.metadata.state_dict_metadata if name.startswith(prefix)}
+    found: dict[str, TensorSource] = {name: prefix + name for name in own if name in there}
+    for mapping in key_mappings(root, there):
+        there -= {mapping.prefix + name for name in mapping.in_checkpoint}
+        factories = mapping.factories(reader, lambda name: prefix + name)
+        found |= {name: factory for name, factory in factories.items() if name in own}
+    first = {id(own[name]): name for name in reversed(list(found)) if isinstance(own[name], nn.Parameter)}
+    found |= {name: found[first[id(value)]] for name, value in own.items() if name not in found and id(value) in first}
+    missing, surplus = sorted(own.keys() - found.keys()), sorted(there - own.keys())
+    if strict and (missing or surplus):
+        raise CheckpointError(
+            f"the checkpoint belongs to another model: missing {_some(missing)}, unexpected {_some(surplus)}",
+            hint="strict=False loads what fits",
+        )
+    return found
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(f"`{name}`" for name in names[:5]) + more
+
+
+def _check_shapes(own: Mapping[str, Any], sources: Mapping[str, TensorSource], reader: PieceReader) -> None:
+    wrong = []
+    for name, source in sources.items():
+        if not isinstance(source, str):
+            continue
+        value, there = own[name], reader.metadata.state_dict_metadata[source]
+        shape = tuple(global_shape(value)) if isinstance(value, torch.Tensor) else None
+        found = tuple(there.size) if isinstance(there, TensorStorageMetadata) else None
+        if shape != found:
+            wrong.append(f"`{name}` is {_text(shape)} here and {_text(found)} there")
+    if wrong:
+        raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(wrong[:5])}")
+
+
+def _text(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else str(list(shape))
+
+
+def _fill(model: Model, reader: PieceReader, sources: Mapping[str, TensorSource]) -> None:
+    own = model.module.state_dict(keep_vars=True)
+    held = {
+        name: own[name]
+        for name in sources
+        if not (isinstance(own[name], nn.Parameter) and not model.holds(own[name])) and not _is_meta(own[name])
+    }
+    live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
+    targets, objects, others = {}, {}, {}
+    filled: set[int] = set()
+    for name, value in held.items():
+        source = sources[name]
+        if not isinstance(value, torch.Tensor):
+            objects[name] = source
+            continue
+        tensor = value
+        if id(value) not in live:
+            tensor = others[name] = torch.empty_like(value)
+        elif id(value) in filled:
+            continue
+        filled.add(id(value))
+        if isinstance(source, str):
+            if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
+                allocate(tensor, state.device)
+            targets[source] = Target(local_tensor_of(tensor), chunks_in(value))
+        else:
+            _fill_from(tensor, name, source())
+    found = read_into(reader, targets, [source for source in objects.values() if isinstance(source, str)])
+    # What a module computes for its state dict, and its extra state, goes back through the module.
+    others |= {name: found[source] for name, source in objects.items() if isinstance(source, str)}
+    if others:
+        model.module.load_state_dict(others, strict=False)
+    if state.optimizer is not None:
+        state.optimizer.refresh_masters()  # its master weights do
+
+
+def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
+    if whole.shape != global_shape(tensor):
+        raise CheckpointError(
+            f"the checkpoint belongs to another model: `{name}` is {list(global_shape(tensor))} here and "
+            f"{list(whole.shape)} there"
+        )
+    if isinstance(tensor, nn.Parameter) and is_delayed(tensor):
+        allocate(tensor, state.device)
+    copy_chunks(local_tensor_of(tensor), whole, chunks_in(tensor))
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> None:
+    """Load the states of the parameters that this rank holds; all of a group's settings now, if not its states.
+
+    Raises:
+        CheckpointError: it is the state of another optimizer, or can be used with the degrees it was saved with only.
+    """
+    there = reader.metadata.state_dict_metadata
+    if GROUPS not in there:
+        _load_opaque(optimizer, reader)
+        return
+    groups = _groups(optimizer, read_into(reader, {}, [GROUPS])[GROUPS])
+    if awaits_partition(model):
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        defer_load(lambda: _load_states(optimizer, model, reader, groups))
+    else:
+        _load_states(optimizer, model, reader, groups)
+
+
+def load_loss_scale(optimizer: Optimizer, reader: PieceReader) -> None:
+    """Load of an optimizer's state the loss scale alone, where the checkpoint and the optimizer have one."""
+    if SCALER in reader.metadata.state_dict_metadata and optimizer.masters is not None:
+        optimizer.masters.scaler.load_state_dict(read_into(reader, {}, [SCALER])[SCALER])
+
+
+def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
+    """Return the saved groups with this optimizer's parameters."""
+    indices = {id(parameter): index for index, parameter in enumerate(optimizer_parameters(optimizer))}
+    own = [
+        [indices[id(optimizer.model_parameter(member))] for member in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    if not isinstance(saved, list) or len(saved) != len(own):
+        count = len(saved) if isinstance(saved, list) else "no"
+        raise CheckpointError(
+            f"the checkpoint is of an optimizer with {count} parameter groups, this one has {len(own)}",
+            hint="make the same parameter groups, or pass load_optimizer=False",
+        )
+    return [{**in_checkpoint, "params": ours} for in_checkpoint, ours in zip(saved, own, strict=True)]
+
+
+def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups: list[dict[str, Any]]) -> None:
+    by_parameter = _states_by_parameter(reader)
+    factories = _state_factories(model.module, reader, by_parameter)
+    parameters, names = optimizer_parameters(optimizer), parameter_names(optimizer, model)
+    masters = _Masters(optimizer, model, reader)
+    states: dict[int, dict[str, Any]] = {}
+    targets: dict[str, Target] = {}
+    objects: dict[str, list[tuple[int, str]]] = {}
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        if not model.owns(parameter):
+            continue
+        for key, factory in factories.get(name, {}).items():
+            if key != MASTER_KEY or masters.has(parameter):
+                states.setdefault(index, {})[key] = _local_part(factory(), parameter)
+        for key, full in _usable(name, () if name in factories else by_parameter.get(name, ()), parameter):
+            if key == MASTER_KEY and not masters.has(parameter):
+                continue
+            item = reader.metadata.state_dict_metadata[full]
+            if isinstance(item, TensorStorageMetadata):
+                targets[full] = _target(item, parameter)
+                states.setdefault(index, {})[key] = targets[full].tensor
+            else:
+                objects.setdefault(full, []).append((index, key))
+        source = masters.source_of(name, parameter) if MASTER_KEY not in states.get(index, {}) else None
+        if isinstance(source, str):
+            targets[source] = Target(torch.empty_like(parameter, dtype=torch.float32), chunks_in(parameter))
+            states.setdefault(index, {})[MASTER_KEY] = targets[source].tensor
+        elif source is not None:
+            states.setdefault(index, {})[MASTER_KEY] = _local_part(source(), parameter)
+    scalers = [name for name in (SCALER,) if name in reader.metadata.state_dict_metadata]
+    found = read_into(reader, targets, [*objects, *scalers])
+    for full, places in objects.items():
+        for index, key in places:
+            states.setdefault(index, {})[key] = found[full]
+    scaler = {} if SCALER not in found else {SCALER_KEY: found[SCALER]}
+    optimizer.load_state_dict({"state": states, "param_groups": groups, **scaler})
+
+
+class _Masters:
+    """Which parameters of an optimizer have masters here, and where in a checkpoint without masters they are."""
+
+    def __init__(self, optimizer: Optimizer, model: Model, reader: PieceReader) -> None:
+        self._ids = set() if optimizer.masters is None else set(optimizer.masters.masters())
+        self._reader = reader
+        own = model.module.state_dict(keep_vars=True)
+        self._sources = _sources(model.module, own, reader, MODEL, strict=False) if self._ids else {}
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._ids
+
+    def source_of(self, name: str, parameter: torch.Tensor) -> TensorSource | None:
+        """Return the model's weight in the checkpoint, if it is finer than this one."""
+        source = self._sources.get(name) if self.has(parameter) else None
+        if isinstance(source, str):
+            item = self._reader.metadata.state_dict_metadata[source]
+            return source if isinstance(item, TensorStorageMetadata) and not is_half(item.properties.dtype) else None
+        return source
+
+
+def _state_factories(
+    root: nn.Module, reader: PieceReader, by_parameter: Mapping[str, list[str]]
+) -> dict[str, dict[str, TensorFactory]]:
+    """Return what makes the states of parameters that the checkpoint has under other names: by name and key."""
+    result: dict[str, dict[str, TensorFactory]] = {}
+    for mapping in key_mappings(root, by_parameter):
+        fulls = [full for name in mapping.in_checkpoint for full in by_parameter[mapping.prefix + name]]
+        keys = {full.rpartition(".")[2]: full for full in fulls}
+        for key, example in keys.items():
+            factories = mapping.factories(reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
+            item = reader.metadata.state_dict_metadata[example]
+            if isinstance(item, TensorStorageMetadata) and not item.size:
+                # A count of steps, say: the same for all parameters of the module.
+                factories = dict.fromkeys(_own_names(root, mapping), functools.partial(read_whole, reader, example))
+            for name, factory in factories.items():
+                result.setdefault(name, {})[key] = factory
+    return result
+
+
+def _own_names(root: nn.Module, mapping: KeyMapping) -> list[str]:
+    return [name for name, _ in root.named_parameters() if name.startswith(mapping.prefix)]
+
+
+def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's piece of the state of a parameter."""
+    if whole.dim() == 0 or whole.shape != global_shape(parameter):
+        return whole.clone()
+    piece = torch.empty(local_tensor_of(parameter).shape, dtype=whole.dtype, device=parameter.device)
+    copy_chunks(piece, whole, chunks_in(parameter))
+    return piece
+
+
+def _states_by_parameter(reader: PieceReader) -> dict[str, list[str]]:
+    """Return the names of the states in the checkpoint, by parameter; keys have no dots, parameters may have."""
+    found: dict[str, list[str]] = {}
+    for full in reader.metadata.state_dict_metadata:
+        if full.startswith(STATES):
+            found.setdefault(full.removeprefix(STATES).rpartition(".")[0], []).append(full)
+    return found
+
+
+def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterable[tuple[str, str]]:
+    """Iterate over the states of a parameter that this rank can use: their keys, and their names.
+
+    Raises:
+        CheckpointError: one is for another tensor-parallel degree only.
+    """
+    here = "@".join(f"{index}of{size}" for index, size in shard_positions(parameter))
+    usable, foreign = {}, set()
+    for full in states:
+        key, _, place = full.removeprefix(f"{STATES}{name}.").partition("@")
+        if place in ("", here):
+            usable[key] = full
+        else:
+            foreign.add(key)
+    if lacking := sorted(foreign - usable.keys()):
+        raise CheckpointError(
+            f"the optimizer's `{lacking[0]}` of `{name}` has not the shape of its parameter, so it is good for the "
+            "degrees it was saved with only",
+            hint="resume with those, or with load_optimizer=False",
+        )
+    return usable.items()
+
+
+def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
+    """Return the memory for a state: divided as the parameter is if the whole ones have the same shape."""
+    shape = tuple(item.size)
+    if shape and shape == tuple(global_shape(parameter)):
+        tensor = torch.empty(local_tensor_of(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
+        return Target(tensor, chunks_in(parameter))
+    zeros = (0,) * len(shape)
+    return Target(torch.empty(shape, dtype=item.properties.dtype, device="cpu"), [Chunk(zeros, shape, zeros)])
+
+
+def _load_opaque(optimizer: Optimizer, reader: PieceReader) -> None:
+    """Load the state of an optimizer whose state dict is of its own making, as it was saved."""
+    name = opaque_state_name()
+    if name not in reader.metadata.state_dict_metadata:
+        if state.rank == 0:
+            text = f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew"
+            warnings.warn(text, stacklevel=6)
+        return
+    optimizer.load_state_dict(read_into(reader, {}, [name])[name])

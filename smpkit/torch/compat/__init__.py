@@ -1,0 +1,1 @@
+"""What other libraries expect: `torch.cuda` on the CPU, Hugging Face's Trainer, SMP v1's helpers."""

@@ -1,0 +1,246 @@
+"""Hugging Face's `Trainer` under SMP: what its own SageMaker branch leaves undone, or does for GPUs only.
+
+`Trainer` trains with SMP by itself if `is_sagemaker_mp_enabled()`: it wraps the model and the optimizer, runs its step
+through `smp.step`, saves and resumes (transformers 4.4 to 5). Between the releases that SMP v1 was tested with and
+those of today that branch has fallen behind the code around it. `Trainer` is therefore replaced by a subclass of
+itself as it is loaded, whose methods each say what they mend:
+
+================================= ====================================================================================
+place                             without it
+================================= ====================================================================================
+`args.device`                     is always `cuda`
+the accelerator                   takes every rank for a replica: other data on each, metrics gathered from all
+the model                         is wrapped once more to evaluate it, which raises
+the optimizer                     is never made where the model is wrapped (transformers 5)
+the optimizer, prepared           is wrapped once more, and its `local_state_dict` with it
+the norm of gradients             is that of this rank's part of the model
+the random state                  is written to one file by all ranks of a pipeline at once
+resuming from `model.safetensors` looks for `pytorch_model.bin`
+================================= ====================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from smpkit.torch.checkpoints.save_load import read_file
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tree import map_leaves
+from smpkit.torch.distributed.objects import CommGroup, allgather
+from smpkit.torch.model import DistributedModel
+from smpkit.torch.optim.gradient_norm import clip_grad_norm_
+from smpkit.torch.optimizer import DistributedOptimizer
+
+__all__ = ["SmpTrainer", "install"]
+
+_MODULE: Final = "transformers.trainer"
+_LAUNCHERS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMPI_", "PMI_", "MPI_", "MV2_", "PMIX_")
+"""Beginnings of variables from which accelerate concludes that this process is one of several."""
+
+
+class SmpTrainer:
+    """The overriding half of the class that stands for `transformers.Trainer`; `super()` is the original."""
+
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    model_wrapped: Any
+
+    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **options: Any) -> None:
+        if args is not None:
+            _set_device(args)
+        super().__init__(model, args, *rest, **options)  # type: ignore[call-arg]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator one of a world that has a process for every replica of the model."""
+        _set_device(self.args)
+        _configure_accelerate()
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        _gather_over_replicas(self.accelerator)
+
+    def _wrap_model(self, model: Any, training: bool = True, **options: Any) -> Any:
+        if not isinstance(self.model_wrapped, DistributedModel):
+            self.model_wrapped = super()._wrap_model(model, training, **options)  # type: ignore[misc]
+        if training:
+            self.create_optimizer()
+        return self.model_wrapped
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        """Make the optimizer once: transformers 4 asks for it after the model is wrapped, transformers 5 never."""
+        if not isinstance(self.optimizer, DistributedOptimizer):
+            super().create_optimizer(*arguments, **options)  # type: ignore[misc]
+        return self.optimizer
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if state.mp_rank == 0:  # the ranks of one model share a file, and draw from the same stream between its parts
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not load_weights(self.model_wrapped, Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        best = getattr(self, "state").best_model_checkpoint  # noqa: B009  the Trainer's own state, not ours
+        if not load_weights(self.model_wrapped, Path(best)):
+            super()._load_best_model()  # type: ignore[misc]
+
+
+def load_weights(model: Any, folder: Path) -> bool:
+    """Load what `save_pretrained` left in a folder into a wrapped model, file by file; False if it left nothing."""
+    if not isinstance(model, DistributedModel):
+        return False
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        weights |= _weights_of(file)
+    if files:
+        # Tied weights are saved once and loaded wherever they are used, so names are missing by intention.
+        model.load_state_dict(weights, strict=False)
+    return bool(files)
+
+
+def _weights_of(file: Path) -> Mapping[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    weights: Mapping[str, torch.Tensor] = read_file(file, "cpu")
+    return weights
+
+
+# ---- the world, as accelerate sees it --------------------------------------------------------------------------------
+
+
+def _data_replicas() -> tuple[int, int, CommGroup]:
+    """Return (this one, how many there are, the group): processes with data of their own."""
+    if state.cfg.prescaled_batch:
+        return state.rdp_rank, state.rdp_size, CommGroup.RDP_GROUP
+    return state.dp_rank, state.dp_size, CommGroup.DP_GROUP
+
+
+def _set_device(args: Any) -> None:
+    """Set what the cached property `TrainingArguments._setup_devices` would find out: it knows `cuda` only."""
+    args.__dict__["_setup_devices"] = state.device
+    args.distributed_state = None
+    args._n_gpu = 1
+
+
+def _configure_accelerate() -> None:
+    """Make accelerate's state that of one process that shares the data with those of the other replicas."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    # mpirun's and torchrun's variables count ranks, and would make it gather, broadcast and shard over all of them.
+    with _environment_without(_LAUNCHERS):
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(state.device)
+        world = PartialState(cpu=state.device.type == "cpu")
+    world.process_index, world.num_processes, _ = _data_replicas()
+    world.local_process_index = state.local_rank
+
+
+@contextlib.contextmanager
+def _environment_without(prefixes: tuple[str, ...]) -> Iterator[None]:
+    saved = dict(os.environ)
+    for name in saved:
+        if name.startswith(prefixes):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def _gather_over_replicas(accelerator: Any) -> None:
+    """Let an accelerator gather from the replicas and clip by the whole model's norm; the rest of its work SMP does."""
+    _, replicas, group = _data_replicas()
+
+    def gathered(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        pieces = allgather(value.detach().cpu(), group) if replicas > 1 else [value]
+        return torch.cat([piece.reshape(-1) if piece.dim() == 0 else piece for piece in pieces]).to(value.device)
+
+    def gather(tensor: Any) -> Any:
+        return map_leaves(gathered, tensor)
+
+    def pad(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        return map_leaves(lambda value: _pad(value, dim, pad_index, pad_first, group), tensor)
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.gather = gather
+    if replicas > 1:
+        accelerator.pad_across_processes = pad
+
+
+def _pad(value: Any, dim: int, pad_index: int, pad_first: bool, group: CommGroup) -> Any:
+    """Lengthen a tensor along `dim` to the longest of the group's."""
+    if not isinstance(value, torch.Tensor) or dim >= value.dim():
+        return value
+    missing = max(allgather(value.shape[dim], group)) - value.shape[dim]
+    shape = list(value.shape)
+    shape[dim] = missing
+    padding = value.new_full(shape, pad_index)
+    return torch.cat([padding, value] if pad_first else [value, padding], dim)
+
+
+# ---- put in place ----------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Replace `Trainer` once its module is loaded, whether that has begun or not."""
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+    elif "Trainer" not in vars(module):  # it imports us just now, and has its class later
+        module.__class__ = _LoadingModule
+
+
+def _replace(module: ModuleType) -> None:
+    original = vars(module)["Trainer"]
+    if not issubclass(original, SmpTrainer):
+        names = {"__module__": original.__module__, "__qualname__": "Trainer", "__doc__": original.__doc__}
+        module.__dict__["Trainer"] = type("Trainer", (SmpTrainer, original), names)
+
+
+class _LoadingModule(ModuleType):
+    """Replaces the class when somebody first reads it from outside, which is after the module is complete."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "Trainer" and name in super().__getattribute__("__dict__"):
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            _replace(self)
+        return ModuleType.__getattribute__(self, name)  # not `super()`: the class may just have changed
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if vars(module).get("is_sagemaker_mp_enabled", bool)():
+            _replace(module)
+
+
+class _Finder:
+    """Finds the module as Python would, and has the class replaced when it is loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.origin is None:
+            return spec
+        return importlib.util.spec_from_file_location(name, spec.origin, loader=_Loader(name, spec.origin))

@@ -1,0 +1,103 @@
+"""What happens between `module(...)` and its forward: where the call runs, and whether it is recomputed in backward.
+
+::
+
+    module(x)   nn.Module.__call__   ModuleCall   dispatch      checkpointing   the module's own call
+                                                  (a pipeline   (settings of    (hooks and forward,
+                                                   or streams)   the user's)     or compiled)
+
+Nothing is wrapped: names, classes and state dicts stay the user's, and copies of a module are plain modules again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+__all__ = ["CallWrapper", "Dispatch", "ModuleCall", "OriginalCall", "expose_original_forwards", "on_module_created"]
+
+OriginalCall = Callable[..., Any]
+CallWrapper = Callable[[OriginalCall], OriginalCall]
+"""Wraps a call in another."""
+Dispatch = Callable[[OriginalCall, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a call on the rank that holds its module; the others make placeholders."""
+
+
+class ModuleCall:
+    """The call of one module, in the slot that `module.compile()` fills.
+
+    `nn.Module.__call__` looks there first, and pickling and deep copies leave it out.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        compiled: OriginalCall | None = module._compiled_call_impl
+        self.original: OriginalCall = compiled if compiled is not None else module._call_impl
+        self.is_compiled = compiled is not None
+        """Whether `module.compile()` came first."""
+        self.dispatch: Dispatch | None = None
+        self.pp_ranks: frozenset[int] = frozenset()
+        """Pipeline ranks on which parts of the module lie; empty if it holds nothing or there is no pipeline."""
+        self.checkpointing: CallWrapper | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleCall:
+        """Return the module's call; one that is not there yet leaves no trace in the module."""
+        call = module._compiled_call_impl
+        return call if isinstance(call, ModuleCall) else cls(module)
+
+    @classmethod
+    def on(cls, module: nn.Module) -> ModuleCall:
+        """Return the module's call, in its place, so that what is set on it acts from now on."""
+        call = cls.of(module)
+        module._compiled_call_impl = call
+        return call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.checkpointing is None and self.dispatch is not None:  # nearly every call over a pipeline
+            return self.dispatch(self.original, args, kwargs)
+        return self.run(self.checkpointing, args, kwargs)
+
+    def run(self, wrapper: CallWrapper | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module with `wrapper` in place of its own checkpointing."""
+        original = self.original if wrapper is None else wrapper(self.original)
+        return original(*args, **kwargs) if self.dispatch is None else self.dispatch(original, args, kwargs)
+
+
+# --- Notice modules while they are made: what contexts around a model's construction stand on -------------------------
+
+
+@contextlib.contextmanager
+def on_module_created(callback: Callable[[nn.Module], object]) -> Iterator[None]:
+    """Call `callback` with every module that is created in this block; that of an inner block is called last."""
+    original_init = nn.Module.__init__
+
+    @functools.wraps(original_init)
+    def observed_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **kwargs)
+        callback(self)
+
+    nn.Module.__init__ = observed_init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = original_init  # type: ignore[method-assign]
+
+
+# --- `super()._orig_forward(...)`: how scripts of SMP v1 call the forward that their class overrides ------------------
+
+
+def expose_original_forwards(module: nn.Module) -> None:
+    """Make the `forward` of every class that a class of the model's derives from reachable as `_orig_forward`.
+
+    SMP v1 replaced `forward` on classes, so `super().forward()` recursed without end there, and its guide told scripts
+    to call `super()._orig_forward()`. Here both work.
+    """
+    bases = {base for part in module.modules() for base in type(part).__mro__[1:]}
+    for base in bases - {nn.Module, object}:
+        forward = vars(base).get("forward")
+        if forward is not None and "_orig_forward" not in vars(base):
+            setattr(base, "_orig_forward", forward)  # noqa: B010  classes have no such attribute, say type checkers

@@ -1,0 +1,244 @@
+"""What this process knows about the job: configuration, mesh, groups, device. `smp.state` is the one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.core.context import Launch
+from smpkit.torch.core.microbatches import StepProgress
+
+__all__ = ["ModuleManager", "Runtime", "State", "WrappedModel", "WrappedOptimizer", "state"]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What `smp.init()` made.
+
+    Args:
+        cfg: the evaluated configuration.
+        launch: who this process is.
+        mesh: the grid of all ranks.
+        groups: this rank's process group of each kind.
+        objects: all ranks, for CPU tensors: what `smp.send` and its kin use.
+    """
+
+    cfg: ModelParallelConfig
+    launch: Launch
+    mesh: Mesh
+    groups: Mapping[CommGroup, dist.ProcessGroup]
+    objects: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class ModuleManager:
+    """The part of SMP v1's object of this name that Hugging Face reads.
+
+    Args:
+        translate_functions: pairs of functions from a model's state dict to Hugging Face's and back. There is one where
+            tensor parallelism has replaced modules; its way back is nothing, for `load_state_dict` takes both.
+    """
+
+    translate_functions: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = ()
+
+
+class WrappedModel(Protocol):
+    """What the parts below `DistributedModel` ask of it: they must not import the class, which stands on them."""
+
+    module: nn.Module
+    partitioned: bool
+    pipeline: Any
+    data_parallel: Any
+    offloading: Any
+
+    def modules(self) -> Iterator[nn.Module]: ...
+    def local_parameters(self) -> Iterator[nn.Parameter]: ...
+    def owns(self, parameter: torch.Tensor) -> bool: ...
+    def run_post_step_hooks(self) -> None: ...
+    def step_inputs(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def begin_step(self, body: Callable[..., Any], call: Any) -> None: ...
+    def begin_microbatch(self, index: int) -> None: ...
+    def before_last_backward(self) -> None: ...
+    def training_step(self) -> AbstractContextManager[None]: ...
+    def end_step(self, run: StepProgress) -> None: ...
+    def abandon_step(self, error: BaseException) -> None: ...
+
+
+class WrappedOptimizer(Protocol):
+    """What the parts below `DistributedOptimizer` ask of it."""
+
+    optimizer: torch.optim.Optimizer
+    masters: Any
+    param_groups: list[dict[str, Any]]
+
+    def refresh_masters(self) -> None: ...
+    def drop_foreign_states(self) -> None: ...
+    def scale_for_backward(self) -> float: ...
+    def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor: ...
+    def local_state_dict(self, gather_if_shard: bool = ...) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
+
+
+class State:
+    """The process's place in the job; every attribute but the last four raises UsageError before `smp.init()`."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        """Set by `smp.init()`; the other attributes read it."""
+        self.model: WrappedModel | None = None
+        """The last model that was wrapped."""
+        self.optimizer: WrappedOptimizer | None = None
+        """The last optimizer that was wrapped."""
+        self.step: StepProgress | None = None
+        """The `@smp.step` call that runs now."""
+        self.tracing = False
+        """Whether the step runs on tensors without data, to measure the model."""
+        self.module_manager = ModuleManager()
+        """What Hugging Face's `save_pretrained` asks for the translation of state dicts; set with the model."""
+        self.reset_hooks: list[Callable[[], object]] = []
+        """Called by `smp.shutdown()`: what other modules keep for the life of the process groups."""
+
+    @property
+    def initialized(self) -> bool:
+        """Whether `smp.init()` has been called."""
+        return self.runtime is not None
+
+    @property
+    def _ready(self) -> Runtime:
+        if self.runtime is None:
+            raise UsageError(
+                "smp.init() has not been called", hint="call smp.init() first, before using any other smp call"
+            )
+        return self.runtime
+
+    @property
+    def cfg(self) -> ModelParallelConfig:
+        """The evaluated configuration, with defaults filled in."""
+        return self._ready.cfg
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of all ranks."""
+        return self._ready.mesh
+
+    @property
+    def launch(self) -> Launch:
+        """What the launcher told this process."""
+        return self._ready.launch
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self._ready.launch.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the job has."""
+        return self._ready.launch.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among those of this host."""
+        return self._ready.launch.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this host has."""
+        return self._ready.launch.local_size
+
+    @property
+    def timeout(self) -> timedelta:
+        """Deadline of every wait between ranks."""
+        return timedelta(seconds=self.cfg.timeout_seconds)
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU this process uses now, or the CPU.
+
+        Asked for at each use, because scripts call `torch.cuda.set_device(smp.local_rank())` after `smp.init()`.
+        """
+        self._ready  # noqa: B018 - raises before init
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def group(self, kind: CommGroup) -> list[int]:
+        """Return the global ranks of this rank's group of a kind, ascending."""
+        return list(self.mesh.group(kind, self.rank))
+
+    def process_group(self, kind: CommGroup) -> dist.ProcessGroup:
+        """Return this rank's group of a kind, for `torch.distributed`."""
+        return self._ready.groups[kind]
+
+    @property
+    def object_group(self) -> dist.ProcessGroup:
+        """All ranks, for CPU tensors."""
+        return self._ready.objects
+
+    def index(self, kind: CommGroup) -> int:
+        """Return this rank's position in its group of a kind."""
+        return self.mesh.index(kind, self.rank)
+
+    @property
+    def mp_rank(self) -> int:
+        """Position among the ranks that together hold one model."""
+        return self.index(CommGroup.MP_GROUP)
+
+    @property
+    def dp_rank(self) -> int:
+        """Position among the ranks that hold (parts of) the same pipeline partition."""
+        return self.index(CommGroup.DP_GROUP)
+
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline partition."""
+        return self.mesh.coordinates(self.rank).pp
+
+    @property
+    def tp_rank(self) -> int:
+        """Position among the ranks that share distributed modules."""
+        return self.mesh.coordinates(self.rank).tp
+
+    @property
+    def rdp_rank(self) -> int:
+        """Position among exact replicas."""
+        return self.mesh.coordinates(self.rank).rdp
+
+    @property
+    def mp_size(self) -> int:
+        """How many ranks together hold one model."""
+        return self.mesh.mp_size
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks hold (parts of) the same pipeline partition."""
+        return self.mesh.dp_size
+
+    @property
+    def pp_size(self) -> int:
+        """How many pipeline partitions there are."""
+        return self.mesh.pp_size
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks share distributed modules."""
+        return self.mesh.tp_size
+
+    @property
+    def rdp_size(self) -> int:
+        """How many exact replicas there are."""
+        return self.mesh.rdp_size
+
+
+state = State()
+"""The one state of this process (`smp.state`)."""

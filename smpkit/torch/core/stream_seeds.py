@@ -1,0 +1,76 @@
+"""Seeds of streams of random numbers: what tensor-parallel ranks have in common, and what is each one's own.
+
+Where ranks hold the same values they must draw the same numbers, and where each has samples of its own they must not.
+So a seed says two things: a number that all ranks of a tensor-parallel group have, and whether a salt of this
+rank is mixed in. From a generator that was seeded so, each rank knows that number without asking the others.
+
+[Note: numbers without draws] The number that comes next follows from the number before it, not from what was drawn
+meanwhile: ranks with samples of their own may draw more or less of them. The generator is seeded with it, so whatever
+restores the generator (recomputation by any checkpoint) restores the place in this row too.
+
+    bits    63      62 to 43    42 to 1     0
+            0       _TAG        number      whether the stream is closed, and its seed this rank's own
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from smpkit.torch.core.runtime import state
+
+__all__ = ["Seeds", "mix"]
+
+_WORD: Final = (1 << 64) - 1
+_SHIFT: Final = 43
+_TAG: Final = 0x9E377
+"""Tells these seeds from those that scripts choose."""
+_NUMBER: Final = (1 << _SHIFT) - 2
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The seeds of this rank.
+
+    Args:
+        rank_salt: mixed into the seeds of closed streams; 0 on the first rank, and where all have the same samples.
+    """
+
+    rank_salt: int = 0
+
+    @classmethod
+    def for_this_rank(cls) -> Seeds:
+        """Return them as the configuration asks for."""
+        if not state.initialized or state.tp_size == 1 or state.cfg.prescaled_batch or not state.tp_rank:
+            return cls()
+        return cls(mix(0, state.tp_rank) & _NUMBER)
+
+    def open(self, number: int) -> int:
+        """Return the seed of a stream from which what all ranks compute alike draws."""
+        return number & _NUMBER | _TAG << _SHIFT
+
+    def closed(self, number: int) -> int:
+        """Return the seed of a stream from which operations on this rank's values draw."""
+        return (number & _NUMBER ^ self.rank_salt) | _TAG << _SHIFT | 1
+
+    def number(self, seed: int) -> int:
+        """Return the number that all ranks have."""
+        return (seed ^ self.rank_salt if seed & 1 else seed) & _NUMBER
+
+    def after(self, seed: int) -> int:
+        """Return the seed of the same stream with the number that comes next."""
+        number = mix(self.number(seed), 0)
+        return self.closed(number) if seed & 1 else self.open(number)
+
+    @staticmethod
+    def is_stream_seed(seed: int) -> bool:
+        """Return whether a seed is one of these; a script's is not."""
+        return seed >> _SHIFT == _TAG
+
+
+def mix(value: int, key: int) -> int:
+    """Mix one more key in, to 64 bits, with the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    value = (value + key + 0x9E3779B97F4A7C15) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)

@@ -1,0 +1,240 @@
+"""What a rank knows of a value that another rank holds: its structure, shapes, dtypes and need of gradients.
+
+The first time a call meets arguments of given shapes, the rank that runs it tells the others what came out; from then
+on everyone makes the result's *placeholders* from memory, and nothing but tensor bytes travels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, Final
+
+import torch
+
+from smpkit.torch.core.tree import children, rebuild
+
+__all__ = [
+    "NON_TENSOR_TYPES",
+    "TensorSpec",
+    "as_layout",
+    "dense_spec_of",
+    "describe",
+    "map_tensors",
+    "permute_to_memory",
+    "signature",
+    "spec_of",
+    "spec_of_unwrapped",
+    "storage_of",
+    "tensors_in",
+    "to_layout",
+]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    num_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", self.dtype.itemsize * math.prod(self.shape))
+
+    @property
+    def without_gradient(self) -> TensorSpec:
+        return _interned(self.shape, self.stride, self.dtype, False)
+
+    @functools.cached_property
+    def as_sent(self) -> TensorSpec:
+        """What another rank gets of it: the order of its elements in memory stays, gaps do not travel.
+
+        So a transposed value is as transposed over there, and `is_contiguous` and `view` do what they do here.
+        """
+        if len(self.stride) != len(self.shape):  # not strided
+            return self
+        with torch._C.DisableTorchFunction():
+            dense = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta"))
+        return _interned(self.shape, dense.stride(), self.dtype, self.requires_grad)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """The dimensions from the one with the widest steps in memory to that with the smallest; None if as counted."""
+        dims = tuple(sorted(range(len(self.stride)), key=lambda dim: -self.stride[dim]))
+        return None if dims == tuple(range(len(dims))) else dims
+
+    @functools.cached_property
+    def dense_stride(self) -> tuple[int, ...]:
+        """The strides of memory that it arrives in, without gaps; torch is quicker with them than without."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    def __hash__(self) -> int:
+        return hash(self.shape)  # a part of each call's key: the shape alone tells nearly all of them apart
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _interned, (self.shape, self.stride, self.dtype, self.requires_grad)
+
+
+_INTERNED: Final[dict[tuple[Any, ...], TensorSpec]] = {}
+
+
+def _interned(*parts: Any) -> TensorSpec:
+    """Return the one TensorSpec with these parts, so that comparing equal ones costs nothing."""
+    spec = _INTERNED.get(parts)
+    if spec is None:
+        spec = _INTERNED[parts] = TensorSpec(*parts)
+    return spec
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Return shape, strides, dtype and need of gradients of a tensor; for a stage tensor, without its data."""
+    with torch._C.DisableTorchFunction():
+        return spec_of_unwrapped(tensor)
+
+
+def spec_of_unwrapped(tensor: torch.Tensor) -> TensorSpec:
+    """Return what `spec_of` does where no `__torch_function__` runs, which need not be turned off a second time."""
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    parts = (tensor.shape, strides, tensor.dtype, tensor.requires_grad)
+    return _INTERNED.get(parts) or _interned(*parts)
+
+
+def dense_spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Return the spec of a tensor as it would be without gaps; some ranks have a parameter's shape and no more."""
+    strides = torch.empty(tensor.shape, device="meta").stride()
+    return _interned(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
+
+
+def to_layout(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a tensor without gaps, and with its dimensions in memory in that order (None: as counted)."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    strides = _dense_strides(tensor.shape, order)
+    # Dimensions of one element may have kept what steps they had.
+    return (
+        tensor
+        if tensor.stride() == strides
+        else as_layout(permute_to_memory(tensor, order).contiguous(), tensor.shape, order)
+    )
+
+
+def permute_to_memory(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a tensor with its dimensions in the order in which memory has them (None: as counted)."""
+    return tensor if order is None else tensor.permute(order)
+
+
+def as_layout(
+    dense: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...] | None, strides: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Return memory without gaps as a tensor of that shape whose dimensions follow each other in it as `order` says.
+
+    Args:
+        strides: that come to the same, but for dimensions of one element; None: those that they would have.
+    """
+    return dense.as_strided(shape, _dense_strides(shape, order) if strides is None else strides)
+
+
+@functools.lru_cache(maxsize=256)
+def _dense_strides(shape: tuple[int, ...], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(range(len(shape)) if order is None else order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what tensors in the same memory have in common, as long as they live."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply `function` to every tensor in a nested container; everything else stays, and so does what does not change.
+
+    The common containers are taken apart here and not by `containers.children`: this runs for every call of every
+    layer on every rank.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    kind = type(value)
+    if kind in NON_TENSOR_TYPES:
+        return value
+    if kind is tuple:
+        parts = [map_tensors(function, part) for part in value]
+        return value if all(map(is_, parts, value)) else tuple(parts)
+    if kind is dict:
+        made = {key: map_tensors(function, part) for key, part in value.items()}
+        return value if all(map(is_, made.values(), value.values())) else made
+    if kind is list:
+        return [map_tensors(function, part) for part in value]
+    inside = children(value)
+    if inside is None:
+        return value
+    mapped = {key: map_tensors(function, part) for key, part in inside.items()}
+    return value if all(map(is_, mapped.values(), inside.values())) else rebuild(value, mapped)
+
+
+NON_TENSOR_TYPES: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -> Any:
+    """Append a hashable description of arguments to `key` and return them with `visit(tensor)` in each tensor's place.
+
+    Equal descriptions make results of equal structure and shapes. `visit` describes its tensor itself.
+    """
+    kind = type(value)
+    if kind in NON_TENSOR_TYPES:
+        key += kind, value  # the kind too: 1, 1.0 and True are equal
+        return value
+    if isinstance(value, torch.Tensor):
+        return visit(value)
+    if kind is tuple or kind is list:
+        key += kind, len(value)
+        parts = [describe(part, key, visit) for part in value]
+        return value if all(map(is_, parts, value)) else kind(parts)
+    inside = value if kind is dict else children(value)
+    if inside is None:
+        # An object of the user's: what it holds may matter, but only its kind can be compared between ranks.
+        key += (slice, value.start, value.stop, value.step) if kind is slice else (kind,)
+        return value
+    key += kind, len(inside), *inside
+    made = {name: describe(part, key, visit) for name, part in inside.items()}
+    if all(map(is_, made.values(), inside.values())):
+        return value
+    return made if kind is dict else rebuild(value, made)
+
+
+def signature(value: Any) -> tuple[Any, ...]:
+    """Return a hashable description of arguments that hold plain tensors."""
+    key: list[Any] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        key.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+        return tensor
+
+    describe(value, key, note)
+    return tuple(key)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nested container, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found

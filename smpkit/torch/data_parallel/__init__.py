@@ -1,0 +1,1 @@
+"""Data parallelism: gradient reduction, sharded optimizer state and sharded parameters."""

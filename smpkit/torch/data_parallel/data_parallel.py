@@ -1,0 +1,306 @@
+"""Keep replicas of a model equal: same values at the start, averaged gradients after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.runtime import state
+from smpkit.torch.data_parallel.buckets import ReduceTarget
+from smpkit.torch.data_parallel.reducer import CommHook, GradientReducer
+from smpkit.torch.data_parallel.replicas import broadcast_tensors, check_same_model
+from smpkit.torch.data_parallel.state_sharding import Zero1Partition
+from smpkit.torch.placement.placement import ParameterPlacement, place_parameters
+from smpkit.torch.placement.shards import shard_of
+
+if TYPE_CHECKING:
+    from smpkit.torch.core.microbatches import StepProgress
+    from smpkit.torch.data_parallel.join import JoinContext
+
+__all__ = ["DataParallel", "GradientScaling", "ReductionOptions", "broadcast_parameters", "replicate"]
+
+
+# --- Multiply gradients as they arise, so that averages of averages stay right (see the note in reducer.py) -----------
+
+
+class GradientScaling:
+    """Multiplies what every backward adds to the gradient of some parameters.
+
+    Args:
+        grad_scales: parameters, and what their gradients are multiplied by.
+    """
+
+    def __init__(self, grad_scales: Iterable[tuple[nn.Parameter, float]]) -> None:
+        self._grad_scales = [(parameter, grad_scale) for parameter, grad_scale in grad_scales if grad_scale != 1]
+        self._handles: dict[int, RemovableHandle] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in parameters that were frozen until now; a hook outlives freezing, unfreezing and casts."""
+        for parameter, grad_scale in self._grad_scales:
+            if parameter.requires_grad and id(parameter) not in self._handles:
+                self._handles[id(parameter)] = _register_scaling(parameter, grad_scale)
+
+    def release(self) -> None:
+        """Let go of the parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles, self._grad_scales = {}, []
+
+
+def _register_scaling(parameter: nn.Parameter, grad_scale: float) -> RemovableHandle:
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * grad_scale
+
+    handle: RemovableHandle = parameter.register_hook(scale)  # type: ignore[no-untyped-call]
+    return handle
+
+
+# --- Keep replicas of a model equal: same values at the start, averaged gradients after each step ---------------------
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are reduced.
+
+    Args:
+        overlapping: reduce during the last backward of a pass, not after it.
+        passes_per_reduction: passes whose gradients add up before they are reduced.
+        bucket_cap_bytes, gradient_as_bucket_view: see GradientReducer.
+        broadcast_buffers: copy the first replica's buffers to the others at the start of every training pass.
+    """
+
+    overlapping: bool
+    passes_per_reduction: int
+    bucket_cap_bytes: int
+    broadcast_buffers: bool
+    gradient_as_bucket_view: bool
+
+
+def replicate(
+    module: nn.Module, holders: Mapping[int, frozenset[int]], reduction: ReductionOptions
+) -> DataParallel | None:
+    """Make this rank's part of `module` equal to its replicas', and return what keeps it so; None if it has none.
+
+    Args:
+        holders: the pipeline ranks that hold each parameter (by its id); empty without a pipeline.
+    """
+    if state.cfg.ddp and state.dp_size > 1:
+        check_same_model(module)
+    placements = place_parameters(module, holders)
+    if all(each.replica_group is None and each.reduce_group is None and each.grad_scale == 1 for each in placements):
+        return None
+    return DataParallel(module, placements, reduction)
+
+
+class DataParallel:
+    """One rank's part of a model, and the ranks that hold the same.
+
+    A *pass* is one step with a backward, or outside steps one backward; every `passes_per_reduction`-th pass reduces.
+    """
+
+    shards_parameters = False
+    """Whether ranks hold parts of parameters, which every pass gathers."""
+
+    def __init__(
+        self, module: nn.Module, placements: Sequence[ParameterPlacement], reduction: ReductionOptions
+    ) -> None:
+        self.group: dist.ProcessGroup = state.process_group(CommGroup.DP_GROUP)
+        self.overlapping = reduction.overlapping
+        self.join_context: JoinContext | None = None
+        self._module = module
+        self._placements = placements
+        self._passes = 0
+        self._passes_per_reduction = reduction.passes_per_reduction
+        self._broadcast_buffers = reduction.broadcast_buffers and state.cfg.ddp and state.dp_size > 1
+        self.broadcast_state()
+        self.zero1 = Zero1Partition(placements) if state.cfg.shard_optimizer_state and state.cfg.ddp else None
+        self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
+        # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
+        # times, and a collective that one of them starts early would hold up the others' messages.
+        self._overlapped_reducer, self._end_reducer = (
+            GradientReducer(
+                [
+                    (each.name, each.parameter, self._reduce_target_of(each))
+                    for each in placements
+                    if each.reduce_group is not None and (len(each.pp_ranks) > 1) is late
+                ],
+                bucket_cap_bytes=reduction.bucket_cap_bytes,
+                as_view=reduction.gradient_as_bucket_view,
+            )
+            for late in (False, True)
+        )
+        self.reducers = [self._overlapped_reducer, self._end_reducer]
+
+    def _reduce_target_of(self, placement: ParameterPlacement) -> ReduceTarget:
+        return ReduceTarget(placement.reduce_group) if self.zero1 is None else self.zero1.reduce_target_of(placement)
+
+    def release(self) -> None:
+        """Let go of the parameters, when the groups come to their end."""
+        for reducer in self.reducers:
+            reducer.release()
+        self._grad_scaling.release()
+
+    def update_param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Let the parameter groups of an optimizer that was made before hold what this rank updates: as they are."""
+
+    def begin_step(self, training: bool) -> None:
+        """Get ready for the microbatches of a step."""
+        for reducer in self.reducers:
+            reducer.on_backward_end = None
+            reducer.cancel_overlap()
+        self._begin_pass(training)
+
+    def before_backward(self, run: StepProgress) -> None:
+        """Let the last backward of a step reduce while it runs."""
+        if not self._reduces_now():
+            return
+        if any(reducer.active for reducer in self.reducers):
+            # One backward more than last time: what is reduced already stays right, see the note in reducer.py.
+            self._finish()
+        elif run.is_last_backward:
+            self.before_last_backward()
+
+    def before_last_backward(self) -> None:
+        """Let the backward that comes next reduce while it runs."""
+        if self.overlapping and self._reduces_now():
+            self._overlapped_reducer.overlap_next_backward()
+
+    def end_step(self, run: StepProgress) -> None:
+        """Make gradients final, where the step had a backward and ends an accumulation."""
+        if run.total_backwards:
+            self._end_pass()
+
+    def abandon(self) -> None:
+        """Forget a step that an exception ended."""
+        for reducer in self.reducers:
+            reducer.abandon()
+
+    def begin_pass_outside_step(self, training: bool) -> None:
+        """Get ready for a forward and backward outside any step."""
+        if not torch.is_grad_enabled():
+            return
+        self._begin_pass(training)
+        for reducer in self.reducers:
+            reducer.on_backward_end = self._end_pass
+        if self.overlapping and self._reduces_now():
+            self._overlapped_reducer.overlap_next_backward()
+
+    def join_pass(self) -> None:
+        """Take part, without inputs, in what the other replicas do in one training pass (see `join`)."""
+        if self._broadcast_buffers:
+            self._broadcast_all_buffers(0)
+        if self._reduces_now():
+            for reducer in self.reducers:
+                reducer.join_reductions()
+        self._passes += 1
+
+    def broadcast_state(self, source: int = 0) -> None:
+        """Copy the parameters and buffers of the replica with dp_rank `source` to the others."""
+        broadcast_parameters(self._placements, self._rank_of(source))
+        if state.cfg.ddp and state.dp_size > 1:
+            self._broadcast_all_buffers(source)
+
+    def broadcast_masters(self, masters: Mapping[int, nn.Parameter], source: int) -> None:
+        """Copy the master weights (by the id of their parameter) of the replica with dp_rank `source` to the others."""
+        placements = [
+            replace(each, parameter=masters[key]) for each in self._placements if (key := id(each.parameter)) in masters
+        ]
+        broadcast_parameters(placements, self._rank_of(source))
+
+    def _rank_of(self, dp_rank: int) -> int:
+        return dist.get_global_rank(self.group, dp_rank)
+
+    def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:
+        """Replace the all-reduce of gradients.
+
+        Raises:
+            UnsupportedError: a gradient is averaged over other ranks than the data-parallel ones, which a hook does not
+                know about.
+        """
+        if self.zero1 is not None:
+            raise UnsupportedError(
+                "a communication hook replaces the all-reduce of gradients, but shard_optimizer_state reduces each to "
+                "the rank that owns its parameter",
+                hint="remove register_comm_hook or shard_optimizer_state",
+            )
+        for each in self._placements:
+            if each.reduce_group not in (None, self.group):
+                raise UnsupportedError(
+                    f"a communication hook reduces over the data-parallel ranks, but `{each.name}` is reduced over "
+                    f"ranks {dist.get_process_group_ranks(each.reduce_group)}",
+                    hint="remove register_comm_hook, or train without tensor parallelism and shared parameters",
+                )
+        self._overlapped_reducer.set_comm_hook(hook_state, hook)
+
+    @property
+    def has_comm_hook(self) -> bool:
+        return self._overlapped_reducer.has_comm_hook
+
+    def _broadcast_all_buffers(self, source: int) -> None:
+        """Copy the buffers of the replica with dp_rank `source`; pieces only to the ranks that hold the same piece."""
+        buffers = [buffer for buffer in self._module.buffers() if buffer.device.type != "meta"]
+        pieces = [buffer for buffer in buffers if (shard := shard_of(buffer)) is not None and shard.is_distributed]
+        shard_ids = {id(piece) for piece in pieces}
+        broadcast_tensors([buffer for buffer in buffers if id(buffer) not in shard_ids], self.group, source)
+        rdp_rank = state.mesh.coordinates(self._rank_of(source)).rdp
+        broadcast_tensors(pieces, state.process_group(CommGroup.RDP_GROUP), rdp_rank)
+
+    def _begin_pass(self, training: bool) -> None:
+        self._grad_scaling.refresh()
+        for reducer in self.reducers:
+            reducer.refresh()
+        if not (training and torch.is_grad_enabled()):
+            return
+        if self.join_context is not None:
+            self.join_context.notify()
+        if self._broadcast_buffers:
+            self._broadcast_all_buffers(0)
+
+    def _finish(self) -> None:
+        for reducer in self.reducers:
+            reducer.finish()
+
+    def _end_pass(self) -> None:
+        if self._reduces_now():
+            if self.zero1 is not None and state.optimizer is None and self._passes >= self._passes_per_reduction:
+                raise UsageError(
+                    "shard_optimizer_state needs smp.DistributedOptimizer, which gives each rank the parameters that "
+                    "others have updated",
+                    hint="wrap the optimizer: `optimizer = smp.DistributedOptimizer(optimizer)`",
+                )
+            self._finish()
+        self._passes += 1
+
+    def _reduces_now(self) -> bool:
+        return (self._passes + 1) % self._passes_per_reduction == 0
+
+
+def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) -> None:
+    """Copy parameters from the replica that the global rank `source` belongs to, to all ranks that hold the same."""
+    by_group: dict[tuple[dist.ProcessGroup, int], list[torch.Tensor]] = {}
+    for each in placements:
+        if each.replica_group is not None:
+            root = dist.get_group_rank(each.replica_group, _holder_in_replica(each, source))
+            by_group.setdefault((each.replica_group, root), []).append(each.parameter)
+    for (group, root), parameters in by_group.items():
+        broadcast_tensors(parameters, group, root)
+
+
+def _holder_in_replica(placement: ParameterPlacement, rank: int) -> int:
+    """Return the global rank, of those that hold the same values, that belongs to the replica of global rank `rank`."""
+    assert placement.replica_group is not None
+    wanted = state.mesh.coordinates(rank)
+    coordinates_by_rank = {
+        each: state.mesh.coordinates(each) for each in dist.get_process_group_ranks(placement.replica_group)
+    }
+    in_replica = [each for each, own in coordinates_by_rank.items() if own.rdp == wanted.rdp]
+    return next((each for each in in_replica if coordinates_by_rank[each].tp == wanted.tp), in_replica[0])

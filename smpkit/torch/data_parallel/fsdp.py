@@ -1,0 +1,238 @@
+"""`sharded_data_parallel_degree`: parameters, gradients and optimizer states divided over groups of replicas.
+
+Built on torch's `fully_shard`. The ranks of RDP_GROUP form a mesh; a *sharding group* is one of its rows::
+
+    degree 4 of 8 replicas          shard ──►
+                      replicate │   0  1  2  3      each row holds the model once, in four parts
+                                ▼   4  5  6  7      each column holds equal parts
+
+Each repeated block of the model (the layers of a transformer) is gathered as a whole just before its forward and
+backward, and so is the rest of the model. Gradients are reduced to the parts in a row after every backward, and
+averaged over the columns once, in the last microbatch of the last pass of an accumulation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.runtime import state
+from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
+from smpkit.torch.data_parallel.replicas import check_same_model
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.init import extra_group
+from smpkit.torch.placement.blocks import repeated_blocks
+from smpkit.torch.placement.delayed import initialize
+from smpkit.torch.placement.dtensor import is_dtensor
+from smpkit.torch.placement.placement import ParameterPlacement, place_parameters
+from smpkit.torch.placement.shards import mark, shard_of
+
+if TYPE_CHECKING:
+    from smpkit.torch.core.microbatches import StepProgress
+    from smpkit.torch.data_parallel.reducer import CommHook
+
+__all__ = ["ShardedDataParallel", "shard_model"]
+
+
+def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataParallel:
+    """Divide a model over this rank's sharding group, and return what keeps the replicas of the parts equal.
+
+    Weights that have no memory yet (`delay_param_initialization`) get it block by block, so that no rank ever holds
+    more than one block whole.
+
+    Raises:
+        UsageError: the ranks' models differ.
+        UnsupportedError: a gradient that is not simply averaged over the replicas.
+    """
+    check_same_model(module)
+    placements = place_parameters(module, {})
+    for each in placements:
+        if each.grad_scale != 1:
+            raise UnsupportedError(
+                f"`{each.name}` has a gradient that is multiplied by {each.grad_scale:g}, which sharded data "
+                "parallelism does not do",
+                hint="set `prescaled_batch: true`, or sharded_data_parallel_degree to 1",
+            )
+    blocks = repeated_blocks(module)
+    _warn_of_large_blocks(module, blocks)
+    replaced: dict[int, tuple[nn.Parameter, str]] = {
+        id(each.parameter): (each.parameter, each.name) for each in placements
+    }
+    by_id = {id(each.parameter): each for each in placements}
+    mesh = _mesh()
+    for block in [*blocks, module]:
+        parts = [by_id.pop(id(each)) for each in block.parameters() if id(each) in by_id]
+        _materialize(module, parts)
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=_reshards_after_forward(block, module, parts),
+            mp_policy=_precision(),
+        )
+        for part in parts:
+            part.parameter.data = part.parameter.new_empty(0)  # an optimizer that refers to it keeps no memory
+    return ShardedDataParallel(module, replaced, reduction)
+
+
+class ShardedDataParallel(DataParallel):
+    """One rank's part of a model that is divided over a sharding group."""
+
+    shards_parameters = True
+
+    def __init__(
+        self, module: nn.Module, replaced: dict[int, tuple[nn.Parameter, str]], reduction: ReductionOptions
+    ) -> None:
+        super().__init__(module, [], reduction)
+        assert isinstance(module, FSDPModule)
+        self._root = module
+        self._has_replicate_groups = state.rdp_size > state.cfg.sharded_data_parallel_degree
+        now = dict(module.named_parameters())
+        self._replaced = {key: (before, now[name]) for key, (before, name) in replaced.items()}
+        for before, after in self._replaced.values():
+            shard = shard_of(before)
+            if shard is not None:
+                mark(after, shard)
+        self._was_called = False
+        """Whether the model has been called: only then `fully_shard` has something to forget."""
+        module.register_forward_pre_hook(self._mark_called)
+        self._gathered_at_failure: frozenset[str] | None = None
+        """The parameters that were gathered when a pass failed, until the next one begins."""
+
+    def update_param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Let the parameter groups of an optimizer that was made before the model was divided hold the parts."""
+        for group in groups:
+            group["params"] = [self._replaced.get(id(each), (each, each))[1] for each in group["params"]]
+
+    def begin_step(self, training: bool) -> None:
+        self._check_same_failure()
+        super().begin_step(training)
+
+    def before_backward(self, run: StepProgress) -> None:
+        last = run.microbatch == run.num_microbatches - 1
+        self._root.set_requires_all_reduce(last and self._reduces_now())
+
+    def before_last_backward(self) -> None:
+        """Nothing: `fully_shard` reduces while backward runs, every time."""
+
+    def begin_pass_outside_step(self, training: bool) -> None:
+        """Get ready for a backward outside any step, which averages over all replicas: averages add up."""
+        self._check_same_failure()
+        if torch.is_grad_enabled():
+            self._root.set_requires_all_reduce(True)
+            self._begin_pass(training)
+
+    def abandon(self) -> None:
+        """Divide again what a failed pass had gathered, and drop what of its gradients was not reduced yet.
+
+        Without a message to other ranks, which may not have failed: the next pass asks them.
+        """
+        gathered = {n: each for n, each in self._root.named_parameters() if not is_dtensor(each)}
+        self._gathered_at_failure = frozenset(gathered) | (self._gathered_at_failure or frozenset())
+        for each in gathered.values():
+            each.grad = None
+        if self._was_called and hasattr(self._root, "reset_iter_state"):  # since torch 2.13
+            self._root.reset_iter_state()
+        done = self._passes % self._passes_per_reduction
+        if done and self._has_replicate_groups:
+            # Their gradients lay beside the parameters, reduced over a row and not yet over the columns.
+            self._passes -= done
+            warnings.warn(
+                f"a step failed, and the gradients of the {done} before it in this accumulation are lost with it:"
+                " accumulation begins anew",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _mark_called(self, *_: object) -> None:
+        self._was_called = True
+
+    def _check_same_failure(self) -> None:
+        """After a failed pass, go on if all ranks failed at the same place: then no message is on its way.
+
+        Raises:
+            UsageError: they did not, or this torch cannot forget a failed pass.
+        """
+        if self._gathered_at_failure is None:
+            return
+        if not hasattr(self._root, "reset_iter_state"):
+            raise UsageError(
+                f"a step failed, and torch {torch.__version__} cannot go on with sharded data parallelism after that",
+                hint="install torch 2.13 or later, or resume from a checkpoint in a new process",
+            )
+        by_rank: list[Any] = [None] * dist.get_world_size(self.group)
+        with waiting("the agreement of ranks on a step that failed, which must fail on all of them", self.group):
+            dist.all_gather_object(by_rank, sorted(self._gathered_at_failure), group=self.group)
+        for rank, theirs in zip(dist.get_process_group_ranks(self.group), by_rank, strict=True):
+            if theirs != by_rank[0]:
+                raise UsageError(
+                    f"a step failed at one place on rank {dist.get_global_rank(self.group, 0)} and at another on rank"
+                    f" {rank}, which sharded data parallelism cannot go on after",
+                    hint="resume from a checkpoint in a new process",
+                )
+        self._gathered_at_failure = None
+
+    def set_comm_hook(self, hook_state: object, hook: CommHook) -> None:  # noqa: ARG002 - the base's arguments
+        raise UnsupportedError(
+            "a communication hook replaces the all-reduce of gradients, but sharded data parallelism reduces parts",
+            hint="remove register_comm_hook or sharded_data_parallel_degree",
+        )
+
+
+def _mesh() -> DeviceMesh:
+    """Return RDP_GROUP as rows of sharding groups."""
+    degree = state.cfg.sharded_data_parallel_degree
+    rows = torch.tensor(state.group(CommGroup.RDP_GROUP), device="cpu").view(-1, degree)
+    row, column = divmod(state.rdp_rank, degree)
+    shard = extra_group(tuple(rows[row].tolist()))
+    if len(rows) == 1:
+        return DeviceMesh.from_group(shard, state.device.type, mesh_dim_names=("shard",))
+    replicate = extra_group(tuple(rows[:, column].tolist()))
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([replicate, shard], state.device.type, mesh=rows, mesh_dim_names=names)
+
+
+@torch.no_grad()
+def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement]) -> None:
+    """Give the parameters of one block, on this rank's device, the values of the first replica."""
+    initialize(root, [each.parameter for each in parts], state.device, torch.initial_seed())
+    for each in parts:
+        value = each.parameter.data.to(state.device)
+        # Parts in float32 are their own master weights; the block computes in what _precision says.
+        half = value.dtype in (torch.float16, torch.bfloat16) and _precision().param_dtype is not None
+        each.parameter.data = value.float() if half else value
+    broadcast_parameters(parts, dist.get_global_rank(state.process_group(CommGroup.DP_GROUP), 0))
+
+
+def _precision() -> MixedPrecisionPolicy:
+    if not (state.cfg.bf16 or state.cfg.fp16):
+        return MixedPrecisionPolicy()
+    half = torch.bfloat16 if state.cfg.bf16 else torch.float16
+    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
+def _reshards_after_forward(block: nn.Module, root: nn.Module, parts: Sequence[ParameterPlacement]) -> bool:
+    """Tell whether a block is divided again between its forward and its backward."""
+    size = sum(each.parameter.numel() for each in parts)
+    return block is not root and size >= state.cfg.sdp_param_persistence_threshold
+
+
+def _warn_of_large_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    sizes = sorted((sum(each.numel() for each in block.parameters()) for block in blocks), reverse=True)
+    rest = sum(each.numel() for each in root.parameters()) - sum(sizes)
+    live, most = rest + sum(sizes[:2]), state.cfg.sdp_max_live_parameters
+    if live > most and state.rank == 0:
+        warnings.warn(
+            f"{live} parameters are gathered at once (what belongs to no repeated block, and two blocks), more than "
+            f"sdp_max_live_parameters ({most}): a block is gathered as a whole",
+            UserWarning,
+            stacklevel=5,
+        )

@@ -1,0 +1,293 @@
+"""Average gradients over ranks, during backward or after it.
+
+::
+
+    backward   ... grad 9  grad 8 | grad 7 ... grad 4 | grad 3 ... grad 0 |
+    reduction                      [ bucket 0 ]        [ bucket 1 ]        [ bucket 2 ]   wait, unpack
+
+A hook on each parameter tells when its gradient is final; a bucket whose gradients are all final is reduced while
+backward goes on. Buckets start in one fixed order on every rank, whatever order the hooks fire in, because collectives
+that start in different orders deadlock. What backward did not reach is sent when it is over, so an unused parameter
+neither hangs nor stays unreduced. Parameters that are reduced over different groups lie in different buckets of the
+same order, for the same reason.
+
+[Note: why the result is right however often it is reduced] Averaging is linear, and a reduced gradient is equal on all
+ranks, so averaging `reduced + new` gives `reduced + average(new)`. Several backwards in one step, accumulation over
+steps and a second reduction all follow from this; no other bookkeeping is needed. A scale, where a gradient has one,
+therefore multiplies each gradient as it arises, and not the result.
+
+[Note: results on one rank] With sharded optimizer state only the owner of a parameter gets the result, and the others
+drop their part: there a reduced gradient is not equal on all ranks. The owner therefore stashes it when a backward
+adds to it, before it does, and adds it to the next result.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.data_parallel.buckets import Bucket, ReduceTarget, plan_buckets
+from smpkit.torch.distributed.deadline import waiting
+
+__all__ = ["CommHook", "GradientReducer"]
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+@dataclass(frozen=True)
+class _PendingReduction:
+    """A reduction under way: the all-reduce of a buffer (or of its flags), and what a hook made of the gradients."""
+
+    work: dist.Work
+    hook_result: torch.futures.Future[Any] | None = None
+
+    def wait(self) -> torch.Tensor | None:
+        """Wait for both; return what the hook's future holds."""
+        self.work.wait()
+        if self.hook_result is None:
+            return None
+        value = self.hook_result.wait()
+        result = value[0] if isinstance(value, list | tuple) else value
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+class GradientReducer:
+    """Reduces the gradients of parameters, each over its own group.
+
+    Args:
+        parameters: name, parameter and route; those that do not require gradients are left out until they do.
+        bucket_cap_bytes: most bytes reduced at once.
+        as_view: let gradients be views of the buckets, which saves one copy of all gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter, ReduceTarget]],
+        *,
+        bucket_cap_bytes: int,
+        as_view: bool = False,
+    ) -> None:
+        self._parameters = [param for _, param, _ in parameters]
+        self._names = {id(param): name for name, param, _ in parameters}
+        self._targets = {id(param): target for _, param, target in parameters}
+        self._bucket_cap_bytes = bucket_cap_bytes
+        self._as_view = as_view
+        self._comm_hook: tuple[Any, CommHook] | None = None
+        self._lock = threading.Lock()  # a model on two devices runs its hooks on two autograd threads
+        self._signature: list[Any] = []
+        self._buckets: list[Bucket] = []
+        self._slots: dict[int, tuple[Bucket, int]] = {}
+        self._frozen_results: set[int] = set()
+        self._handles: list[RemovableHandle] = []
+        self._overlaps = False
+        self._pending: list[_PendingReduction] = []
+        self.on_backward_end: Callable[[], None] | None = None
+        self._end_queued = False
+        self.refresh()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self._buckets
+
+    @property
+    def has_comm_hook(self) -> bool:
+        return self._comm_hook is not None
+
+    def set_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Replace the all-reduce by `hook(state, bucket)`, which must return a future of the reduced flat gradients."""
+        if self._comm_hook is not None:
+            raise UsageError("a communication hook is registered already", hint="register one hook, once")
+        self._comm_hook = (state, hook)
+
+    def refresh(self) -> None:
+        """Plan buckets anew if parameters were frozen, unfrozen, cast or moved since the last time."""
+        live = [param for param in self._parameters if param.requires_grad]
+        signature = [(id(param), param.dtype, param.device) for param in live]
+        if signature == self._signature:
+            return
+        self._signature = signature
+        for handle in self._handles:
+            handle.remove()
+        # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
+        used, reduced = self._used_and_reduced()
+        self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._targets[id(param)])
+        self._slots = {
+            id(param): (bucket, slot) for bucket in self._buckets for slot, param in enumerate(bucket.params)
+        }
+        for bucket in self._buckets:
+            bucket.used = {slot for slot, param in enumerate(bucket.params) if id(param) in used}
+            bucket.reduced = {slot for slot, param in enumerate(bucket.params) if id(param) in reduced}
+        self._frozen_results = reduced - set(self._slots)
+        self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in live]  # type: ignore[no-untyped-call]
+        self._handles += [
+            param.register_hook(functools.partial(self._stash_earlier_result, bucket, slot))  # type: ignore[no-untyped-call]
+            for bucket in self._buckets
+            if bucket.owner is not None and bucket.is_owner
+            for slot, param in enumerate(bucket.params)
+        ]
+
+    def _used_and_reduced(self) -> tuple[set[int], set[int]]:
+        """Return the ids of parameters that this rank has contributed to, and of those whose gradient is a result."""
+        used = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.used}
+        reduced = {id(bucket.params[slot]) for bucket in self._buckets for slot in bucket.reduced}
+        return used, reduced | self._frozen_results
+
+    def release(self) -> None:
+        """Let go of the parameters: what their hooks hold, the group among it, lives as long as they do."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._signature = [], []
+
+    def overlap_next_backward(self) -> None:
+        """Let the backward that comes next start reductions as its gradients become final."""
+        for bucket in self._buckets:
+            bucket.ready.clear()
+        self._overlaps = True
+
+    def cancel_overlap(self) -> None:
+        """Take `overlap_next_backward` back: the backward that comes next is not the last."""
+        self._overlaps = False
+
+    @property
+    def active(self) -> bool:
+        """Whether reductions have started that are not finished."""
+        return bool(self._pending)
+
+    def finish(self) -> None:
+        """Start what has not started, wait for everything, and give every parameter its averaged gradient.
+
+        Raises:
+            DeadlineError, RemoteError: a rank of the group did not come or failed.
+        """
+        self._overlaps = False
+        while len(self._pending) < len(self._buckets):
+            self._start(self._buckets[len(self._pending)])
+        needs_flags_read = []
+        for bucket, reduction in zip(self._buckets, self._pending, strict=True):
+            with waiting(f"the reduction of gradients (bucket {bucket.index()})", _group_of(bucket)):
+                hook_result = reduction.wait()
+            if hook_result is not None:
+                bucket.set_buffer(hook_result)
+            if bucket.needs_flags:
+                needs_flags_read.append(bucket)
+            else:
+                bucket.unpack(self._as_view)
+        for bucket, flags in zip(needs_flags_read, _flags_of(needs_flags_read), strict=True):
+            bucket.unpack(self._as_view, flags)
+        self._pending = []
+
+    def abandon(self) -> None:
+        """Forget what an exception interrupted, so that the next step starts clean."""
+        self._overlaps = False
+        self._end_queued = False
+        self._pending = []
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def join_reductions(self) -> None:
+        """Take part in one reduction with zeros, for the others of the group that still have inputs."""
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            self._start_packed(bucket)
+            with waiting(f"the reduction of gradients (bucket {bucket.index()}, out of inputs)", _group_of(bucket)):
+                self._pending[-1].wait()
+        self._pending = []
+
+    def _stash_earlier_result(self, bucket: Bucket, slot: int, _: torch.Tensor) -> None:
+        with self._lock:
+            if slot in bucket.reduced:
+                bucket.stash_result(slot)
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        """Note that a backward has accumulated `param.grad` (runs inside backward, after each accumulation)."""
+        with self._lock:
+            bucket, slot = self._slots[id(param)]
+            self._check(param, bucket)
+            if self._as_view:
+                bucket.make_grad_view(slot)
+            bucket.used.add(slot)
+            bucket.ready.add(slot)
+            if self.on_backward_end is not None and not self._end_queued:
+                self._end_queued = True
+                Variable._execution_engine.queue_callback(self._end_of_backward)
+            while self._overlaps and len(self._pending) < len(self._buckets):
+                candidate = self._buckets[len(self._pending)]
+                if not candidate.is_ready():
+                    return
+                self._start(candidate)
+
+    def _end_of_backward(self) -> None:
+        self._end_queued = False
+        if self.on_backward_end is not None:
+            self.on_backward_end()
+
+    def _check(self, param: torch.Tensor, bucket: Bucket) -> None:
+        name = self._names[id(param)]
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter `{name}` has a sparse gradient, which data parallelism does not reduce",
+                hint="make its embedding with sparse=False",
+            )
+        if bucket.index() < len(self._pending):
+            raise UsageError(
+                f"parameter `{name}` received another gradient in the same backward, after its reduction had started",
+                hint="checkpoint with use_reentrant=False, or pass overlapping_allreduce=False to DistributedModel",
+            )
+
+    def _start(self, bucket: Bucket) -> None:
+        with torch.no_grad():
+            # A hook divides by what it wants (SMP v1: by replicas and microbatches), so it gets plain sums.
+            bucket.pack(1 if self._comm_hook is not None else dist.get_world_size(_group_of(bucket)))
+            self._start_packed(bucket)
+
+    def _start_packed(self, bucket: Bucket) -> None:
+        if self._comm_hook is None:
+            self._pending.append(_PendingReduction(_reduce(bucket)))
+            return
+        state, hook = self._comm_hook
+        # The hook may compress or reshape the gradients, so the flags travel by themselves.
+        future = hook(state, bucket)
+        self._pending.append(_PendingReduction(_all_reduce(bucket.flags, _group_of(bucket)), future))
+
+
+def _flags_of(buckets: Sequence[Bucket]) -> list[list[float]]:
+    """Read the flags of buckets from their devices, all at once: each time, the host waits for what a device does."""
+    known: dict[Bucket, list[float]] = {}
+    by_device_and_dtype: defaultdict[tuple[torch.device, torch.dtype], list[Bucket]] = defaultdict(list)
+    for bucket in buckets:
+        by_device_and_dtype[bucket.flags.device, bucket.flags.dtype].append(bucket)
+    for of_one_kind in by_device_and_dtype.values():
+        values = iter(torch.cat([bucket.flags for bucket in of_one_kind]).tolist())
+        known.update((bucket, list(itertools.islice(values, len(bucket.params)))) for bucket in of_one_kind)
+    return [known[bucket] for bucket in buckets]
+
+
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
+
+
+def _reduce(bucket: Bucket) -> dist.Work:
+    """Start to add up what the group has packed, on all of it or on the owner."""
+    if bucket.owner is None:
+        return _all_reduce(bucket.flat, _group_of(bucket))
+    work: dist.Work = dist.reduce(bucket.flat, group=_group_of(bucket), group_dst=bucket.owner, async_op=True)
+    return work
+
+
+def _group_of(bucket: Bucket) -> dist.ProcessGroup:
+    assert bucket.group is not None, "a reducer plans its buckets with groups"
+    return bucket.group

@@ -1,0 +1,288 @@
+"""`python -m smpkit.torch.describe module:factory`: what a model is made of, as JSON, for `smpkit plan`.
+
+The model is made of tensors without data, so one that fits no machine can be described on a laptop. A factory that
+needs values gets to run again with real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.errors import SmpkitError, UsageError
+from smpkit.plan.memory import ModelFacts, TensorFacts, UnitFacts, in_dtype
+from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.torch.core.context import Launch
+from smpkit.torch.core.runtime import Runtime, state
+from smpkit.torch.placement.blocks import repeated_blocks
+from smpkit.torch.placement.delayed import make_delayed
+from smpkit.torch.placement.manual import ManualPlacement, manual_placement, planning_partitions
+from smpkit.torch.placement.shards import TpShard, shard_of
+from smpkit.torch.placement.trace import measure_units, units_of
+from smpkit.torch.precision.cast import cast_inputs, cast_model, half_dtype
+from smpkit.torch.tensor_parallel.replace import distribute_without_weights
+
+__all__ = ["describe", "main"]
+
+_JOB_OPTION: Final = "--job="
+_TARGET_FORM: Final = "write `module:factory`, such as `model:build`"
+
+
+def describe(
+    factory: Callable[[], Any],
+    num_partitions: int = 1,
+    *,
+    by_hand: bool = False,
+    cfg: ModelParallelConfig | None = None,
+    world_size: int = 1,
+) -> ModelFacts:
+    """Return what planning needs to know of the model that `factory()` returns.
+
+    Args:
+        factory: returns a module, or a pair of a module and the arguments for one microbatch (a tuple, a dict, or one
+            tensor), with which compute and activations become known too.
+        num_partitions: how many partitions (or virtual stages) it may name in `smp.partition`.
+        by_hand: units are placed there, so modules whose parts are placed apart are no units.
+        cfg: of the job. What the factory marks is divided over its tensor-parallel ranks, and the first is described,
+            in the precision of the job.
+        world_size: how many ranks the job has.
+
+    Raises:
+        UsageError: it fails, or returns something else.
+    """
+    with planning_partitions(num_partitions), _first_rank(cfg, world_size):
+        return _describe(factory, cfg or ModelParallelConfig(), by_hand=by_hand)
+
+
+@contextlib.contextmanager
+def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[None]:
+    """Let this process be the first rank of a job whose other ranks do not exist, if tensors are divided over them."""
+    if cfg is None or cfg.tensor_parallel_degree == 1:
+        yield
+        return
+    degrees = (cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree)
+    mesh = Mesh.from_world(world_size, *degrees, cfg.placement_strategy)
+    alone: Any = None  # there is nobody to exchange anything with
+    state.runtime = Runtime(cfg, Launch(world_size=world_size), mesh, {}, alone)
+    try:
+        yield
+    finally:
+        state.runtime = None
+
+
+def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: bool) -> ModelFacts:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode:
+            made = factory()
+    except Exception:  # user code on tensors without data may fail in any way
+        mode, made = FakeTensorMode(allow_non_fake_inputs=True), _call_with_data(factory)
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the factory returned an object of type `{type(model).__name__}`",
+            hint="return a torch.nn.Module, or a pair of it and the arguments for one microbatch",
+        )
+    notes: list[str] = []
+    if state.initialized:
+        make_delayed(model)
+        model, notes = distribute_without_weights(model)
+    half = half_dtype(cfg)
+    masters = {}
+    if half is not None:
+        masters = _master_dtypes(model) if cfg.sharded_data_parallel_degree > 1 else {}
+        cast_model(model, half)
+        inputs = cast_inputs(inputs, half)
+    call = None if inputs is None else _forward_call(model, inputs, mode)
+    facts = _facts(model, call, manual_placement(model) if by_hand else None, notes)
+    kept = {name: in_dtype(facts.tensors[name], _dtype_name(dtype), dtype.itemsize) for name, dtype in masters.items()}
+    return replace(facts, tensors={**facts.tensors, **kept})
+
+
+def _master_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return what sharded data parallelism keeps parameters in, by name: its blocks only compute in half precision."""
+    dtypes = {name: each.dtype for name, each in model.named_parameters() if each.is_floating_point()}
+    return {name: torch.float32 if dtype.itemsize == 2 else dtype for name, dtype in dtypes.items()}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _call_with_data(factory: Callable[[], Any]) -> Any:
+    try:
+        return factory()
+    except SmpkitError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(f"the factory failed: {type(error).__name__}: {error}", hint="`-v` shows where") from None
+
+
+def _forward_call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], object]:
+    """Return a call of the model that needs no data."""
+    args = inputs if isinstance(inputs, tuple | list) else () if isinstance(inputs, dict) else (inputs,)
+    kwargs = inputs if isinstance(inputs, dict) else {}
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    def call() -> object:
+        with mode:
+            return model(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _facts(
+    model: nn.Module, call: Callable[[], object] | None, pins: ManualPlacement | None, notes: Sequence[str]
+) -> ModelFacts:
+    tree = units_of(model) if pins is None else units_of(model, pins.split)
+    costs = measure_units(model, tree, call)
+    names = _first_names(model)
+    units = tuple(_unit(model, cost, names) for cost in costs)
+    placed = {name for unit in units for name in unit.tensors}
+    return ModelFacts(
+        name=type(model).__name__,
+        units=units,
+        tensors={name: _tensor(name, tensor) for name, tensor in _tensors(model) if name == names[id(tensor)]},
+        loose=tuple(name for name in dict.fromkeys(names.values()) if name not in placed),
+        traced=any(cost.activation_bytes for cost in costs),
+        places={} if pins is None else pins.for_units([cost.name for cost in costs]),
+        blocks=tuple(
+            tuple(dict.fromkeys(names[id(each)] for each in block.parameters())) for block in repeated_blocks(model)
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _first_names(model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter and buffer by its id, the first one of tied ones."""
+    names: dict[int, str] = {}
+    for name, tensor in _tensors(model):
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
+    """Name the tensors of a unit; the planner's keys of shared ones are ids, which mean nothing elsewhere."""
+    module = model.get_submodule(cost.name)
+    held: Iterable[torch.Tensor] = [*module.parameters(), *module.buffers()]
+    shared = {names[int(key)]: num_bytes for key, num_bytes in cost.shared.items()}
+    values = {name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}
+    return UnitFacts(UnitCost(**{**values, "shared": shared}), tuple(dict.fromkeys(names[id(each)] for each in held)))
+
+
+def _tensor(name: str, tensor: torch.Tensor) -> TensorFacts:
+    shard = shard_of(tensor)
+    return TensorFacts(
+        name=name,
+        dtype=_dtype_name(tensor.dtype),
+        num_elements=tensor.numel(),
+        num_bytes=tensor.numel() * tensor.element_size(),
+        trainable=isinstance(tensor, nn.Parameter) and tensor.requires_grad,
+        rows=(tensor.shape[0] if tensor.dim() else 1) if isinstance(tensor, nn.Parameter) else 0,
+        pieces=_pieces(tensor, shard),
+        rows_divided=shard is not None and shard.dim == 0,
+        over_replicas=shard is not None and shard.group is CommGroup.RDP_GROUP,
+    )
+
+
+def _pieces(tensor: torch.Tensor, shard: TpShard | None) -> tuple[int, ...]:
+    if shard is None or not shard.is_distributed:
+        return ()
+    shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
+    return tuple(shape.numel() * tensor.element_size() for shape in shapes)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the description of `module:factory`, found in the folders that follow it, or the error.
+
+    `--places=N` before it says how many partitions it may name; `--by-hand=N` also that its units go there. After that,
+    `--job=N:{...}` gives the number of ranks and the parameters of the job.
+
+    Whatever user code prints goes to stderr, so that stdout is one JSON object.
+    """
+    with _redirect_stdout() as write:
+        try:
+            option, _, places = arguments[0].partition("=")
+            given = option in ("--places", "--by-hand")
+            arguments = arguments[given:]
+            cfg, world_size = None, 1
+            if arguments[0].startswith(_JOB_OPTION):
+                ranks, _, parameters = arguments[0].removeprefix(_JOB_OPTION).partition(":")
+                cfg, world_size = ModelParallelConfig.model_validate_json(parameters), int(ranks)
+                arguments = arguments[1:]
+            target, *folders = arguments
+            sys.path[:0] = folders
+            num_partitions = int(places) if given else 1
+            by_hand = option == "--by-hand"
+            facts = describe(_import_factory(target), num_partitions, by_hand=by_hand, cfg=cfg, world_size=world_size)
+            write(facts.to_json())
+        except SmpkitError as error:
+            write(json.dumps({"error": error.message, "hint": error.hint, "exit_code": error.exit_code}))
+            return error.exit_code
+    return 0
+
+
+@contextlib.contextmanager
+def _redirect_stdout() -> Iterator[Callable[[str], None]]:
+    """Point file descriptor 1 at stderr meanwhile, which also catches what C code prints."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+
+    def write(text: str) -> None:
+        with open(ours, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor, not a path
+            file.write(text)
+
+    try:
+        yield write
+    finally:
+        sys.stdout.flush()
+
+
+def _import_factory(target: str) -> Callable[[], Any]:
+    module_name, colon, attributes = target.partition(":")
+    if not (module_name and colon and attributes):
+        raise UsageError(f"`{target}` names no factory", hint=_TARGET_FORM)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(
+            f"module `{module_name}` cannot be imported: {type(error).__name__}: {error}", hint=_TARGET_FORM
+        ) from None
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise UsageError(f"module `{module_name}` has no `{attributes}`", hint=_TARGET_FORM)
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise UsageError(f"`{target}` is not callable", hint=_TARGET_FORM)
+    factory: Callable[[], Any] = found
+    return factory
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,447 @@
+"""No wait without an end and a name: who waited for whom, in what, and which rank failed first.
+
+Nothing here runs while all goes well. When a wait fails, this rank writes what it waited in to the *failure store*
+(keys in the rendezvous store), closes its connections so that other blocked ranks wake, and reads what they wrote::
+
+    rank 0  barrier ──timeout──► writes "barrier", hangs up, reads ──► DeadlineError: ... for rank 2
+    rank 1  barrier ──hung up──► writes "barrier", reads          ──► the same error
+    rank 2  computing                                                 wrote nothing: it is the one waited for
+
+A rank whose script raises writes that too, so the connection errors of the others become `rank 2 failed: ...`.
+
+Between GPUs (nccl) a wait is a kernel, which no host looks after: there a rank that fails, or hears of a failure, ends
+its own kernels by an *abort*. For a rank that waits in a call of CUDA meanwhile, a thread listens (watcher.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
+from smpkit.errors import DeadlineError, RemoteError, SmpkitError
+from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
+from smpkit.torch.distributed.rendezvous import name_ranks
+from smpkit.torch.distributed.tracebacks import shorten
+
+__all__ = [
+    "abort",
+    "add_error_context",
+    "attach",
+    "close_connections",
+    "detach",
+    "device_backends",
+    "diagnose",
+    "error_of",
+    "explain_error",
+    "fail_all_ranks",
+    "fail_this_process",
+    "failed",
+    "failure_store",
+    "report_end",
+    "report_failure",
+    "waiting",
+]
+
+_GRACE_SECONDS: Final = 2.0  # how long to wait for the statuses of ranks whose connections were just closed
+_END_GRACE_SECONDS: Final = 0.5  # how long ranks that end together may lie apart
+_ABORT_SECONDS: Final = 5.0  # for nccl to end its kernels; it takes milliseconds unless the driver hangs
+_TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
+_CONTEXT_ATTRIBUTE: Final = "_smpkit_places"  # attribute of an exception
+_CLOSE_TAG: Final = 0x5AFE
+_ENDED: Final = "its script ended"
+
+_CONNECTION_ERROR: Final = re.compile(
+    r"connection|timed out|timeout|socket|broken pipe|gloo|nccl|recvvalue|pair closure|remote process", re.IGNORECASE
+)
+_COMMUNICATION_ERROR: Final = re.compile(f"{_CONNECTION_ERROR.pattern}|cuda", re.IGNORECASE)
+_TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
+
+
+_failure_store: FailureStore | None = None
+_failed = False
+_failure: SmpkitError | None = None
+"""Why the job fails, where a thread found it out before the one that waits; see `fail_this_process`."""
+# A wait that is woken by the thread that diagnoses the failure must not diagnose another one meanwhile.
+_diagnosis_lock = threading.RLock()
+_previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
+
+
+def attach(failure_store: FailureStore) -> None:
+    """Use `failure_store` from now on, and write uncaught exceptions of this process to it."""
+    global _failure_store, _failed, _failure, _previous_hook  # noqa: PLW0603 - one per process, like the default group
+    _failure_store, _failed, _failure = failure_store, False, None
+    if _previous_hook is None:
+        _previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
+
+
+def failure_store() -> FailureStore | None:
+    """Return the failure store that is in use."""
+    return _failure_store
+
+
+def detach() -> None:
+    """Forget the failure store, for example because the process groups are gone."""
+    global _failure_store, _failure, _previous_hook  # noqa: PLW0603
+    _failure_store = _failure = None
+    if _previous_hook is not None and sys.excepthook is _on_uncaught:
+        sys.excepthook = _previous_hook
+        _previous_hook = None
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Show the exception where the script was, without the lines of smpkit's in between, and tell the other ranks."""
+    assert _previous_hook is not None
+    if isinstance(error, RuntimeError) and (known := _known_reason(error)) is not None:
+        error, kind = known, type(known)
+    error.__traceback__ = traceback
+    shorten(error)
+    _previous_hook(kind, error, error.__traceback__)
+    sys.stderr.flush()
+    if not issubclass(kind, KeyboardInterrupt):
+        report_failure(error)
+    elif _failure_store is not None:  # Ctrl-C reaches every rank by itself: nobody is left to end others' kernels
+        abort(_failure_store.groups())
+
+
+def failed() -> bool:
+    """Return whether this process has told the others that it fails, or has found that another one did."""
+    return _failed
+
+
+def add_error_context(error: Exception, **context: str) -> None:
+    """Say where an error came up, `module="layers.1"`: called on its way out; of two places of a kind the inner counts.
+
+    The traceback shows it (from Python 3.11 on), and so do the errors of the other ranks. Errors of communication say
+    it themselves.
+    """
+    if isinstance(error, DeadlineError | RemoteError):
+        return
+    contexts = {**context, **getattr(error, _CONTEXT_ATTRIBUTE, {})}
+    others = [
+        note
+        for note in getattr(error, "__notes__", ())
+        if note != _context_text(getattr(error, _CONTEXT_ATTRIBUTE, {}))
+    ]
+    setattr(error, _CONTEXT_ATTRIBUTE, contexts)
+    vars(error)["__notes__"] = [*others, _context_text(contexts)]  # Python 3.10 has no `add_note`
+
+
+def _context_text(contexts: Mapping[str, str]) -> str:
+    return ", ".join(f"{kind} {name}" for kind, name in contexts.items())
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
+    global _failed  # noqa: PLW0603
+    failure_store = _failure_store
+    if failure_store is None or failure_store.size == 1:
+        return
+    _failed = True
+    text = f"{type(error).__name__}: {error.message if isinstance(error, SmpkitError) else error}"[:_TEXT_LIMIT]
+    if contexts := getattr(error, _CONTEXT_ATTRIBUTE, None):
+        text = f"{text} ({_context_text(contexts)})"
+    try:
+        failure_store.shorten_timeout()
+        failure_store.record_failure(
+            RankStatus(failure_store.rank, "timed out" if isinstance(error, DeadlineError) else "failed", text)
+        )
+        if failure_store.serves_store:
+            close_connections(failure_store.groups())
+    except (dist.DistError, RuntimeError):
+        pass  # whoever served the store is gone
+    abort(failure_store.groups())
+    if failure_store.serves_store:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            failure_store.serve_until_read()
+
+
+def report_end() -> None:
+    """Tell the other ranks, should one still wait for this one, that the script has come to its end. Never raises."""
+    failure_store = _failure_store
+    if failure_store is None or failure_store.size == 1 or _failed:
+        return
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        failure_store.shorten_timeout()
+        failure_store.publish(RankStatus(failure_store.rank, "ended", _ENDED))
+        if not failure_store.serves_store:
+            failure_store.ack()
+        elif not failure_store.serve_until_read(_END_GRACE_SECONDS):
+            # Whoever waits for this rank wakes now, while the store can still tell why.
+            close_connections(failure_store.groups())
+            failure_store.serve_until_read()
+
+
+def fail_all_ranks(error: SmpkitError) -> None:
+    """Fail the job on all ranks, and wake every wait of this process and of those that it is connected to.
+
+    For a thread that knows better than the waiting one. Never raises.
+    """
+    global _failure  # noqa: PLW0603
+    if _failure_store is not None:
+        _failure = _failure or error
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            _failure_store.record_failure(
+                RankStatus(_failure_store.rank, "failed", f"{type(error).__name__}: {error.message}"[:_TEXT_LIMIT])
+            )
+            close_connections(_failure_store.groups())
+        abort(_failure_store.groups())
+
+
+def fail_this_process(failure: SmpkitError) -> None:
+    """Wake every wait of this process, on the host and on the GPU, to raise `failure`; of several, the first.
+
+    For a thread that has heard that the job fails.
+    """
+    global _failed, _failure
+    failure_store = _failure_store
+    if failure_store is None:
+        return
+    _failed, _failure = True, _failure or failure
+    abort(failure_store.groups())
+    close_connections(failure_store.groups())
+
+
+def device_backends(group: dist.ProcessGroup) -> list[Backend]:
+    """Return what carries a group's tensors of GPUs without the host waiting for it: nccl, if the group has it."""
+    if "cuda:nccl" not in str(dist.get_backend_config(group)):
+        return []
+    backend = group._get_backend(torch.device("cuda"))
+    return [getattr(backend, "wrapped_pg", backend)]  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
+def abort(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End the kernels of this rank that wait for others, and let go hosts that wait for such a kernel. Never raises.
+
+    All groups at once: nccl waits for the kernels of a group, which may be queued behind those of another one.
+    """
+    threads = [
+        threading.Thread(target=_abort, args=(backend,), name="smpkit-abort", daemon=True)
+        for group in groups
+        for backend in device_backends(group)
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _ABORT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _abort(backend: Backend) -> None:
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
+
+
+def close_connections(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Close this rank's gloo connections, so that ranks that wait for it wake now and not at their deadline.
+
+    gloo has no call for it (`abort` wakes nobody), but a receive that times out closes all connections of its group.
+    Groups that carry no CPU tensors (nccl) are left alone: see `abort`.
+    """
+    for group in groups:
+        if group.size() == 1 or "cpu" not in str(dist.get_backend_config(group)):
+            continue
+        peer = (group.rank() + 1) % group.size()
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1, device="cpu")], peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))
+
+
+@contextlib.contextmanager
+def waiting(what: str, peers: dist.ProcessGroup | Sequence[int]) -> Iterator[None]:
+    """Turn a failed wait for `peers` (a group, or global ranks) into an error that says who waited for whom.
+
+    Only communication errors are translated; every other exception passes.
+
+    Args:
+        what: what is waited in, as the user calls it: `barrier of WORLD`.
+        peers: whom for.
+
+    Raises:
+        DeadlineError: the wait passed its deadline.
+        RemoteError: another rank failed or died.
+    """
+    if _failure is not None:  # an operation between GPUs that was aborted raises nothing, and its result is garbage
+        raise _failure
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        failure = explain_error(error, what, peers, started)
+        if failure is error:
+            raise
+        # The library's own words (an address, "closed by peer") say less than the verdict and double the traceback.
+        raise failure from None
+
+
+def explain_error(
+    error: RuntimeError, what: str, peers: dist.ProcessGroup | Sequence[int], started: float
+) -> Exception:
+    """Return what `waiting` would raise for `error`, which is `error` itself if it says nothing of communication.
+
+    Args:
+        started: when the wait began, of `time.monotonic()`.
+    """
+    failure_store, seconds = _failure_store, time.monotonic() - started
+    if failure_store is None or isinstance(error, SmpkitError):
+        return error
+    ranks = dist.get_process_group_ranks(peers) if isinstance(peers, dist.ProcessGroup) else peers
+    waited = _Wait(what, [rank for rank in ranks if rank != failure_store.rank], seconds, str(error))
+    with _diagnosis_lock:
+        if (known := _known_reason(error)) is not None:
+            return known
+        return _diagnose(failure_store, waited) if _CONNECTION_ERROR.search(str(error)) else error
+
+
+def _known_reason(error: RuntimeError) -> SmpkitError | None:
+    """Return the verdict, if there is one and `error` is what a closed connection or an abort causes."""
+    if isinstance(error, SmpkitError) or not _COMMUNICATION_ERROR.search(str(error)):
+        return None
+    with _diagnosis_lock:
+        return _failure
+
+
+def diagnose(what: str, peers: Sequence[int], error: str, seconds: float) -> SmpkitError | None:
+    """Find out why an operation failed that nobody waited for on the host; None after `detach`.
+
+    Args:
+        what: what it was, as the user calls it.
+        peers: the global ranks that take part, without this one.
+        error: the words of the library.
+        seconds: for how long it was waited for, as far as one knows.
+    """
+    global _failure  # noqa: PLW0603
+    failure_store = _failure_store
+    if failure_store is None:
+        return None
+    with _diagnosis_lock:
+        _failure = _failure or _diagnose(failure_store, _Wait(what, list(peers), seconds, error))
+        return _failure
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A wait that failed: in what, for whom, after how long, with which words of the library below."""
+
+    what: str
+    peers: list[int]
+    seconds: float
+    error: str
+
+
+def _diagnose(failure_store: FailureStore, wait: _Wait) -> SmpkitError:
+    """Find out why a wait failed, telling the others and hearing them; takes at most some seconds."""
+    global _failed  # noqa: PLW0603
+    _failed = True
+    late = wait.seconds >= 0.95 * failure_store.timeout.total_seconds() or bool(_TIMED_OUT.search(wait.error))
+    try:
+        failure_store.shorten_timeout()
+        failure_store.publish(RankStatus(failure_store.rank, "timed out" if late else "waited", wait.what, wait.peers))
+        close_connections(failure_store.groups())
+        abort(failure_store.groups())
+        statuses = _collect_statuses(failure_store, wait.peers)
+        own = _own_diagnosis(failure_store, wait, statuses, late)
+        kind: Literal["timed out", "failed"] = "timed out" if isinstance(own, DeadlineError) else "failed"
+        first = failure_store.failure() or failure_store.record_failure(
+            RankStatus(failure_store.rank, kind, own.message)
+        )
+        failure_store.ack()
+    except (dist.DistError, RuntimeError) as gone:
+        abort(failure_store.groups())
+        return _without_store(failure_store, wait, gone)
+    return own if first.rank == failure_store.rank else error_of(first)
+
+
+def _collect_statuses(failure_store: FailureStore, peers: Sequence[int]) -> dict[int, RankStatus]:
+    """Return the statuses of the peers, and of whom they wait for, after a short wait for those about to write."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while True:
+        statuses, missing = _follow_waits(failure_store, peers)
+        if not missing or failure_store.failure() is not None or time.monotonic() > deadline:
+            return statuses
+        time.sleep(0.05)
+
+
+def _follow_waits(failure_store: FailureStore, peers: Sequence[int]) -> tuple[dict[int, RankStatus], set[int]]:
+    """Follow who waits for whom, from the peers on; return the statuses, and the ranks at the end that have none."""
+    statuses: dict[int, RankStatus] = {}
+    asked, wanted = {failure_store.rank}, set(peers)
+    while new := wanted - asked:
+        found = failure_store.statuses(sorted(new))
+        asked |= new
+        statuses |= found
+        wanted = {peer for status in found.values() for peer in status.peers}
+    return statuses, asked - statuses.keys() - {failure_store.rank}
+
+
+def _own_diagnosis(
+    failure_store: FailureStore, wait: _Wait, statuses: dict[int, RankStatus], late: bool
+) -> SmpkitError:
+    """Say what happened from this rank's own view: silent ranks are the ones that were waited for."""
+    silent = [rank for rank in wait.peers if rank not in statuses]
+    if not silent:  # the peers wait as well, in the end for a rank that waits for nobody
+        awaited = {rank for status in statuses.values() for rank in status.peers}
+        silent = sorted(awaited - statuses.keys() - {failure_store.rank})
+    ended = [rank for rank, status in sorted(statuses.items()) if status.kind == "ended"]
+    others = [status for _, status in sorted(statuses.items()) if status.kind != "ended" and status.text != wait.what]
+    elsewhere = [f"rank {status.rank} waited in {status.text} for {name_ranks([*status.peers])}" for status in others]
+    aside = f"; meanwhile {', '.join(elsewhere)}" if elsewhere else ""
+    if ended:
+        return RemoteError(
+            f"rank {failure_store.rank} lost {name_ranks(ended)} in {wait.what}: {_ENDED}{aside}",
+            hint=_hint_of_loss(_ENDED),
+        )
+    if late or any(status.kind == "timed out" for status in statuses.values()):
+        missing = silent or [rank for rank, status in statuses.items() if status.text != wait.what] or wait.peers
+        return DeadlineError(
+            f"rank {failure_store.rank} waited {_seconds(wait.seconds)} in {wait.what} for"
+            f" {name_ranks(missing)}{aside}",
+            hint="if they are only slow, raise `timeout_seconds` in the configuration",
+        )
+    return RemoteError(
+        f"rank {failure_store.rank} lost {name_ranks(silent or wait.peers)} in {wait.what}{aside}",
+        hint=_hint_of_loss(""),
+    )
+
+
+def _hint_of_loss(text: str) -> str:
+    """Return what to look at when a rank is gone, `text` being what is said of it."""
+    if _ENDED in text:
+        return "every rank makes the same calls: did it have fewer batches, leave its loop early, or call sys.exit?"
+    return "it ended without saying why; see its own output (a signal, or too little memory?)"
+
+
+def error_of(first: RankStatus) -> SmpkitError:
+    """Repeat what the first rank to fail has said."""
+    if first.kind == "timed out":
+        return DeadlineError(
+            first.text.removeprefix("DeadlineError: "), hint="raise `timeout_seconds` if it is only slow"
+        )
+    if first.text.startswith(f"rank {first.rank} lost "):
+        return RemoteError(first.text, hint=_hint_of_loss(first.text))
+    return RemoteError(f"rank {first.rank} failed: {first.text}", hint=f"see the traceback of rank {first.rank}")
+
+
+def _without_store(failure_store: FailureStore, wait: _Wait, gone: Exception) -> SmpkitError:
+    """Say what is known when the store cannot be asked either, most often because rank 0 served it and is gone."""
+    why = (str(gone).splitlines() or [type(gone).__name__])[0]
+    return RemoteError(
+        f"rank {failure_store.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)};"
+        f" the store in {failure_store.server} could tell why, but {why}",
+        hint=f"see the output of {failure_store.server}",
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"

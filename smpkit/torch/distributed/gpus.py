@@ -1,0 +1,245 @@
+"""Which GPU a rank uses, and why one that should have a GPU sees none: such a job must end, not train on the CPU."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from smpkit.errors import ConfigError, Problem, UnsupportedError
+from smpkit.torch.core.context import Launch
+from smpkit.torch.distributed.rendezvous import name_ranks
+
+__all__ = [
+    "CUDA_ON_CPU",
+    "SHARED_GPU_NCCL",
+    "GpuInfo",
+    "backend_of",
+    "device_file",
+    "nccl_version",
+    "notices_of",
+    "probe_gpu",
+    "problems_of",
+    "wants_gpu",
+    "why_expected",
+]
+
+CUDA_ON_CPU: Final = "SMPKIT_CUDA_ON_CPU"
+SHARED_GPU_NCCL: Final = "SMPKIT_SHARED_GPU_NCCL"
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_NO_DEVICE: Final = ("", "-1", "NoDevFiles")  # CUDA stops reading at the first entry that names no GPU
+_NCCL_THAT_SHARES: Final = (2, 30)
+_OLDEST_DRIVER: Final = {11: "450", 12: "525", 13: "580"}  # by CUDA's major version
+
+DEVICE_FILES = "/dev/nvidia[0-9]*"
+"""What the driver makes for each GPU."""
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+"""Where the driver says its version."""
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """What one rank knows about GPUs; every rank tells it to all others, as JSON.
+
+    Args:
+        gpu: identity of the GPU that it uses; None if torch sees none.
+        expected: why it should have one, as far as the rank itself knows.
+        cpu_reason: what says that it uses the CPU on purpose.
+        unused: a GPU's device file beside a build of torch that knows no GPUs.
+        facts: about the driver and torch, for errors.
+        hint: what to do where a GPU is missing.
+        shared_nccl: the version of nccl, where `SMPKIT_SHARED_GPU_NCCL=1` is set.
+    """
+
+    gpu: str | None = None
+    expected: str | None = None
+    cpu_reason: str | None = None
+    unused: str | None = None
+    facts: str = ""
+    hint: str = ""
+    shared_nccl: Sequence[int] | None = None
+
+
+def probe_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInfo:
+    """Return what this rank knows. Makes no CUDA context."""
+    shared = nccl_version() if environ.get(SHARED_GPU_NCCL) == "1" else None
+    if torch.cuda.is_available():
+        # Ranks that see one GPU each all call theirs 0.
+        properties = torch.cuda.get_device_properties(launch.local_rank % torch.cuda.device_count())
+        return GpuInfo(str(properties.uuid), shared_nccl=shared)
+    cpu_reason = _why_cpu(environ)
+    path = None if cpu_reason else device_file()
+    return GpuInfo(
+        expected=None if cpu_reason else why_expected(environ),
+        cpu_reason=cpu_reason,
+        unused=None if _is_for_gpus() else path,
+        facts="" if cpu_reason else _facts(environ),
+        hint=_hint(),
+        shared_nccl=shared,
+    )
+
+
+def why_expected(environ: Mapping[str, str]) -> str | None:
+    """Return why this process should have a GPU, by its own machine and launcher; None if nothing says so."""
+    if _why_cpu(environ):
+        return None
+    count = environ.get("SM_NUM_GPUS", "").strip()
+    if count.isdecimal() and int(count):
+        return f"SM_NUM_GPUS is {count}"
+    path = device_file() if _is_for_gpus() else None
+    return None if path is None else f"{path} exists"
+
+
+def wants_gpu(environ: Mapping[str, str]) -> bool:
+    """Return whether this machine has a GPU, or the launcher says so, and nothing says that the CPU is meant."""
+    return not _why_cpu(environ) and (device_file() is not None or why_expected(environ) is not None)
+
+
+def device_file() -> str | None:
+    """Return the driver's file of a GPU of this machine, if there is one."""
+    return next(iter(sorted(glob.glob(DEVICE_FILES))), None)  # noqa: PTH207 - a path with a pattern in its name
+
+
+def problems_of(gpu_infos: Sequence[GpuInfo]) -> list[Problem]:
+    """Return what is wrong with the GPUs of a job, given what each rank knows: who should have one and sees none."""
+    having = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.gpu is not None]
+    blind: dict[tuple[str, str], list[int]] = {}
+    for rank, gpu_info in enumerate(gpu_infos):
+        if gpu_info.gpu is not None or gpu_info.cpu_reason is not None:
+            continue
+        reason = gpu_info.expected or (f"rank {having[0]} has one" if having else None)
+        if reason is not None:
+            blind.setdefault((f"no GPU but should have one ({reason}): {gpu_info.facts}", gpu_info.hint), []).append(
+                rank
+            )
+    return [Problem((), f"{_see(ranks)} {text}", hint) for (text, hint), ranks in blind.items()]
+
+
+def _see(ranks: list[int]) -> str:
+    return f"{name_ranks(ranks)} see{'s' * (len(ranks) == 1)}"
+
+
+def notices_of(gpu_infos: Sequence[GpuInfo]) -> list[str]:
+    """Return what is allowed but may be a mistake: GPUs that this build of torch does not know."""
+    ranks = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.unused is not None]
+    if not ranks:
+        return []
+    told = f"{gpu_infos[ranks[0]].unused} exists, but torch {torch.__version__} is a build without CUDA"
+    effect = f"{name_ranks(ranks)} train{'s' * (len(ranks) == 1)} on the CPU"
+    return [f"{told}: {effect}; if that is meant, say so with {_VISIBLE}='' or {CUDA_ON_CPU}=1"]
+
+
+def backend_of(gpu_infos: Sequence[GpuInfo], asked: str) -> tuple[str, list[str]]:
+    """Return torch's name of the backend, and warnings where it is not what one would expect.
+
+    That is nccl for CUDA tensors beside gloo for CPU ones if every rank has a GPU of its own, else gloo for both.
+
+    Args:
+        asked: `ddp_dist_backend`.
+
+    Raises:
+        ConfigError: not all ranks want to share a GPU over nccl.
+        UnsupportedError: they do, and nccl is too old for it.
+    """
+    without = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.gpu is None]
+    if asked == "gloo" or len(without) == len(gpu_infos):
+        return "gloo", []
+    if without:
+        why = gpu_infos[without[0]].cpu_reason
+        use = f"{name_ranks(without)} use{'s' * (len(without) == 1)} the CPU"
+        return "gloo", [f"{use} ({why}) while others have a GPU: gloo connects all, and is slower"]
+    num_gpus = len({gpu_info.gpu for gpu_info in gpu_infos})
+    if num_gpus == len(gpu_infos):
+        return "cpu:gloo,cuda:nccl", []
+    ranks = f"{len(gpu_infos)} ranks share {num_gpus} GPU{'s' * (num_gpus > 1)}"
+    if all(gpu_info.shared_nccl is None for gpu_info in gpu_infos):
+        return "gloo", [f"{ranks}, which nccl cannot do: gloo is used, and is slower"]
+    _check_shared_nccl(gpu_infos)
+    needs = "NCCL_MULTI_RANK_GPU_ENABLE=1 (set unless you have set it), and is faster with CUDA's multi-process service"
+    return "cpu:gloo,cuda:nccl", [f"{ranks} over nccl because of {SHARED_GPU_NCCL}=1, which needs {needs}"]
+
+
+def _check_shared_nccl(gpu_infos: Sequence[GpuInfo]) -> None:
+    silent = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.shared_nccl is None]
+    if silent:
+        raise ConfigError(
+            [Problem((SHARED_GPU_NCCL,), f"is 1 on some ranks but not on {name_ranks(silent)}")], subject="environment"
+        )
+    for rank, gpu_info in enumerate(gpu_infos):
+        assert gpu_info.shared_nccl is not None
+        if tuple(gpu_info.shared_nccl[:2]) < _NCCL_THAT_SHARES:
+            found = ".".join(map(str, gpu_info.shared_nccl)) or "none"
+            raise UnsupportedError(
+                f"{SHARED_GPU_NCCL}=1 needs NCCL 2.30 or newer, but rank {rank} has {found}",
+                hint=f"unset {SHARED_GPU_NCCL}, or load a newer NCCL with LD_PRELOAD=.../libnccl.so.2",
+            )
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of nccl that is loaded, which need not be the one that torch was built with; () if none is."""
+    try:
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+    except ImportError:
+        return ()
+    return tuple(ProcessGroupNCCL.get_runtime_nccl_version())  # type: ignore[call-arg]  # a static method
+
+
+def _why_cpu(environ: Mapping[str, str]) -> str | None:
+    """Return which variable says that the CPU is meant, with its value."""
+    if environ.get(CUDA_ON_CPU) == "1":
+        return f"{CUDA_ON_CPU}=1"
+    visible = environ.get(_VISIBLE)
+    if visible is not None and visible.split(",")[0].strip() in _NO_DEVICE:
+        return f"{_VISIBLE}={visible or repr('')}"
+    return None
+
+
+def _is_for_gpus() -> bool:
+    return torch.version.cuda is not None or torch.version.hip is not None
+
+
+def _facts(environ: Mapping[str, str]) -> str:
+    """Say what decides whether torch can use a GPU."""
+    driver = _driver()
+    parts = [_build(), f"the driver is {driver}" if driver else "the version of the driver is unknown"]
+    if _VISIBLE in environ:
+        parts.append(f"{_VISIBLE} is {environ[_VISIBLE]}")
+    if _is_for_gpus():
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # fails and says why, unlike `is_available`
+        except (RuntimeError, AssertionError) as error:
+            parts.append(f"torch says `{str(error).partition('. ')[0].strip()}`")
+    return ", ".join(parts)
+
+
+def _build() -> str:
+    if torch.version.cuda is not None:
+        return f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    if torch.version.hip is not None:
+        return f"torch {torch.__version__} is built for ROCm {torch.version.hip}"
+    return f"torch {torch.__version__} is built without CUDA (torch.version.cuda is None)"
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver, which is older than any library of CUDA may be in the image."""
+    try:
+        text = DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)*\b", text)
+    return found[0] if found else None
+
+
+def _hint() -> str:
+    on_purpose = f"if the CPU is meant, set {_VISIBLE}='' or {CUDA_ON_CPU}=1"
+    if torch.version.cuda is None:
+        return f"install a build of torch for CUDA; {on_purpose}"
+    oldest = _OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
+    needed = f" (CUDA {torch.version.cuda} needs {oldest} or newer)" if oldest else ""
+    return f"update the driver{needed}, or install a build of torch for an older CUDA; {on_purpose}"

@@ -1,0 +1,260 @@
+"""The process groups of torch.distributed behind a mesh: made once, reused where two groups have the same ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import _world as _torch_world
+
+from smpkit.errors import DeadlineError
+from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.rendezvous import gather, name_ranks
+
+__all__ = ["Groups", "loopback"]
+
+_GLOO: Final = "cpu:gloo"
+# MP before PP and so on: any order serves, as long as every rank follows the same one.
+_ORDER: Final = (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP)
+_CHANNEL_CTAS: Final = 8
+"""Of a GPU's (132 on an H100), that nccl may take for a message; the variable NCCL_MAX_CTAS says otherwise."""
+
+
+class Groups:
+    """The process groups of this rank, by their ranks; lives as long as the default group.
+
+    Args:
+        store: where all ranks find what each says; nobody else uses its keys.
+        rank: this one.
+        timeout: for the groups made from now on.
+        single_host: let gloo use the loopback interface.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout: timedelta, *, single_host: bool) -> None:
+        self._store = store
+        self._rank = rank
+        self._timeout = timeout
+        self._single_host = single_host
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._others: set[tuple[int, ...]] = set()
+        self._backend: str | None = None
+        """Of the groups made from now on; None: that of the default group."""
+        self._objects: dist.ProcessGroup | None = None
+        self._channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._padding_groups: list[dist.ProcessGroup] = []
+        """Groups of this rank alone, see `_align_group_counts`."""
+
+    def for_mesh(self, mesh: Mesh, rank: int) -> dict[CommGroup, dist.ProcessGroup]:
+        """Return the group of each kind that `rank` (this one) belongs to, making those that are missing."""
+        world = dist.group.WORLD
+        assert world is not None
+        groups = {CommGroup.WORLD: world}
+        backends = str(dist.get_backend_config(world))
+        if _GLOO in backends:
+            self._by_ranks[tuple(range(mesh.size))] = world
+        else:  # a script made it for GPUs only, while much of what ranks tell each other lies in the hosts
+            self._backend = f"{_GLOO},{backends}"
+        # A default group that a script bound to its GPU splits communicators, in which every rank takes part. Otherwise
+        # only the members do, so a job of a thousand ranks makes five groups per rank and not thousands.
+        all_ranks = world.bound_device_id is not None
+        for kind in _ORDER:
+            mine = mesh.group(kind, rank)
+            for ranks in mesh.groups(kind) if all_ranks else (mine,):
+                self._make(ranks, kind.value, mine=ranks == mine, all_ranks=all_ranks)
+            groups[kind] = self._by_ranks[mine]
+        return groups
+
+    def for_objects(self) -> dist.ProcessGroup:
+        """Return a group of all ranks that carries CPU tensors: WORLD, unless a script made that for nccl only."""
+        if self._objects is None:
+            world = dist.group.WORLD
+            assert world is not None
+            if _GLOO in str(dist.get_backend_config(world)):
+                self._objects = world
+            else:
+                with self._network():
+                    self._objects = _checked(
+                        dist.new_group(backend="gloo", timeout=self._timeout, group_desc="objects")
+                    )
+        return self._objects
+
+    def for_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of some ranks, all of which call this, in the same order among other such calls."""
+        self._make(ranks, "shared parameters", mine=True, all_ranks=False)
+        return self._by_ranks[ranks]
+
+    def channels(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+        """Return a group of some ranks beside all others, for messages of a pipeline; all of the ranks call this."""
+        if ranks not in self._channels:
+            with _without_bound_device():
+                self._channels[ranks] = _checked(
+                    self._new(ranks, "lanes", backend, options=self._channel_options(backend))
+                )
+        return self._channels[ranks]
+
+    def _channel_options(self, backend: str) -> object:
+        """Return options by which messages start before what is computed, and leave most of the GPU to it."""
+        if backend != "nccl":
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = _CHANNEL_CTAS
+        options._timeout = self._timeout  # or torch warns that it is another one
+        return options
+
+    def warm_up(self, groups: Mapping[CommGroup, dist.ProcessGroup], device: torch.device) -> None:
+        """Have nccl make its communicators now; all ranks call this.
+
+        At its first operation a communicator allocates memory, which waits for the whole GPU, and holds up the hosts of
+        its ranks until all have come. In the middle of a step that would be while messages of a pipeline are on their
+        way, and in an order that depends on which rank gets where first.
+
+        Raises:
+            DeadlineError: another rank did not come, or its GPU did not answer.
+            RemoteError: another rank failed.
+        """
+        seen = set()
+        for kind in (CommGroup.WORLD, *_ORDER):
+            group = groups[kind]
+            if group.size() == 1 or group in seen:
+                continue
+            seen.add(group)
+            name = f"the connection of {kind.value} between the GPUs"
+            hosts = group if _GLOO in str(dist.get_backend_config(group)) else self.for_objects()
+            with waiting(name, group):  # with a deadline, which nccl's own way to a communicator has not
+                dist.all_reduce(torch.zeros(1, device="cpu"), group=hosts)
+            work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+            assert work is not None, "this rank is in the group"
+            self._wait_for_gpu(work, name, group)
+
+    def _wait_for_gpu(self, work: dist.Work, name: str, group: dist.ProcessGroup) -> None:
+        """Wait for an operation on GPUs, which nccl's own `wait` leaves to them."""
+        seconds = self._timeout.total_seconds()
+        ends = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > ends:
+                others = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
+                raise DeadlineError(
+                    f"rank {self._rank} waited {seconds:.0f} s in {name} for {name_ranks(others)}",
+                    hint="see what nccl says with NCCL_DEBUG=INFO; is the network between the hosts open?",
+                )
+            time.sleep(0.001)
+        with waiting(name, group):
+            work.wait()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Use another timeout in all groups but a default group that the script made."""
+        self._timeout = timeout
+        for group in self.all():
+            group.set_timeout(timeout)
+
+    def all(self) -> list[dist.ProcessGroup]:
+        """Return every group, without repetition."""
+        objects = [] if self._objects is None or self._objects in self._by_ranks.values() else [self._objects]
+        groups = [*self._by_ranks.values(), *self._channels.values(), *self._padding_groups, *objects]
+        world = dist.group.WORLD
+        return groups if world is None or world in groups else [world, *groups]
+
+    def _make(self, ranks: tuple[int, ...], description: str, *, mine: bool, all_ranks: bool) -> None:
+        if ranks in self._by_ranks or ranks in self._others:
+            return
+        group = self._new(ranks, description, all_ranks=all_ranks)
+        if mine:
+            self._by_ranks[ranks] = _checked(group)
+        else:
+            self._others.add(ranks)
+
+    def _new(
+        self,
+        ranks: tuple[int, ...],
+        description: str,
+        backend: str | None = None,
+        *,
+        all_ranks: bool = False,
+        options: object = None,
+    ) -> object:
+        """Make a group.
+
+        Raises:
+            DeadlineError: another of the ranks did not come.
+        """
+        with self._network():
+            if not all_ranks:
+                self._align_group_counts(ranks, description)
+            return dist.new_group(
+                list(ranks),
+                timeout=self._timeout,
+                backend=backend or self._backend,
+                pg_options=options,
+                use_local_synchronization=not all_ranks,
+                group_desc=description,
+            )
+
+    def _align_group_counts(self, ranks: tuple[int, ...], description: str) -> None:
+        """Have as many groups on all of the ranks: torch makes the name of the next one of that, among other things.
+
+        Without this they would not meet in it where a script has made a group of some of them, or where some share
+        parameters with third ones.
+        """
+        what = f"the group of {name_ranks(list(ranks))} ({description})"
+        key = hashlib.sha1(what.encode() + str(ranks).encode(), usedforsecurity=False).hexdigest()
+        count = len(_torch_world.pg_names)
+        hint = "its ranks make it at the same time: do all of them run the same script, with the same model?"
+        key = f"groups/{key}"
+        counts = gather(self._store, key, self._rank, ranks, str(count), self._timeout, what=what, hint=hint)
+        for _ in range(max(map(int, counts)) - count):
+            self._padding_groups.append(_checked(dist.new_group([self._rank], use_local_synchronization=True)))
+
+    def _network(self) -> contextlib.AbstractContextManager[None]:
+        return loopback() if self._single_host else contextlib.nullcontext()
+
+
+def _checked(group: object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member of every group it makes"
+    return group
+
+
+@contextlib.contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """Hide that a script has bound the default group to its GPU while a group is made.
+
+    Otherwise torch would split the new one's communicator off that one's, in which all ranks of the job had to take
+    part, at the same time. Made anew, it needs its own ranks only.
+    """
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id
+    if world is None or bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+@contextlib.contextmanager
+def loopback() -> Iterator[None]:
+    """Let gloo groups that are made in this block use the loopback interface, unless the user chose one.
+
+    Otherwise gloo asks for the address of the host's own name, which laptops and containers often cannot resolve.
+    """
+    name = "lo0" if sys.platform == "darwin" else "lo"
+    if "GLOO_SOCKET_IFNAME" in os.environ or name not in {name for _, name in socket.if_nameindex()}:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]

@@ -1,0 +1,362 @@
+"""`smp.init()`: read the configuration, meet the other ranks, make the groups; and `smp.shutdown()`, the way back."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import gc
+import json
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
+from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
+from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.core.context import Launch, launch_from
+from smpkit.torch.core.runtime import ModuleManager, Runtime, state
+from smpkit.torch.distributed import cores as numa
+from smpkit.torch.distributed import deadline, gpus, recorder, watcher
+from smpkit.torch.distributed.failure_store import FailureStore
+from smpkit.torch.distributed.groups import Groups, loopback
+from smpkit.torch.distributed.rendezvous import connect_store, gather
+
+__all__ = ["init", "shutdown"]
+
+_log = logging.getLogger("smpkit")
+
+
+class _World:
+    """The default group of this process and what depends on it; lives from the first `init` to `shutdown`."""
+
+    def __init__(self, launch: Launch, store: Store, groups: Groups, *, owned: bool) -> None:
+        self.launch = launch
+        self.store = store
+        self.groups = groups
+        self.owned = owned
+        self.num_exchanges = 0
+
+
+_world: _World | None = None
+_generation = 0  # how often a world was made: a new one must not read the old one's keys in the same store
+_at_exit_registered = False
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Initialise smpkit in this process. Every rank calls it, before anything else of smpkit.
+
+    A second call is harmless: without a configuration, or with the one in use, it does nothing. With another one it
+    starts over, as long as no model has been wrapped (Hugging Face calls `init()` when it is imported, and the script
+    again with its dict).
+
+    Args:
+        config: SMP v1's parameters; keys of the environment variable `SM_HP_MP_PARAMETERS` override them.
+
+    Raises:
+        ConfigError: the configuration cannot be meant, or does not fit the number of ranks, or differs between ranks;
+            or a rank sees no GPU that should have one.
+        UsageError: the launcher's variables contradict each other, or a model depends on another configuration.
+        DeadlineError: not all ranks came.
+    """
+    if config is None and state.initialized:
+        return
+    cfg, notices = ModelParallelConfig.from_sources(config, os.environ.get(ENVIRONMENT_VARIABLE))
+    if state.initialized:
+        if cfg == state.cfg:
+            return
+        _refuse_if_in_use(cfg)
+    launch = _world.launch if _world is not None else _find_launch()
+    if problems := cfg.world_problems(launch.world_size):
+        raise ConfigError(problems)
+    mesh = Mesh.from_world(
+        launch.world_size, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
+    )
+    _start(cfg, launch, mesh)
+    _announce(cfg, notices, mesh)
+
+
+def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return a process group of some ranks, this one among them; all of them call this."""
+    assert _world is not None, "smp.init() has been called"
+    return _world.groups.for_ranks(ranks)
+
+
+def channel_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the group in which messages of a pipeline travel, between GPUs if its ranks have any."""
+    assert _world is not None, "smp.init() has been called"
+    return _world.groups.channels(ranks, "nccl" if state.device.type == "cuda" else "gloo")
+
+
+def shutdown() -> None:
+    """Forget everything `smp.init()` made and end the process groups, unless the script made the default group.
+
+    Runs at exit by itself. Waits for nobody.
+    """
+    global _world
+    world, _world = _world, None
+    if state.model is not None and state.model.data_parallel is not None:
+        state.model.data_parallel.release()
+    state.runtime = state.model = state.optimizer = state.step = None
+    state.module_manager = ModuleManager()
+    for reset in state.reset_hooks:
+        reset()
+    watcher.stop()
+    deadline.detach()
+    if world is not None and world.owned and dist.is_initialized():
+        dist.destroy_process_group()
+    # A group's threads and sockets live as long as something refers to it, and a model that the script has let go of
+    # refers to its groups from cycles: a process that starts over again and again would be full of them.
+    if world is not None:
+        gc.collect()
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
+
+def _refuse_if_in_use(cfg: ModelParallelConfig) -> None:
+    if state.model is None and state.optimizer is None:
+        return
+    old, new = state.cfg.values(), cfg.values()
+    changes = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old[key] != new[key])
+    raise UsageError(
+        f"smp.init() was called again with another configuration after a model was wrapped ({changes})",
+        hint="call smp.init(config) before smp.DistributedModel(...)",
+    )
+
+
+def _announce(cfg: ModelParallelConfig, notices: Sequence[Problem], mesh: Mesh) -> None:
+    """Warn and log, on rank 0 only: the other ranks have nothing else to say."""
+    if state.rank != 0:
+        return
+    for text in [*map(str, notices), *_setting_notices(cfg, mesh)]:
+        warnings.warn(text, UserWarning, stacklevel=3)
+    _log.info("Configuration parameters:")
+    for key, value in cfg.effective().items():
+        _log.info("  %s: %s", key, value)
+
+
+def _setting_notices(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
+    """Say what this world makes of settings that are legal by themselves."""
+    texts = []
+    if not cfg.ddp and mesh.dp_size > 1:
+        texts.append(
+            f"ddp is False with {mesh.dp_size} data-parallel ranks: the replicas train independently; "
+            "set `ddp: true` to average their gradients"
+        )
+    if cfg.ddp_dist_backend == "nccl" and not torch.cuda.is_available():
+        texts.append("ddp_dist_backend is nccl, but there is no GPU: gloo is used")
+    return texts
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
+
+
+def _find_launch() -> Launch:
+    """Return who this process is, in accord with a default group that the script may have made already."""
+    launch = launch_from(os.environ)
+    if not dist.is_initialized():
+        return launch
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) == (launch.rank, launch.world_size):
+        return launch
+    if launch.launcher == "no launcher":
+        return Launch(rank, size, *_local_place(rank, size), launcher="torch.distributed")
+    raise UsageError(
+        f"torch.distributed was initialised as rank {rank} of {size}, but {launch.launcher} says "
+        f"rank {launch.rank} of {launch.world_size}",
+        hint="let smp.init() initialise torch.distributed, or pass it the launcher's rank and world size",
+    )
+
+
+def _local_place(rank: int, size: int) -> tuple[int, int]:
+    """Return (local_rank, local_size) from the host names of all ranks, when no launcher says."""
+    store = _store_of_default_group()
+    launch = Launch(rank, size)
+    hosts = gather(store, "hosts", launch.rank, range(launch.world_size), socket.gethostname(), timedelta(seconds=600))
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return here.index(rank), len(here)
+
+
+def _register_at_exit() -> None:
+    """End the process groups at exit, or torch warns that nobody did."""
+    global _at_exit_registered  # noqa: PLW0603
+    if not _at_exit_registered:
+        _at_exit_registered = True
+        atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    # After a failure, other ranks may be gone, and ending nccl communicators with them could wait for ever. The
+    # operating system ends everything as well, but not before a kernel has ended that waits for them.
+    if deadline.failed():
+        if _world is not None:
+            deadline.abort(_world.groups.all())
+        watcher.stop()
+        return
+    if _world is not None:
+        deadline.report_end()
+    shutdown()
+
+
+# --- the groups -------------------------------------------------------------------------------------------------------
+
+
+def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
+    global _world  # noqa: PLW0603
+    timeout = timedelta(seconds=cfg.timeout_seconds)
+    known = _world is not None
+    world = _world or _connect_world(cfg, launch, timeout)
+    _world = world
+    failure_store = _make_failure_store(world, timeout)
+    try:
+        with _serving_errors(failure_store):
+            facts = _exchange_facts(world, cfg, timeout)
+            gpu_infos = [gpus.GpuInfo(**fact["gpu"]) for fact in facts]
+            backend, notices = gpus.backend_of(gpu_infos, str(cfg.ddp_dist_backend)) if world.owned else ("", [])
+        if launch.rank == 0 and not known:
+            for text in [*gpus.notices_of(gpu_infos), *notices]:
+                warnings.warn(text, UserWarning, stacklevel=3)
+        _set_device(launch, gpu_infos)
+        if not dist.is_initialized():
+            _make_default_group(backend, world, timeout)
+        elif known:
+            world.groups.set_timeout(timeout)
+        deadline.attach(failure_store)
+        groups = world.groups.for_mesh(mesh, launch.rank)
+        state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
+        if not known:
+            watcher.watch(failure_store, _processes_on_this_host(facts, launch.rank))
+        if "cuda:nccl" in str(dist.get_backend_config(groups[CommGroup.WORLD])):
+            world.groups.warm_up(groups, state.device)
+        recorder.start()
+    except BaseException:
+        if not known:
+            shutdown()
+        raise
+    _register_at_exit()
+
+
+def _connect_world(cfg: ModelParallelConfig, launch: Launch, timeout: timedelta) -> _World:
+    global _generation  # noqa: PLW0603
+    owned = not dist.is_initialized()
+    store = connect_store(launch, cfg.ddp_port, timeout) if owned else _store_of_default_group()
+    _generation += 1
+    store = PrefixStore(f"smpkit/{_generation}", store)
+    groups = Groups(store, launch.rank, timeout, single_host=launch.single_host)
+    return _World(launch, store, groups, owned=owned)
+
+
+def _store_of_default_group() -> Store:
+    world = dist.group.WORLD
+    assert world is not None
+    return world.get_group_store()
+
+
+def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[dict[str, Any]]:
+    """Wait for all ranks, check that they mean the same configuration, and return what each said about itself.
+
+    Raises:
+        ConfigError: they do not, or a rank sees no GPU that should have one; on all ranks alike.
+    """
+    world.num_exchanges += 1
+    gpu_info = dataclasses.asdict(gpus.probe_gpu(world.launch))
+    process = [watcher.process_namespace(), os.getpid()]
+    own_facts = json.dumps({"cfg": cfg.values(), "gpu": gpu_info, "process": process})
+    launch, key = world.launch, f"facts/{world.num_exchanges}"
+    everyone = range(launch.world_size)
+    facts = [json.loads(text) for text in gather(world.store, key, launch.rank, everyone, own_facts, timeout)]
+    ours = json.loads(own_facts)["cfg"]
+    for rank, fact in enumerate(facts):
+        differing = [key for key in ours if fact["cfg"].get(key) != ours[key]]
+        if differing:
+            raise ConfigError(
+                [
+                    Problem(
+                        (key,),
+                        f"is {ours[key]!r} on rank {world.launch.rank} but {fact['cfg'].get(key)!r} on rank {rank}",
+                    )
+                    for key in differing
+                ]
+            )
+    if problems := gpus.problems_of([gpus.GpuInfo(**fact["gpu"]) for fact in facts]):
+        raise ConfigError(problems, subject="GPUs of the job")
+    return facts
+
+
+@contextlib.contextmanager
+def _serving_errors(failure_store: FailureStore) -> Iterator[None]:
+    """Let all ranks read why none of them can start, if so, before the one that serves the store ends."""
+    try:
+        yield
+    except (ConfigError, UnsupportedError):
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if failure_store.serves_store:
+                failure_store.serve_until_read()
+            else:
+                failure_store.ack()
+        raise
+
+
+def _processes_on_this_host(facts: Sequence[Mapping[str, Any]], rank: int) -> dict[int, int]:
+    """Return the processes of the other ranks that this one can see."""
+    here = facts[rank]["process"][0]
+    places = [(other, *fact["process"]) for other, fact in enumerate(facts)]
+    return {other: pid for other, place, pid in places if place == here and place is not None and other != rank}
+
+
+def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:
+    # Scripts that forget torch.cuda.set_device(smp.local_rank()) would otherwise put every rank on GPU 0.
+    if torch.cuda.is_available():
+        device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if sum(gpu_info.gpu == gpu_infos[launch.rank].gpu for gpu_info in gpu_infos) == 1:
+            numa.bind(device)
+
+
+def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None:
+    """Initialise torch.distributed.
+
+    The groups are not bound to a device (`device_id`): that would make every later group a split, in which all ranks
+    must take part.
+    """
+    if "nccl" in backend:
+        _prepare_nccl(world.launch)
+    with loopback() if world.launch.single_host else contextlib.nullcontext():
+        dist.init_process_group(
+            backend, store=world.store, rank=world.launch.rank, world_size=world.launch.world_size, timeout=timeout
+        )
+
+
+def _prepare_nccl(launch: Launch) -> None:
+    """Set what nccl and torch's watch over it read when groups are made, unless the user has.
+
+    On an error torch shall only end the kernels (2, "clean up only"): by default it kills the process, and nobody would
+    learn which rank failed. The watcher sees the error, too, and finds that out.
+    """
+    handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    # torchrun sets 1 for every rank where the user has set nothing.
+    if launch.launcher == "torchrun" and os.environ.get(handling) == "1":
+        del os.environ[handling]
+    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # its name of old, which torch still reads
+        os.environ.setdefault(handling, "2")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if os.environ.get(gpus.SHARED_GPU_NCCL) == "1":
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+
+
+def _make_failure_store(world: _World, timeout: timedelta) -> FailureStore:
+    launch = world.launch
+    serves = launch.rank == 0 and not launch.agent_store
+    server = "the launcher" if launch.agent_store else "rank 0"
+    return FailureStore(
+        world.store, launch.rank, launch.world_size, timeout, world.groups.all, server=server, serves_store=serves
+    )

@@ -1,0 +1,329 @@
+"""Send any object between ranks: `smp.send`, `recv_from`, `broadcast`, `allgather` and the barriers of SMP v1.
+
+Everything is point to point, so each ordered pair of ranks has one stream of messages, in the order of the calls::
+
+    header (what call, how many bytes) | pickle without the tensors | tensor 0 | tensor 1 | ...
+
+The header says which call the sender is in, so `barrier` against `allgather` is an error and not a hang. Tensors travel
+as raw bytes, straight from and into their memory. Objects are unpickled: that is safe only because both ends are ranks
+of the same job, which run the same script.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.rendezvous import name_ranks
+
+__all__ = [
+    "CommGroup",
+    "RankType",
+    "allgather",
+    "barrier",
+    "broadcast",
+    "dp_barrier",
+    "mp_barrier",
+    "recv_from",
+    "send",
+]
+
+
+class RankType(Enum):
+    """What a rank number counts in a call: all ranks, or the ranks of this rank's group of a kind (`smp.RankType`)."""
+
+    WORLD_RANK = CommGroup.WORLD
+    MP_RANK = CommGroup.MP_GROUP
+    DP_RANK = CommGroup.DP_GROUP
+    TP_RANK = CommGroup.TP_GROUP
+    PP_RANK = CommGroup.PP_GROUP
+    RDP_RANK = CommGroup.RDP_GROUP
+
+
+# --- the calls --------------------------------------------------------------------------------------------------------
+
+
+def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
+    """Send any picklable object to one rank, which calls `recv_from`; return when it has been received.
+
+    Raises:
+        UsageError: there is no such rank, or it is this one.
+        DeadlineError: the receiver did not come in time.
+        RemoteError: the receiver, or another rank, failed.
+    """
+    _send_to([_peer(dest_rank, rank_type, "smp.send")], _CallKind(_SEND, CommGroup.WORLD), obj)
+
+
+def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
+    """Return the next object that `src_rank` sent to this rank, by `send` or `broadcast`, in the order of its calls.
+
+    Tensors that were on a GPU arrive on this rank's GPU. The errors are those of `send`.
+    """
+    source = _peer(src_rank, rank_type, "smp.recv_from")
+    call = _CallKind(_SEND, CommGroup.WORLD)
+    with waiting(f"recv_from(rank {source})", [source]):
+        return _receive_object(source, _receive_header(source, call))
+
+
+def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
+    """Send an object to every other member of this rank's `group`; return when all have received it.
+
+    Called by the sender only: every other member calls `recv_from(sender, rank_type)`. The errors are those of `send`.
+    """
+    _send_to(_others(group), _CallKind(_SEND, group), obj, f"broadcast to {group.value}")
+
+
+def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
+    """Return the objects that the members of this rank's `group` passed, ordered by their rank in it.
+
+    The own object is returned as it is, not copied. The errors are those of `send`, and a UsageError on ranks that meet
+    a member that is in another call.
+    """
+    others, call = _others(group), _CallKind(_ALLGATHER, group)
+    with waiting(str(call), others):
+        frames, works = _post(others, call, obj)
+        sizes = _receive_headers(others, call)
+        found = {rank: _receive_object(rank, size) for rank, size in sizes.items()}
+        _finish(works)
+    del frames
+    return [obj if rank == state.rank else found[rank] for rank in state.group(group)]
+
+
+def barrier(group: CommGroup = CommGroup.WORLD) -> None:
+    """Return when every member of this rank's `group` has come here. The errors are those of `allgather`."""
+    others, call = _others(group), _CallKind(_BARRIER, group)
+    with waiting(str(call), others):
+        header = call.header(0)
+        works = [_isend(header, rank) for rank in others]
+        _receive_headers(others, call)
+        _finish(works)
+
+
+def dp_barrier() -> None:
+    """Return when every rank of this rank's `DP_GROUP` has come here."""
+    barrier(CommGroup.DP_GROUP)
+
+
+def mp_barrier() -> None:
+    """Return when every rank of this rank's `MP_GROUP` has come here."""
+    barrier(CommGroup.MP_GROUP)
+
+
+# --- who --------------------------------------------------------------------------------------------------------------
+
+
+def _others(group: CommGroup) -> list[int]:
+    _check_kind(group, CommGroup, "group")
+    return [rank for rank in state.group(group) if rank != state.rank]
+
+
+def _check_kind(value: object, kinds: type[Enum], noun: str) -> None:
+    if not isinstance(value, kinds):
+        names = ", ".join(f"smp.{kinds.__name__}.{kind.name}" for kind in kinds)
+        raise UsageError(f"{value!r} is not a {noun}", hint=f"use one of {names}")
+
+
+def _peer(index: int, rank_type: RankType, call: str) -> int:
+    """Return the global rank of a peer."""
+    _check_kind(rank_type, RankType, "rank type")
+    ranks = state.group(rank_type.value)
+    if not 0 <= index < len(ranks):
+        raise UsageError(f"{call}: there is no {rank_type.name} {index}", hint=f"valid are 0 to {len(ranks) - 1}")
+    if ranks[index] == state.rank:
+        # A blocking send to oneself could never return: the receive comes after it in the same thread.
+        raise UsageError(f"{call}: rank {state.rank} names itself", hint="use the object directly on this rank")
+    return ranks[index]
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+_TAG: Final = 0x5A9  # keeps our messages apart from a script's own torch.distributed.send on the same group
+_SEND: Final = 1
+_ALLGATHER: Final = 2
+_BARRIER: Final = 3
+_NAMES: Final = {_SEND: "send or broadcast", _ALLGATHER: "allgather", _BARRIER: "barrier"}
+_GROUPS: Final = tuple(CommGroup)
+
+
+@dataclass(frozen=True)
+class _CallKind:
+    """Which call a message belongs to."""
+
+    code: int
+    group: CommGroup
+
+    def __str__(self) -> str:
+        return _NAMES[self.code] if self.code == _SEND else f"{_NAMES[self.code]} of {self.group.value}"
+
+    def header(self, size: int) -> torch.Tensor:
+        return torch.tensor([self.code, _GROUPS.index(self.group), size], dtype=torch.int64, device="cpu")
+
+    def pairs_with(self, other: _CallKind) -> bool:
+        # `recv_from` takes what comes, whatever group it was broadcast to.
+        return self.code == other.code and (self.code == _SEND or self.group is other.group)
+
+
+def _isend(tensor: torch.Tensor, rank: int) -> dist.Work:
+    group = state.object_group
+    return group.send([tensor], rank, _TAG)
+
+
+def _receive(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    state.object_group.recv([tensor], rank, _TAG).wait(state.timeout)
+    return tensor
+
+
+def _finish(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait(state.timeout)
+
+
+def _post(ranks: Sequence[int], call: _CallKind, obj: Any) -> tuple[list[torch.Tensor], list[dist.Work]]:
+    """Start sending `obj`; return the memory that must live until the works are done, and the works."""
+    if not ranks:
+        return [], []
+    packed, tensors = _pack(obj)
+    frames = [call.header(packed.numel()), packed, *(tensor for tensor in tensors if tensor.numel())]
+    return frames, [_isend(frame, rank) for rank in ranks for frame in frames]
+
+
+def _send_to(ranks: Sequence[int], call: _CallKind, obj: Any, what: str | None = None) -> None:
+    with waiting(what or f"send to {name_ranks(list(ranks))}", ranks):
+        frames, works = _post(ranks, call, obj)
+        _finish(works)
+    del frames
+
+
+def _receive_header(rank: int, call: _CallKind) -> int:
+    """Return how many bytes of pickle follow; raise UsageError if the sender is in another call."""
+    code, group, size = _receive(torch.empty(3, dtype=torch.int64, device="cpu"), rank).tolist()
+    theirs = _CallKind(code, _GROUPS[group])
+    if not call.pairs_with(theirs):
+        mine = f"recv_from(rank {rank})" if call.code == _SEND else str(call)
+        raise UsageError(
+            f"rank {state.rank} is in {mine}, but rank {rank} is in {theirs}",
+            hint="all ranks of a group make the same calls in the same order; only the sender calls broadcast",
+        )
+    return int(size)
+
+
+def _receive_headers(ranks: Sequence[int], call: _CallKind) -> dict[int, int]:
+    return {rank: _receive_header(rank, call) for rank in ranks}
+
+
+def _receive_object(rank: int, size: int) -> Any:
+    packed = _receive(torch.empty(size, dtype=torch.uint8, device="cpu"), rank)
+    return _Unpickler(packed, rank).load()
+
+
+# --- objects ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _TensorSpec:
+    """What the receiver needs to know of a tensor whose bytes follow."""
+
+    index: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_gpu: bool
+    is_parameter: bool
+    requires_grad: bool
+
+
+def _pack(obj: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the pickle of `obj` without its tensors as bytes, and the bytes of each tensor that has any."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(obj)
+    packed = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    return packed, pickler.payloads
+
+
+class _Pickler(pickle.Pickler):
+    """Takes plain tensors and parameters out of the pickle.
+
+    Two tensors that are the same memory with the same shape travel once and share memory again on the other side, as
+    tied weights in a state dict do. Subclasses, sparse and quantized tensors go through the pickle in their own way.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.payloads: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+        self._indices: dict[object, int] = {}
+        self._objects: dict[int, _TensorSpec] = {}
+
+    def persistent_id(self, obj: object) -> tuple[int, _TensorSpec] | None:
+        if type(obj) not in (torch.Tensor, nn.Parameter):
+            return None
+        assert isinstance(obj, torch.Tensor)
+        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type not in ("cpu", "cuda"):
+            return None
+        if id(obj) not in self._objects:
+            self._objects[id(obj)] = self._spec(obj)
+            self._kept.append(obj)  # a tensor that only lives during the dump could hand its id to another one
+        return id(obj), self._objects[id(obj)]
+
+    def _spec(self, tensor: torch.Tensor) -> _TensorSpec:
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        index = self._indices.setdefault((tensor.device, *memory), len(self._indices))
+        if index == len(self.payloads):
+            self.payloads.append(_raw_bytes(tensor))
+        return _TensorSpec(
+            index=index,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            on_gpu=tensor.is_cuda,
+            is_parameter=isinstance(tensor, nn.Parameter),
+            requires_grad=tensor.requires_grad,
+        )
+
+
+def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as bytes in row-major order, without a copy for a contiguous CPU tensor."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Receives the tensors as the pickle mentions them, which is the order in which they were sent."""
+
+    def __init__(self, packed: torch.Tensor, source: int) -> None:
+        super().__init__(io.BytesIO(packed.numpy().tobytes()))
+        self._source = source
+        self._memory: dict[int, torch.Tensor] = {}
+        self._objects: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, pid: tuple[int, _TensorSpec]) -> torch.Tensor:
+        key, spec = pid
+        if key not in self._objects:
+            self._objects[key] = self._tensor(spec)
+        return self._objects[key]
+
+    def _tensor(self, spec: _TensorSpec) -> torch.Tensor:
+        if spec.index not in self._memory:
+            self._memory[spec.index] = self._fetch(spec)
+        tensor = self._memory[spec.index].detach()
+        if spec.is_parameter:
+            return nn.Parameter(tensor, requires_grad=spec.requires_grad)
+        return tensor.requires_grad_(spec.requires_grad)
+
+    def _fetch(self, spec: _TensorSpec) -> torch.Tensor:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        raw = tensor.reshape(-1).view(torch.uint8)
+        if raw.numel():
+            _receive(raw, self._source)
+        return tensor.to(state.device) if spec.on_gpu else tensor

@@ -1,0 +1,230 @@
+"""Where ranks meet: the key-value store that everything of torch.distributed starts from.
+
+Three cases: the launcher serves a store (torchrun), rank 0 serves one at `MASTER_ADDR:MASTER_PORT`, or nobody said
+where (`mpirun -np 8 python script.py` on one host) and rank 0 takes a free port, told to the others in a small file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from smpkit.errors import DeadlineError, LaunchError, UsageError
+from smpkit.torch.core.context import DEFAULT_PORT, Launch
+
+__all__ = ["connect_store", "gather"]
+
+_POLL_SECONDS: Final = 0.05
+_CONNECT_SECONDS: Final = 10  # to a port of this very host
+
+
+def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store:
+    """Return the store that all ranks of `launch` share.
+
+    Args:
+        launch: who this process is.
+        port: `ddp_port`; overrides `MASTER_PORT`.
+        timeout: how long to look for rank 0.
+
+    Raises:
+        UsageError: several hosts and nobody said where rank 0 is.
+        DeadlineError: rank 0 did not appear.
+        LaunchError: the port is taken, or the address of rank 0 is not of this host.
+    """
+    if launch.world_size == 1:
+        return HashStore()
+    if launch.master_address is None:
+        return _connect_on_this_host(launch, port, timeout)
+    served = launch.agent_store and port is None
+    chosen = port or launch.master_port or DEFAULT_PORT
+    return _tcp_store(launch, launch.master_address, chosen, serve=launch.rank == 0 and not served, timeout=timeout)
+
+
+def gather(
+    store: Store,
+    key: str,
+    rank: int,
+    ranks: Sequence[int],
+    value: str,
+    timeout: timedelta,
+    *,
+    what: str = "smp.init()",
+    hint: str = "were all ranks started, and does each of them call smp.init()?",
+) -> list[str]:
+    """Return what each of some ranks, this one among them, gave as `value` under `key`, in their order.
+
+    Args:
+        what, hint: in what they meet and why one may not come, for errors.
+
+    Raises:
+        DeadlineError: names the ranks that did not come.
+    """
+    keys = [f"{key}/{each}" for each in ranks]
+    store.set(f"{key}/{rank}", value)
+    try:
+        store.wait(keys, timeout)
+    except (dist.DistError, RuntimeError):
+        absent = [each for each, name in zip(ranks, keys, strict=True) if not _has(store, name)]
+        raise DeadlineError(
+            f"rank {rank} waited {timeout.total_seconds():g} s in {what} for {name_ranks(absent)}",
+            hint=hint,
+        ) from None  # the store's own words are the names of keys
+    return [data.decode() for data in store.multi_get(keys)]
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Say `rank 2`, `ranks 0, 2 and 3`, or, of many, the first eight and how many more."""
+    if not ranks:
+        return "the other ranks"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _has(store: Store, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except (dist.DistError, RuntimeError):
+        return False
+
+
+def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout: timedelta) -> TCPStore:
+    """Serve or find the store at `address:port`."""
+    try:
+        # Without `wait_for_workers` the server does not block here: `gather` waits, and can say who is missing.
+        return TCPStore(address, port, launch.world_size, serve, timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        where = f"{address}:{port}"
+        if serve:
+            raise LaunchError(
+                f"rank 0 cannot listen at {where}: {_first_line(error)}",
+                hint="set MASTER_PORT (or `ddp_port`) to a free port, and MASTER_ADDR to the host of rank 0",
+            ) from error
+        raise DeadlineError(
+            f"rank {launch.rank} waited {timeout.total_seconds():g} s for rank 0 at {where}: {_first_line(error)}",
+            hint="is MASTER_ADDR the host of rank 0, and can this host reach that port?",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+# --- one host, and nobody said where ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _StoreAddress:
+    """What rank 0 tells the other ranks of its host: where it listens, and how to know that it is this job's rank 0."""
+
+    port: int
+    pid: int
+    token: str
+
+
+def _connect_on_this_host(launch: Launch, port: int | None, timeout: timedelta) -> Store:
+    if not launch.single_host:
+        raise UsageError(
+            f"the {launch.world_size} ranks of {launch.launcher} run on several hosts, and MASTER_ADDR is not set",
+            hint="pass the host of rank 0, for example `mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=29500 ...`",
+        )
+    path = _address_path(launch)
+    if launch.rank == 0:
+        return _serve_on_this_host(launch, port, path, timeout)
+    return _find_on_this_host(launch, path, timeout)
+
+
+def _address_path(launch: Launch) -> Path:
+    # Launchers that do not name their job at least start all ranks of a host from one process.
+    job = launch.job_id or f"parent {os.getppid()}"
+    key = hashlib.sha256(f"{launch.launcher}\0{job}\0{launch.world_size}".encode()).hexdigest()[:24]
+    return Path(tempfile.gettempdir()) / f"smpkit-{os.getuid()}-{key}.json"
+
+
+def _serve_on_this_host(launch: Launch, port: int | None, path: Path, timeout: timedelta) -> Store:
+    store = _tcp_store(launch, "127.0.0.1", port or 0, serve=True, timeout=timeout)
+    store_address = _StoreAddress(store.port, os.getpid(), secrets.token_hex(16))
+    store.set("smpkit/token", store_address.token)
+    with _published(path, store_address):
+        gather(store, "smpkit/met", launch.rank, range(launch.world_size), "", timeout)
+    return store
+
+
+@contextlib.contextmanager
+def _published(path: Path, store_address: _StoreAddress) -> Iterator[None]:
+    """Keep the address at `path` as long as the block runs.
+
+    The file is written under a fresh name (never following a link that somebody put there) and renamed, so a reader
+    sees a whole address or none.
+    """
+    fresh = path.with_suffix(f".{secrets.token_hex(8)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(vars(store_address), file)
+    fresh.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _find_on_this_host(launch: Launch, path: Path, timeout: timedelta) -> Store:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        store_address = _read_address(path)
+        store = None if store_address is None else _connect(launch, store_address)
+        if store is not None:
+            gather(store, "smpkit/met", launch.rank, range(launch.world_size), "", timeout)
+            return store
+        time.sleep(_POLL_SECONDS)
+    raise DeadlineError(
+        f"rank {launch.rank} waited {timeout.total_seconds():g} s for rank 0 to say where it listens",
+        hint="does rank 0 call smp.init() too? Otherwise set MASTER_ADDR and MASTER_PORT",
+    )
+
+
+def _read_address(path: Path) -> _StoreAddress | None:
+    """Return the address at `path` if there is one, of this user, whose author is alive."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with os.fdopen(descriptor) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            return None  # in a shared temporary folder somebody else could have put it there
+        try:
+            store_address = _StoreAddress(**json.load(file))
+            os.kill(store_address.pid, 0)
+        except (ValueError, TypeError, OSError):
+            return None  # left behind by a job that died
+    return store_address
+
+
+def _connect(launch: Launch, store_address: _StoreAddress) -> Store | None:
+    """Connect, and check that the process there is the one that wrote the address."""
+    connect = timedelta(seconds=_CONNECT_SECONDS)
+    try:
+        # Asked first, because the store's client would try again for seconds when nobody listens.
+        socket.create_connection(("127.0.0.1", store_address.port), _CONNECT_SECONDS).close()
+        store = TCPStore("127.0.0.1", store_address.port, launch.world_size, False, connect, wait_for_workers=False)
+        return store if store.get("smpkit/token").decode() == store_address.token else None
+    except (dist.DistError, OSError):
+        return None

@@ -1,0 +1,166 @@
+"""Wake a rank that waits inside a call of CUDA when another one fails.
+
+A host in `.item()` or `synchronize()` waits for its GPU. If a kernel there waits for a rank that is gone, nothing ends
+it: the driver knows of no ranks, and between GPUs of one machine nccl does not notice either before its own deadline,
+after which torch kills the process without a word about who waited for whom. So where nccl connects ranks, each of
+them has one thread that looks, about once a second, at what could be the end::
+
+    the failure store            another rank, or a thread of this one, has said that it fails
+    the processes beside it      a rank of this machine died without a word (killed, or out of memory)
+    nccl's own errors            another machine closed its connection, or an operation passed its deadline
+
+It tells the others, and ends the kernels of this rank. The call returns, and the next word with another rank, or the
+error that torch raises, becomes the verdict (`deadline.waiting`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+from smpkit.errors import RemoteError, SmpkitError
+from smpkit.torch.distributed import deadline
+from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
+
+__all__ = ["process_namespace", "stop", "watch"]
+
+_POLL_SECONDS: Final = 1.0
+_JOIN_SECONDS: Final = 5.0  # for the thread to come out of what it is in
+_PROCESSES = Path("/proc")
+
+_watcher: _Watcher | None = None
+
+
+def process_namespace() -> str | None:
+    """Return what is the same for processes that see each other under the same numbers; None if Linux does not say."""
+    try:
+        boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{(_PROCESSES / 'self/ns/pid').stat().st_ino}"
+    except OSError:
+        return None
+
+
+def watch(failure_store: FailureStore, processes: Mapping[int, int]) -> None:
+    """Watch until `stop`, if nccl connects the ranks; otherwise every wait of a host has a deadline.
+
+    Args:
+        processes: of the other ranks on this machine.
+    """
+    global _watcher  # noqa: PLW0603 - one per process, like the default process group
+    if failure_store.size > 1 and any(deadline.device_backends(group) for group in failure_store.groups()):
+        _watcher = _Watcher(failure_store, processes)
+
+
+def stop() -> None:
+    """Stop watching. Never raises."""
+    global _watcher
+    watcher, _watcher = _watcher, None
+    if watcher is not None:
+        watcher.stop()
+
+
+class _Watcher:
+    """The thread, and what it does.
+
+    Args:
+        failure_store: where ranks say why they fail.
+        processes: of the other ranks on this machine.
+    """
+
+    def __init__(self, failure_store: FailureStore, processes: Mapping[int, int]) -> None:
+        self._failure_store: FailureStore | None = failure_store
+        self._processes = dict(processes)
+        self._reads_store = True
+        self._server_ended = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="smpkit-watcher", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Look until something fails, or nobody needs it any more."""
+        while not self._stopped.wait(_POLL_SECONDS):
+            failure_store = self._failure_store
+            if failure_store is None or self._check(failure_store):
+                return
+
+    def stop(self) -> None:
+        """Stop, and let the other ranks know that this one's process may end now."""
+        failure_store, self._failure_store = self._failure_store, None
+        self._stopped.set()
+        # A process that ends while another thread is inside C++ may be aborted for it.
+        self._thread.join(_JOIN_SECONDS)
+        if failure_store is None or deadline.failed():
+            return
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if not failure_store.statuses([failure_store.rank]):
+                failure_store.publish(RankStatus(failure_store.rank, "ended", "it called smp.shutdown()"))
+
+    def _check(self, failure_store: FailureStore) -> bool:
+        """Look once; return whether the job has failed."""
+        found = self._stored_failure(failure_store) or self._dead_rank(failure_store) or self._nccl_error(failure_store)
+        if found is None or self._stopped.is_set():
+            return False
+        deadline.fail_this_process(found)
+        return True
+
+    def _stored_failure(self, failure_store: FailureStore) -> SmpkitError | None:
+        """Return the failure that the store has."""
+        if not self._reads_store:
+            return None
+        try:
+            first, server = failure_store.poll()
+        except (dist.DistError, RuntimeError) as gone:
+            self._reads_store = False
+            # A launcher that serves the store may end before its ranks, and so may rank 0 when it is done.
+            if self._server_ended or failure_store.server != "rank 0":
+                return None
+            why = (str(gone).splitlines() or [type(gone).__name__])[0]
+            text = f"rank {failure_store.rank} lost rank 0, which served the store: {why}"
+            return RemoteError(text, hint="see the output of rank 0")
+        self._server_ended = server is not None and server.kind == "ended"
+        return None if first is None else deadline.error_of(first)
+
+    def _dead_rank(self, failure_store: FailureStore) -> SmpkitError | None:
+        """Return an error if the process of another rank has ended before its script did."""
+        for rank in [rank for rank, pid in self._processes.items() if not _is_alive(pid)]:
+            del self._processes[rank]
+            try:
+                status = failure_store.statuses([rank]).get(rank)
+                if status is not None and status.kind == "ended":
+                    continue
+                text = f"rank {failure_store.rank} lost rank {rank}, whose process ended without a word"
+                first = failure_store.record_failure(RankStatus(failure_store.rank, "failed", text))
+            except (dist.DistError, RuntimeError):
+                continue  # the store is gone: `_stored_failure` knows what that means
+            return deadline.error_of(first)
+        return None
+
+    def _nccl_error(self, failure_store: FailureStore) -> SmpkitError | None:
+        """Return an error if an operation between GPUs has failed, or passed its deadline."""
+        for group in failure_store.groups():
+            for backend in deadline.device_backends(group):
+                error = backend.get_error().name
+                if error == "SUCCESS":
+                    continue
+                peers = [rank for rank in dist.get_process_group_ranks(group) if rank != failure_store.rank]
+                what = f"an operation between GPUs ({group.group_desc})"
+                is_late = error == "TIMEOUT"
+                seconds = failure_store.timeout.total_seconds() if is_late else 0.0
+                return deadline.diagnose(what, peers, "timeout" if is_late else f"nccl: {error}", seconds)
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process of this machine runs; one that ended may still be listed, for its parent to ask why."""
+    try:
+        text = (_PROCESSES / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is there, and not for us to read
+        return True
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,172 @@
+"""Tensors at the boundaries of slices: offloaded to the host until they are needed again.
+
+Each is on the device, on its way out, on the host, or on its way back. The device's tensor is kept until its copy
+has ended, at most `_IN_FLIGHT` at a time: memory of older ones is given up only after their copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from smpkit.torch.offload.arena import Arena, Block
+from smpkit.torch.offload.link import DONE, Event
+from smpkit.torch.offload_model.counted_link import Transfers, flat_bytes, is_dense
+
+__all__ = ["OffloadedTensor", "TensorOffloader"]
+
+_IN_FLIGHT: Final = 2
+
+
+class OffloadedTensor:
+    """One tensor, and where it is.
+
+    Args:
+        tensor: on the device, or anywhere if it is the user's input: that is never ours to free.
+        requires_grad: whether a gradient is wanted for it.
+        is_input: whether it is the user's input.
+        shared: which of the user's inputs it is, where every microbatch got that whole.
+    """
+
+    __slots__ = (
+        "block",
+        "d2h_event",
+        "device",
+        "h2d_event",
+        "meta",
+        "offloader",
+        "requires_grad",
+        "shared",
+        "user_input",
+    )
+
+    def __init__(
+        self, tensor: Tensor, *, requires_grad: bool, is_input: bool = False, shared: int | None = None
+    ) -> None:
+        self.requires_grad = requires_grad
+        self.shared = shared
+        self.user_input = tensor if is_input else None
+        self.device = None if is_input else tensor
+        self.meta = torch.empty_like(tensor, device="meta")
+        self.block: Block | None = None
+        self.d2h_event: Event = DONE
+        self.h2d_event: Event = DONE
+        self.offloader: TensorOffloader | None = None
+
+    def __del__(self) -> None:
+        """Give up the host's memory: a forward that no backward follows, or one that failed, releases nothing."""
+        offloader = getattr(self, "offloader", None)  # torch.compile, and interrupts, leave some half made
+        if offloader is not None:
+            with contextlib.suppress(Exception):  # at the end of the interpreter, what is needed may be gone
+                offloader.release(self)
+
+
+class TensorOffloader:
+    """Sends tensors out and brings them back.
+
+    Args:
+        device: where they are computed with.
+        transfers: how they get there.
+        arena: where they are on the host; when its budget is spent they stay on the device. None: they all do.
+    """
+
+    def __init__(self, device: torch.device, transfers: Transfers, arena: Arena | None) -> None:
+        self._device = device
+        self._transfers = transfers
+        self._arena = arena
+        self._copies_to_host: deque[tuple[Event, Tensor]] = deque()
+
+    def send(self, offloaded: OffloadedTensor, *, keep: bool) -> None:
+        """Start to copy a tensor to the host.
+
+        Args:
+            offloaded: on the device.
+            keep: leave it on the device too: it is needed there at once.
+        """
+        tensor, link = offloaded.device, self._transfers.link
+        assert tensor is not None, "sent out twice"
+        if self._arena is None:
+            return
+        offloaded.block, offloaded.offloader = self._arena.take(offloaded.meta.nbytes), self
+        if offloaded.block is None:
+            return
+        offloaded.block.num_users, offloaded.block.last_uses = 1, []
+        dense = tensor if is_dense(tensor) else torch.empty_like(offloaded.meta, device=self._device).copy_(tensor)
+        after = (link.now(), *offloaded.block.free_after)
+        what = "a slice's output"
+        offloaded.d2h_event = self._transfers.send(
+            "boundaries_out", flat_bytes(dense), offloaded.block.bytes, after, what
+        )
+        self._copies_to_host.append((offloaded.d2h_event, dense))
+        if not keep:
+            offloaded.device = None
+        while self._copies_to_host and (len(self._copies_to_host) > _IN_FLIGHT or self._copies_to_host[0][0].done()):
+            event, _ = self._copies_to_host[0]
+            link.before_reuse(event, link.stream())  # only now may the memory go to somebody else
+            self._copies_to_host.popleft()
+
+    def copy_input(self, inputs: Sequence[OffloadedTensor]) -> None:
+        """Copy a user's input that is on the host, from where it is fetched like what slices return.
+
+        Once the model has been called the user may fill that memory anew; a copy from it, or the backward that reads it
+        again, would come too late. What finds no room is copied from the user's memory, and waited for, each time.
+
+        Args:
+            inputs: all of one tensor.
+        """
+        tensor = inputs[0].user_input
+        if self._arena is None or tensor is None or tensor.device.type != "cpu" or self._device.type == "cpu":
+            return
+        block, meta = self._arena.take(tensor.nbytes), inputs[0].meta
+        if block is None:
+            return
+        for event in block.free_after:
+            self._transfers.link.synchronize(event, "an input of the model")
+        block.num_users, block.last_uses = len(inputs), []
+        block.bytes.view(meta.dtype).as_strided(meta.shape, meta.stride()).copy_(tensor)
+        for offloaded in inputs:
+            offloaded.block, offloaded.offloader, offloaded.user_input = block, self, None
+
+    def fetch(self, offloaded: OffloadedTensor) -> None:
+        """Start to bring a tensor back to the device, if it is not there."""
+        if offloaded.device is not None or offloaded.user_input is not None:
+            return
+        assert offloaded.block is not None, "neither on the device nor on the host"
+        link, num_bytes = self._transfers.link, offloaded.meta.nbytes
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        # The memory may have been somebody else's on this stream a moment ago: `now` comes before the copy.
+        after = (link.now(), offloaded.d2h_event)
+        offloaded.h2d_event = self._transfers.fetch(
+            "boundaries_in", offloaded.block.bytes, flat, after, "a slice's input"
+        )
+        offloaded.device = flat.view(offloaded.meta.dtype).as_strided(offloaded.meta.shape, offloaded.meta.stride())
+
+    def take(self, offloaded: OffloadedTensor) -> Tensor:
+        """Return the tensor on the device, to be computed with from now on; only the host keeps it, if it is there."""
+        if offloaded.user_input is not None:
+            return offloaded.user_input.to(self._device).detach()
+        self.fetch(offloaded)
+        tensor = offloaded.device
+        assert tensor is not None
+        self._transfers.link.wait(offloaded.h2d_event, "a slice's input")
+        if offloaded.block is not None:
+            offloaded.device = None
+        return tensor.detach()
+
+    def release(self, offloaded: OffloadedTensor) -> None:
+        """Forget a tensor; its memory on the host is used again after the last copy from and to it."""
+        if offloaded.device is not None and not offloaded.h2d_event.done():
+            # Nobody has waited for this copy, and its memory is about to be overwritten.
+            self._transfers.link.synchronize(offloaded.h2d_event, "a slice's input")
+        block = offloaded.block
+        if self._arena is not None and block is not None:
+            block.last_uses += [event for event in (offloaded.d2h_event, offloaded.h2d_event) if not event.done()]
+            block.num_users -= 1
+            if not block.num_users:
+                self._arena.free(block, block.last_uses)
+        offloaded.block = offloaded.device = offloaded.offloader = None

@@ -1,0 +1,119 @@
+"""What crosses the link between host and device, counted by kind, and the host memory it goes to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from smpkit.torch.offload.arena import release_all, zero_bytes
+from smpkit.torch.offload.link import DONE, CopyBatch, Event, Link
+
+__all__ = ["DEADLINE_SECONDS", "HostBuffers", "Traffic", "Transfers", "flat_bytes", "is_dense"]
+
+DEADLINE_SECONDS: Final = 600.0
+"""No copy or update of one slice takes this long; a wait that does is a bug or a dead machine, and says so."""
+
+
+_CHUNK_BYTES: Final = 32 << 20
+"""A GPU's copy engine ends what it has begun: what other streams want copied waits for a chunk, not for a slice."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that have crossed the link since the model was made."""
+
+    weights_in: int = 0
+    gradients_out: int = 0
+    boundaries_out: int = 0
+    boundaries_in: int = 0
+    """Outputs of slices, in backward their gradients, and inputs that came on the host, on their way to the device."""
+
+
+class Transfers:
+    """Copies between host and device beside the computation.
+
+    Args:
+        link: of the device; weights and gradients have one of their own, or boundary tensors would queue
+            behind whole slices.
+        traffic: where bytes are counted.
+    """
+
+    def __init__(self, link: Link, traffic: Traffic) -> None:
+        self.link = link
+        self._traffic = traffic
+
+    def send(
+        self,
+        kind: Literal["gradients_out", "boundaries_out"],
+        source: Tensor,
+        target: Tensor,
+        after: Sequence[Event],
+        what: str,
+    ) -> Event:
+        """Copy flat bytes to the host; whoever calls keeps both tensors until the event."""
+        self._count(kind, source)
+        return self.link.send(_chunks(source, target), after, what) if source.nbytes else DONE
+
+    def fetch(
+        self,
+        kind: Literal["weights_in", "boundaries_in"],
+        source: Tensor,
+        target: Tensor,
+        after: Sequence[Event],
+        what: str,
+    ) -> Event:
+        """Copy flat bytes to the device; whoever calls keeps both tensors until the event."""
+        self._count(kind, source)
+        return self.link.fetch(_chunks(source, target), after, what) if source.nbytes else DONE
+
+    def _count(self, kind: str, source: Tensor) -> None:
+        setattr(self._traffic, kind, getattr(self._traffic, kind) + source.nbytes)
+
+
+class HostBuffers:
+    """Memory on the host that a device can copy from and to beside its work; exact in size, not in powers of two.
+
+    Args:
+        link: the device's, on which all copies from it and to it are made.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._pinned = link.device.type == "cuda"
+        self._kept: list[Tensor] = []
+        releases: list[Callable[[], object]] = []
+        self._releases = releases
+        # Only unpins: the memory itself lives as long as the tensors in it, which users may hold longer. Not at the end
+        # of the process, which a GPU that hangs must not hold up.
+        weakref.finalize(self, release_all, releases, link.close).atexit = False
+
+    def zeros(self, num_bytes: int) -> Tensor:
+        """Return bytes, all 0."""
+        if not self._pinned or num_bytes == 0:
+            return zero_bytes(num_bytes)
+        from smpkit.torch.offload.cuda import pinned_memory
+
+        tensor, release = pinned_memory(num_bytes)
+        self._kept.append(tensor)  # pinned memory must not go back to the system
+        self._releases.append(release)
+        return tensor
+
+
+def _chunks(source: Tensor, target: Tensor) -> CopyBatch:
+    if source.nbytes <= _CHUNK_BYTES:
+        return CopyBatch([source], [target])
+    return CopyBatch(list(torch.split(source, _CHUNK_BYTES)), list(torch.split(target, _CHUNK_BYTES)))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the tensor's elements fill a piece of memory, in whatever order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's memory as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

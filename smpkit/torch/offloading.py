@@ -1,0 +1,129 @@
+"""`offload_activations: true`: the engine of this process's DistributedModel, and `smp.offload_report()`."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core import offload_hooks as active
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed import recorder
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.offload.build import make_engine
+from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.report import OffloadReport, StepReport
+from smpkit.torch.offload.saved_storage import Group
+from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
+
+__all__ = ["Offloading", "offload_report"]
+
+
+class Offloading:
+    """Offloads the inputs of checkpointed layers, for as long as the model is used."""
+
+    def __init__(self) -> None:
+        cfg = state.cfg
+        horizon = None if cfg.activation_loading_horizon == "auto" else cfg.activation_loading_horizon
+        self._engine = make_engine(
+            state.device,
+            horizon=horizon,
+            deadline_seconds=cfg.timeout_seconds,
+            rank=state.rank,
+            num_sharers=state.local_size,
+        )
+        self._engine.on_step = _record
+        self._engine.on_stall = _record_stall
+        self._has_checked = False
+        active.install(self._engine)
+        patch_torch_checkpoint()
+        _forget_at_shutdown()
+
+    def begin_step(self, module: nn.Module) -> None:
+        """Learn which tensors are the model's own."""
+        tensors = (*module.parameters(), *module.buffers())
+        self._engine.exclude(tensor for tensor in tensors if tensor.device == self._engine.link.device)
+
+    def begin_microbatch(self, index: int) -> None:
+        """Note which microbatch runs, where there is no pipeline."""
+        self._engine.begin_microbatch(index)
+
+    def end_step(self, *, trains: bool) -> None:
+        """Close the accounts of a step; after the first that trains, say if there is nothing to offload."""
+        self._engine.end_step()
+        if trains and not self._has_checked:
+            self._has_checked = True
+            if not self._any_layer_is_checkpointed() and state.pp_rank == 0 and state.dp_rank == 0:
+                warnings.warn(
+                    "offload_activations has no effect: no layer is checkpointed; "
+                    "call smp.set_activation_checkpointing(layers) or smp.checkpoint(layer, ...)",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+    def abandon_step(self) -> None:
+        """Forget a step that an exception ended."""
+        self._engine.abandon_step()
+
+    def report(self) -> OffloadReport:
+        """Return what was moved, held and waited for so far."""
+        return self._engine.stats.report()
+
+    def _any_layer_is_checkpointed(self) -> bool:
+        """Return whether any rank of this pipeline has checkpointed layers; all of them ask, once."""
+        found = torch.tensor([self._engine.num_checkpointed_calls], device="cpu")
+        if state.pp_size > 1:
+            group = state.process_group(CommGroup.PP_GROUP)
+            with waiting("the first step with offloading", group):
+                dist.all_reduce(found, group=group)
+        return bool(found.item())
+
+
+def offload_report() -> OffloadReport:
+    """Return what this rank has offloaded: bytes out and back, peaks, and stalls by layer, step by step.
+
+    ::
+
+        print(smp.offload_report())
+        # rank 0: 100 steps, 12.5 GiB out, 12.5 GiB back; at most 96.0 MiB on the device, ...; stalled 0.0 ms
+
+    Raises:
+        UsageError: without `offload_activations: true`, or before `smp.DistributedModel(...)`.
+    """
+    offloading: Offloading | None = None if state.model is None else state.model.offloading
+    if offloading is None:
+        raise UsageError(
+            "nothing is offloaded here", hint="set `offload_activations: true`, and wrap the model in DistributedModel"
+        )
+    return offloading.report()
+
+
+def _record(step: StepReport) -> None:
+    """Write a step's figures among the events, where they are recorded."""
+    if (current_recorder := recorder.current_recorder()) is not None:
+        at_ns = time.perf_counter_ns()
+        current_recorder.on_counter("offload out, bytes", step.bytes_out, at_ns)
+        current_recorder.on_counter("offload back, bytes", step.bytes_back, at_ns)
+        current_recorder.on_counter("offload peak on device, bytes", step.peak_device_bytes, at_ns)
+        current_recorder.on_counter("offload peak on host, bytes", step.peak_host_bytes, at_ns)
+        current_recorder.on_counter("offload kept for want of host memory, bytes", step.kept_bytes, at_ns)
+
+
+def _record_stall(group: Group, start_ns: int, end_ns: int) -> None:
+    if (current_recorder := recorder.current_recorder()) is not None:
+        current_recorder.on_work(f"wait for the activation of {group}", start_ns, end_ns)
+
+
+def _close_engine() -> None:
+    if isinstance(engine := active.install(None), ActivationEngine):
+        engine.close()
+
+
+def _forget_at_shutdown() -> None:
+    if _close_engine not in state.reset_hooks:
+        state.reset_hooks.append(_close_engine)

@@ -1,0 +1,223 @@
+"""The norm of the whole model's gradient, of which each rank holds a part, and clipping by it.
+
+Every part counts once: pieces of tensor-parallel parameters on each tensor-parallel rank, what those ranks all hold on
+the first of them, what several pipeline ranks hold on the first of these; replicas are equal and count alone, unless
+each of them holds only a part (sharded optimizer state, sharded data parallelism).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.nn.utils.clip_grad as torch_clip_grad
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.placement.dtensor import is_dtensor
+from smpkit.torch.placement.shards import shard_of
+
+__all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm", "norms_of", "warn_of_torch_clipping"]
+
+
+# --- The norm of each tensor of a list, of which ranks may hold pieces (tensor parallelism) or parts (sharding) -------
+
+
+def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of each tensor, which is what this rank holds of something shaped like a parameter.
+
+    Of pieces and parts, that of the whole; all ranks call this.
+    """
+    filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # nothing has no largest value
+    norms = torch.stack(list(torch._foreach_norm(filled, norm_type)))
+    squares = norm_type == 2.0
+    for group, divided in _sharded_over(parameters):
+        whole = norms.square() if squares else norms.clone()
+        with waiting("the norms of divided tensors", group):
+            dist.all_reduce(whole, op=dist.ReduceOp.SUM if squares else dist.ReduceOp.MAX, group=group)
+        norms = torch.where(torch.tensor(divided, device=norms.device), whole.sqrt() if squares else whole, norms)
+    return norms
+
+
+def _sharded_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
+    """Yield the groups of ranks that hold tensors together, and which tensors: first what was divided last."""
+    dtensors = [is_dtensor(each) for each in parameters]
+    mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None)
+    if mesh is not None:
+        yield mesh.get_group("shard"), dtensors
+    tp_shards = [(shard := shard_of(each)) is not None and shard.is_distributed for each in parameters]
+    if state.initialized and state.tp_size > 1 and any(tp_shards):
+        yield state.process_group(CommGroup.TP_GROUP), tp_shards
+
+
+# --- The norm of the whole model's gradient, of which each rank holds a part, and clipping by it ----------------------
+
+
+_TORCH_FUNCTION: Final = "_clip_grads_with_norm_"
+"""What `torch.nn.utils.clip_grad_norm_` scales gradients by; of torch 2.6 to 2.13 at least."""
+
+_torch_function: Final[Callable[..., None] | None] = getattr(torch_clip_grad, _TORCH_FUNCTION, None)
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that the norm of the whole model's gradient is at most `max_norm`; return the norm before.
+
+    As `torch.nn.utils.clip_grad_norm_` does in one process. All ranks call it, after backward and before the
+    optimizer's step, with the same parameters as far as they hold them; all get the same norm.
+
+    With `fp16` and `bf16` these are, as for `optimizer.clip_master_grads`, the float32 gradients that the optimizer
+    will use, without the loss scale. Those of half-precision weights, `parameter.grad`, stay as they are. After an
+    overflow the norm is not finite, nothing is clipped, and the optimizer will skip the step.
+
+    Args:
+        parameters: the model, or the parameters whose gradients count.
+        max_norm: at most this.
+        norm_type: the p of the p-norm; `float("inf")` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is not a finite number, instead of scaling by it.
+
+    Raises:
+        UsageError: before `smp.init()`, for a `max_norm` that is none, or on all ranks for such a norm.
+    """
+    if not max_norm >= 0:
+        raise UsageError(f"gradients cannot be clipped to a norm of {max_norm}", hint="give 0 or more")
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    unique = {id(each): each for each in ([given] if isinstance(given, torch.Tensor) else given)}
+    masters = None if state.optimizer is None else state.optimizer.masters
+    if masters is not None:
+        pairs = masters.gradients_of(unique.values())
+    else:
+        pairs = [(each, each.grad) for each in unique.values() if each.grad is not None]
+    norm = global_norm(pairs, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise UsageError(
+            f"the norm of the gradients is {norm.item()}, which they cannot be clipped by",
+            hint="pass error_if_nonfinite=False to scale by it anyway, or skip this step",
+        )
+    if masters is None or not masters.overflow:
+        clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of the whole model's gradient, the same on every rank; all ranks call this.
+
+    Args:
+        gradients: this rank's parameters of the model with a gradient of each, which may be another tensor than its
+            `grad` (that of a master weight, say); the parameter tells on which ranks it counts.
+        norm_type: the p of the p-norm, or infinity.
+
+    Returns:
+        A tensor without dimensions; in float64, or on a single rank in the type of the gradients, float32 at least.
+    """
+    pairs = list(gradients)
+    locals_ = [local_tensor(gradient) for parameter, gradient in pairs if _is_counted_here(parameter)]
+    norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
+    group = state.process_group(CommGroup.WORLD if _replicas_hold_shards() else CommGroup.MP_GROUP)
+    if dist.get_world_size(group) == 1:
+        return norm
+    # In float64 the powers neither overflow nor lose what float32 norms know; and a rank without gradients does not
+    # know of what type the others' are.
+    is_max_norm = norm_type == float("inf")
+    value = norm.double() if is_max_norm else norm.double() ** norm_type
+    # NaN travels as a flag of its own: a maximum would lose it.
+    packed = torch.stack([value.nan_to_num(nan=0.0, posinf=float("inf")), value.isnan().double()])
+    with waiting("the norm of the gradients", group):
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM, group=group)
+    total = packed[0] if is_max_norm else packed[0] ** (1.0 / norm_type)
+    return total.masked_fill(packed[1] != 0, float("nan"))
+
+
+def warn_of_torch_clipping() -> None:
+    """Make torch's own `clip_grad_norm_` warn that it clips by the norm of one pipeline rank's part only.
+
+    Scripts import that function by name, so the helper that it looks up on every call is replaced instead.
+    """
+    if _torch_function is not None:
+        setattr(torch_clip_grad, _TORCH_FUNCTION, _warn_and_clip)
+
+
+def _warn_and_clip(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    model = state.model
+    if model is not None and model.pipeline is not None:
+        held = set(map(id, model.local_parameters()))
+        if any(id(each) in held for each in parameters):
+            warnings.warn(
+                "torch.nn.utils.clip_grad_norm_ sees the gradients of this pipeline rank's part only, so each clips by"
+                " another norm; call smp.clip_grad_norm_ with the same arguments for the whole model's",
+                UserWarning,
+                stacklevel=4,  # the script, past torch's function and what wraps it to go without gradients
+            )
+    assert _torch_function is not None
+    _torch_function(parameters, *args, **kwargs)
+
+
+@torch.no_grad()
+def clip_to_norm(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Multiply gradients by `max_norm / norm` where that is less than 1, without waiting for the device."""
+    grad_holders = []
+    for gradient in gradients:
+        part = local_tensor(gradient)
+        grad_holder = part.detach()  # torch scales the gradients of tensors: this one costs no memory
+        grad_holder.grad = part
+        grad_holders.append(grad_holder)
+    torch.nn.utils.clip_grads_with_norm_(grad_holders, max_norm, norm)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor that may be sharded."""
+    local = getattr(tensor, "to_local", None)
+    part: torch.Tensor = tensor if local is None else local()
+    return part
+
+
+def _replicas_hold_shards() -> bool:
+    return state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
+
+
+def _is_counted_here(parameter: torch.Tensor) -> bool:
+    """Tell whether this rank counts its gradient of a parameter, of all ranks that hold the same."""
+    shard = shard_of(parameter)
+    is_tp_shard = shard is not None and shard.is_distributed
+    model = state.model
+    zero1 = None if model is None or model.data_parallel is None else model.data_parallel.zero1
+    if zero1 is not None and zero1.is_sharded(parameter):
+        over_tp = is_tp_shard or shard is None or shard.group is CommGroup.DP_GROUP  # then one rank owns each value
+        return zero1.owns(parameter) and (over_tp or state.tp_rank == 0)
+    degree = state.cfg.sharded_data_parallel_degree
+    if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole
+        return False
+    if not is_tp_shard and state.tp_rank > 0:
+        return False
+    if model is None or model.pipeline is None:
+        return True
+    holders: frozenset[int] = model.pipeline.holders.get(id(parameter), frozenset({state.pp_rank}))
+    return state.pp_rank == min(holders)
+
+
+def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=state.device)
+    total: torch.Tensor
+    if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
+        total = torch.nn.utils.get_total_norm(gradients, norm_type)
+        return total
+    # Half-precision norms overflow, and know few digits.
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_norm_dtype(each.dtype)) for each in gradients]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

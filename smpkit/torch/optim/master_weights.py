@@ -1,0 +1,297 @@
+"""Weights in float32 behind a model in half precision, and the optimizer step that goes through them.
+
+::
+
+    model      weight (half) ◄──────────────── rounded ─────────────────┐
+                  │ backward of loss × scale                            │
+               gradient (half)                                          │
+                  │ ÷ scale, in float32; all finite, on all ranks?      │
+    optimizer  gradient of the master ──► clip ──► update ──► master weight (float32), moments
+
+A step that moves a weight by less than half precision can tell would be lost in the weight itself; in the master it
+adds up. If a gradient of any rank of the model is not finite, all its ranks skip the step, and the loss scale shrinks.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.optim.gradient_norm import clip_to_norm, global_norm, local_tensor
+from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
+from smpkit.torch.precision.loss_scale import LossScaler, all_reduce_found_inf
+
+__all__ = ["MasterWeights"]
+
+_log = logging.getLogger("smpkit")
+
+
+class MasterWeights:
+    """Stands between `optimizer` and a model whose weights are `dtype`.
+
+    The optimizer's `param_groups` hold the masters from the moment that this rank knows its part of the model: that is
+    after the first step of a pipeline, and at once without one. Parameters that are not in half precision stay what
+    they are; their gradients are unscaled in place.
+
+    Args:
+        optimizer: the user's, whose `param_groups` and `state` get the masters in place of the model's parameters.
+        dtype: of the model.
+        scaler: the loss scale.
+    """
+
+    def __init__(self, optimizer: Any, dtype: torch.dtype, scaler: LossScaler) -> None:
+        self.scaler = scaler
+        self.overflow = False
+        """Whether a gradient of the latest step was not finite, so that nothing was updated."""
+        self._optimizer = optimizer
+        self._dtype = dtype
+        self._weights: dict[torch.Tensor, nn.Parameter] = {}
+        """The model's parameter by its master."""
+        self._pending_state: Mapping[str, Any] | None = None
+        self._unscaled = False
+        self._warned = False
+
+    # --- what is a master of what ----------------------------------------------------------------------------------
+
+    def create_missing(self) -> bool:
+        """Make the masters that are missing; return False while this rank does not know its part of the model."""
+        model = state.model
+        if model is None or not model.partitioned:
+            return False
+        for group in self._groups:
+            for position, parameter in enumerate(group["params"]):
+                if parameter.dtype == self._dtype and parameter.requires_grad and model.owns(parameter):
+                    group["params"][position] = self._make_master(parameter)
+        if self._pending_state is not None:
+            values, self._pending_state = self._pending_state, None
+            self._load(values)
+        return True
+
+    def _make_master(self, parameter: nn.Parameter) -> nn.Parameter:
+        master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+        master.__dict__.update(vars(parameter))  # marks, of tensor parallelism and of the user
+        self._weights[master] = parameter
+        states = self._optimizer.state
+        if parameter in states:
+            states[master] = {
+                key: value.float() if isinstance(value, torch.Tensor) and value.dtype == self._dtype else value
+                for key, value in states.pop(parameter).items()
+            }
+        return master
+
+    def model_parameter_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the model's parameter that a member of the optimizer's groups stands for: often itself."""
+        return self._weights.get(parameter, parameter)
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The masters by parameter group; empty lists while this rank does not know its part of the model."""
+        self.create_missing()
+        return [[each for each in group["params"] if each in self._weights] for group in self._groups]
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters that have masters, by parameter group."""
+        return [[self._weights[master] for master in group] for group in self.fp32_from_fp16_groups]
+
+    def masters(self) -> dict[int, nn.Parameter]:
+        """Return this rank's masters by the id of the model's parameter."""
+        self.create_missing()
+        return {id(weight): cast("nn.Parameter", master) for master, weight in self._weights.items()}
+
+    def copy_from_model(self, *, keep_if_rounded: bool = False) -> None:
+        """Make the masters equal to the model's weights, which something else than the optimizer has changed.
+
+        Args:
+            keep_if_rounded: leave masters that differ from their weight by its rounding only.
+        """
+        self.create_missing()
+        with torch.no_grad():
+            for master, weight in self._weights.items():
+                changed = weight.float()
+                if keep_if_rounded:
+                    changed = torch.where(master.to(weight.dtype) == weight, master, changed)
+                master.copy_(changed)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def scale_for_backward(self) -> float:
+        """Return what the loss of the backward that comes next is multiplied with.
+
+        Raises:
+            UsageError: gradients of the same step have been unscaled already.
+        """
+        if self._unscaled:
+            raise UsageError(
+                "model.backward was called after gradients were clipped and before optimizer.step(), when they had been"
+                " divided by the loss scale",
+                hint="clip right before optimizer.step()",
+            )
+        return self.scaler.loss_scale
+
+    def unscale_gradients(self) -> None:
+        """Give the masters their gradients, unscaled, and find out whether all of them are finite; once for a step."""
+        if self._unscaled:
+            return
+        if not self.create_missing():
+            raise UsageError(
+                "the optimizer was asked for a step before the model's first one", hint="call the step function first"
+            )
+        with torch.no_grad():
+            self._fill_gradients()
+            if self._dtype is torch.float16:  # bfloat16 has the range of float32: no scale, nothing to agree on
+                self.overflow = bool(all_reduce_found_inf(self._unscale()).item())
+        self._unscaled = True
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        """Call `update`, the optimizer's own step, and give its results to the model; neither after an overflow."""
+        self.unscale_gradients()
+        result = None if self.overflow else update()
+        if not self.overflow:
+            with torch.no_grad():
+                _copy(self._weights.values(), self._weights.keys())
+        self._update_scale()
+        self.clear_gradients()
+        return result
+
+    def clear_gradients(self) -> None:
+        """Let go of the masters' gradients: those of the model are kept for as long as the user wants."""
+        self._unscaled = False
+        for master in self._weights:
+            master.grad = None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the gradients of the model's parameters; the optimizer's own clears only what its groups hold."""
+        self.clear_gradients()
+        for weight in self._weights.values():
+            if set_to_none or weight.grad is None:
+                weight.grad = None
+            else:
+                weight.grad.detach_().zero_()
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """Clip the norm of the whole model's gradient; return it as it was, or -1 after an overflow."""
+        pairs = self.gradients_of(each for group in self._groups for each in group["params"])
+        if self.overflow:
+            return -1.0
+        norm = global_norm(pairs, norm_type)
+        clip_to_norm((gradient for _, gradient in pairs), max_norm, norm)
+        return float(norm)
+
+    def gradients_of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return those of the model's parameters that have a gradient, each with the one that the optimizer will use.
+
+        Args:
+            parameters: of the model or the optimizer's groups; what is in no group has no part in the step.
+        """
+        self.unscale_gradients()
+        wanted = {id(self.model_parameter_of(each)) for each in parameters}
+        pairs = [(self.model_parameter_of(parameter), gradient) for parameter, gradient in self._gradients()]
+        return [(weight, gradient) for weight, gradient in pairs if id(weight) in wanted]
+
+    def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the optimizer's parameters that have a gradient, and its values."""
+        model = state.model
+        assert model is not None
+        for group in self._groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and model.owns(self.model_parameter_of(parameter)):
+                    yield parameter, parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+
+    def _fill_gradients(self) -> None:
+        filled = []
+        for master, weight in self._weights.items():
+            master.grad = None
+            if weight.grad is None:
+                continue
+            if weight.grad.is_sparse:  # added up in float32: duplicates may overflow in half precision
+                master.grad = weight.grad.to(torch.float32).coalesce()
+            else:
+                master.grad = torch.empty_like(master)
+                filled.append(master)
+        _copy([master.grad for master in filled], [self._weights[master].grad for master in filled])
+
+    def _unscale(self) -> torch.Tensor:
+        """Divide the gradients by the loss scale; return 1 if one of them is not finite, else 0."""
+        by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for _, gradient in self._gradients():
+            by_kind[gradient.device, gradient.dtype].append(local_tensor(gradient))
+        found = torch.zeros((), device=state.device)
+        for (device, _), gradients in by_kind.items():
+            here = torch.zeros((), device=device)
+            inverse = torch.full((), 1.0 / self.scaler.loss_scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse)
+            found = torch.maximum(found, here.to(found.device))
+        return found
+
+    def _update_scale(self) -> None:
+        """Tell the loss scale how the step went, and the user about what was skipped."""
+        if self._dtype is not torch.float16:
+            return
+        before, is_at_minimum = self.scaler.loss_scale, self.overflow and self.scaler.at_minimum
+        self.scaler.update_scale(self.overflow)
+        if state.rank != 0 or not self.overflow:
+            return
+        _log.info("step skipped: a gradient is not finite; loss scale %g -> %g", before, self.scaler.loss_scale)
+        if is_at_minimum and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a gradient is not finite at the smallest loss scale ({before:g}), so the step was skipped: the model"
+                " may have diverged",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Add masters and loss scale to the optimizer's own state dict."""
+        if self._pending_state is not None:  # loaded, and not yet given to the optimizer: it is what there is
+            return dict(self._pending_state)
+        self.create_missing()
+        states = dict(plain["state"])
+        for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
+            if parameter in self._weights:
+                states[number] = {**states.get(number, {}), MASTER_KEY: parameter.detach()}
+        return {**plain, "state": states, SCALER_KEY: self.scaler.state_dict()}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, or an optimizer's own; waits until this rank knows its part of the model."""
+        self._pending_state = values
+        self.create_missing()
+
+    def _load(self, values: Mapping[str, Any]) -> None:
+        masters = {number: entry[MASTER_KEY] for number, entry in values["state"].items() if MASTER_KEY in entry}
+        states = {
+            number: {key: value for key, value in entry.items() if key != MASTER_KEY}
+            for number, entry in values["state"].items()
+        }
+        # An entry that held a master only is none of the optimizer's: some take an empty one for their own.
+        states = {number: entry for number, entry in states.items() if entry}
+        self._optimizer.load_state_dict({"state": states, "param_groups": values["param_groups"]})
+        if SCALER_KEY in values:
+            self.scaler.load_state_dict(values[SCALER_KEY])
+        with torch.no_grad():
+            for number, parameter in enumerate(each for group in self._groups for each in group["params"]):
+                if parameter in self._weights and number in masters:
+                    parameter.copy_(masters[number])
+                    self._weights[parameter].copy_(parameter)
+
+
+def _copy(targets: Iterable[Any], sources: Iterable[Any]) -> None:
+    into, values = list(targets), list(sources)
+    if into:
+        torch._foreach_copy_(into, values)

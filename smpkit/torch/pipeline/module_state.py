@@ -1,0 +1,151 @@
+"""Module state that microbatches in flight together would share: what modules keep from one call to the next.
+
+Where a microbatch comes back to a rank, others run there in between. What a module has kept from the first visit (a
+hidden state that each forward resets, a counter, running statistics) is another microbatch's by the second. So while
+the first microbatch of a kind of step runs, each rank looks at its modules wherever its work is cut; where one side of
+a cut may read what has changed on the other, microbatches run one after the other, as in one process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES
+from smpkit.torch.pipeline.stage_tensor import StageTensor
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.microbatch import Microbatch
+    from smpkit.torch.pipeline.stage_context import StageContext
+
+__all__ = ["ModuleStateTracker", "gather_conflicts", "refuse_kept_graph", "warn_of_conflicts"]
+
+_OWNED_BY_TORCH: Final = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+_CONTAINERS: Final = (list, tuple, set, deque)
+_NUM_NAMED: Final = 3
+_BACKWARD_TWICE: Final = "backward through the graph a second time"
+"""What torch says where a part of backward finds the graph of another, which has run."""
+_WHAT: Final = "what modules keep between calls"
+
+_ModuleState = Mapping[str, tuple[object, object]]
+"""By attribute, its value, which stays alive so that no other gets its id, and what changes when it does."""
+
+
+class ModuleStateTracker:
+    """Tracks the state of this rank's modules while the first microbatch of a kind of step runs.
+
+    Args:
+        modules: those that code of this rank may call or look into, by name.
+        container_modules: the names of those that lie on several ranks, or hold nothing: code between units reads them.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], container_modules: Collection[str]) -> None:
+        self._modules = modules
+        self._container_modules = container_modules
+        self._at_first = {name: _state_of(module) for name, module in modules.items()}
+        self._changed: dict[str, str] = {}
+        self._num_cuts = 0
+        self._calls: dict[str, set[int]] = {}
+        """After how many cuts modules that lie here were called."""
+        self.conflicts: set[str] = set()
+        """Attributes that change on one side of a cut and may be read on the other."""
+
+    def cut(self) -> None:
+        """Note that this rank's work for the microbatch is cut here."""
+        self._num_cuts += 1
+        self._compare()
+
+    def on_call(self, target: object) -> None:
+        """Note that a module that lies here is called; `target` is its name, or the names of several."""
+        for name in (target,) if isinstance(target, str) else target if isinstance(target, tuple) else ():
+            self._calls.setdefault(name, set()).add(self._num_cuts)
+            self.conflicts.update(self._changed_in(name))
+
+    def end(self) -> None:
+        """Note that the microbatch's forward has ended: what has changed now, the next one reads before a cut."""
+        self._compare()
+        if self._num_cuts:
+            self.conflicts.update(self._changed[name] for name in self._changed if name in self._container_modules)
+            for name, places in self._calls.items():
+                self.conflicts.update(self._changed_in(name) if len(places) > 1 else ())
+
+    def _compare(self) -> None:
+        for name, module in self._modules.items():
+            known, now = self._at_first[name], _state_of(module)
+            changed = next((key for key in now if key not in known or known[key][1] != now[key][1]), None)
+            if changed is not None:
+                self._changed[name] = f"{name}.{changed}" if name else changed
+
+    def _changed_in(self, name: str) -> list[str]:
+        return [what for each, what in self._changed.items() if each == name or each.startswith(f"{name}.")]
+
+
+def _state_of(module: nn.Module) -> _ModuleState:
+    own = {key: value for key, value in vars(module).items() if key not in _OWNED_BY_TORCH}
+    return {key: (value, _fingerprint(value)) for key, value in {**own, **module._buffers}.items()}
+
+
+def _fingerprint(value: Any) -> object:
+    """Return a key that differs once a value has been changed or replaced."""
+    if type(value) in NON_TENSOR_TYPES:
+        return value
+    if isinstance(value, torch.Tensor) and type(value) is not StageTensor and not value.is_inference():
+        return id(value), value._version
+    if isinstance(value, _CONTAINERS):
+        return id(value), tuple(map(id, value))
+    if isinstance(value, dict):
+        return id(value), tuple(map(id, value.values()))
+    return id(value)
+
+
+def gather_conflicts(microbatch: Microbatch, stage: StageContext) -> list[str]:
+    """Return the attributes, on any rank, that microbatches would share; all ranks call this at the same time."""
+    state_tracker, microbatch.state_tracker = microbatch.state_tracker, None
+    if state_tracker is None or max(microbatch.num_segments) == 1:
+        return []
+    state_tracker.end()
+    conflicts: set[str] = set()
+    for rank in range(stage.size):
+        if rank == stage.rank:
+            stage.transport.broadcast_object(sorted(state_tracker.conflicts), what=_WHAT)
+            conflicts |= state_tracker.conflicts
+        else:
+            conflicts.update(stage.transport.receive_object(rank, _WHAT))
+    return sorted(conflicts)
+
+
+def warn_of_conflicts(conflicts: list[str]) -> None:
+    """Say on the first rank of the job why its microbatches run one after the other."""
+    if state.rank:
+        return
+    names = ", ".join(f"`{name}`" for name in conflicts[:_NUM_NAMED]) + ", ..." * (len(conflicts) > _NUM_NAMED)
+    warnings.warn(
+        f"{names} changed while a microbatch was on its way that comes back to the rank later: microbatches run one"
+        " after the other, so that none sees what another has left there, and ranks wait for each other. To train"
+        " faster, put the calls between which it must stay into one module on one rank (smp.set_partition), or hand"
+        " it on as an argument and a result",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def refuse_kept_graph(error: Exception, microbatch: Microbatch) -> None:
+    """Raise in place of torch's error where a module has kept a tensor with its graph over a cut.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    if isinstance(error, RuntimeError) and _BACKWARD_TWICE in str(error) and microbatch.num_own_segments > 1:
+        raise UsageError(
+            "backward came twice through the same graph, and the microbatch visits this pipeline rank more than once:"
+            " a module keeps a tensor that needs gradients from one visit to the next (a hidden state, a cache)",
+            hint="return it from the module's forward and hand it back as an argument, as nn.LSTM does, or put the"
+            " calls into one module on one rank (smp.set_partition)",
+        ) from error

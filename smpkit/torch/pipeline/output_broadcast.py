@@ -1,0 +1,166 @@
+"""The end of a step: every rank gets what the step returned, and learns whether all ranks went the same way.
+
+Both travel as soon as a rank's last forward is over, while backwards still run, so at the end there is little left to
+wait for; and from neighbour to neighbour, so nobody sends more than two messages. What is compared with the rank before
+is a checksum of the calls that each microbatch made.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from smpkit.errors import UsageError
+from smpkit.torch.core import devices
+from smpkit.torch.core.tensor_spec import TensorSpec, map_tensors, to_layout
+from smpkit.torch.pipeline.divergence import call_traces_of, trace_mismatch
+from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack_copies
+from smpkit.torch.pipeline.microbatch import Microbatch
+from smpkit.torch.pipeline.stage_context import StageContext
+from smpkit.torch.pipeline.stage_tensor import StageTensor
+
+__all__ = ["OutputBroadcast", "reserve"]
+
+_CHECKSUM_BITS: Final = (1 << 24) - 1
+_OWNER_BITS: Final = 10
+_TAG_CHECKSUM: Final = (1 << 24 - _OWNER_BITS) - 1
+_WHAT: Final = "the end of the step"
+
+
+class OutputBroadcast:
+    """Begun when all forwards of a step have run on this rank.
+
+    Args:
+        outputs: what the microbatches returned, in order; stage tensors anywhere in it.
+    """
+
+    def __init__(self, stage: StageContext, microbatches: Sequence[Microbatch], outputs: list[Any]) -> None:
+        self._stage = stage
+        self._outputs = outputs
+        self._by_owner = _stage_tensors_by_owner(outputs)
+        self._own_checksums = _checksums(microbatches, self._by_owner)
+        self._output_waits: dict[int, Callable[[], torch.Tensor]] = {}
+        neighbours = (stage.rank - 1, stage.rank + 1)
+        self._neighbours = [rank for rank in neighbours if 0 <= rank < stage.size]
+        self._checksum_waits: dict[int, Callable[[], torch.Tensor]] = {}
+        self._exchange_checksums()
+        for owner, values in self._by_owner.items():
+            self._begin_broadcast(owner, values)
+
+    def _exchange_checksums(self) -> None:
+        transport = self._stage.transport
+        for rank in self._neighbours:
+            transport.send_bytes(self._own_checksums.view(torch.uint8), rank, Tag.TRACE_CHECKSUMS)
+            self._checksum_waits[rank] = transport.expect_bytes(
+                self._own_checksums.nbytes, rank, Tag.TRACE_CHECKSUMS, _WHAT
+            )
+
+    def _begin_broadcast(self, owner: int, values: list[StageTensor]) -> None:
+        rank = self._stage.rank
+        if owner == rank:
+            packed = pack([value.value for value in values if value.value is not None])
+            # Sent once the device has come so far: its last forward may have only been queued, and backwards wait.
+            self._relay(owner, packed, values, devices.record_event(self._stage.device))
+            return
+        source = rank + 1 if rank < owner else rank - 1
+        num_bytes = packed_bytes([value.spec for value in values])
+        self._output_waits[owner] = self._stage.transport.expect_bytes(num_bytes, source, _tag(owner, values), _WHAT)
+
+    def _relay(
+        self, owner: int, packed: torch.Tensor, values: list[StageTensor], ready: torch.Event | None = None
+    ) -> None:
+        """Send the outputs of `owner` to the neighbours that are further away from it."""
+        rank = self._stage.rank
+        targets = [rank - 1] * (rank <= owner) + [rank + 1] * (rank >= owner)
+        for target in targets:
+            if 0 <= target < self._stage.size:
+                self._stage.transport.outbox.send(packed, target, _tag(owner, values), ready)
+
+    def finish(self) -> list[Any]:
+        """Return the outputs with the data of their owners.
+
+        Raises:
+            UsageError: this rank made other calls in the step than a neighbour.
+        """
+        for rank in self._neighbours:
+            if not torch.equal(self._own_checksums, self._checksum_waits[rank]().view(torch.int64)):
+                self._raise_mismatch(rank)
+        data: dict[int, torch.Tensor] = {}
+        for owner, values in self._by_owner.items():
+            data.update((id(value), tensor) for value, tensor in zip(values, self._data(owner, values), strict=True))
+        return [map_tensors(lambda tensor: data.get(id(tensor), tensor), output) for output in self._outputs]
+
+    def _data(self, owner: int, values: list[StageTensor]) -> list[torch.Tensor]:
+        if owner == self._stage.rank:
+            # As they lie elsewhere: they may be what the next step is called with, or what plain code computes with.
+            return [
+                to_layout(value.value.detach(), value.spec.as_sent.order) for value in values if value.value is not None
+            ]
+        packed = self._output_waits[owner]()
+        self._relay(owner, packed, values)
+        # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
+        copies = unpack_copies(devices.to_device(packed, self._stage.device), [value.spec for value in values])
+        return [to_layout(tensor, value.spec.as_sent.order) for tensor, value in zip(copies, values, strict=True)]
+
+    def _raise_mismatch(self, rank: int) -> None:
+        """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""
+        transport, mine = self._stage.transport, call_traces_of(self._stage)
+        transport.broadcast_object(mine, [rank], Tag.CALL_TRACES, _WHAT)
+        theirs = transport.receive_object(rank, _WHAT, Tag.CALL_TRACES)
+        error = trace_mismatch({self._stage.rank: mine, rank: theirs}, ended=True)
+        if error is not None:
+            raise error
+        raise UsageError(
+            f"pipeline ranks {self._stage.rank} and {rank} returned other things from the step",
+            hint="a step runs on every pipeline rank and must not branch on the rank or on data of its own",
+        )
+
+
+def reserve(stage: StageContext, output: Any, count: int) -> None:
+    """Have the memory at hand that the results of `count` microbatches are copied into; the first returned `output`.
+
+    To pin memory may make the host wait for the whole device. That is harmless only as long as no rank waits for what
+    another has queued.
+    """
+    if devices.is_asynchronous(stage.device):
+        own = _stage_tensors_by_owner([output]).get(stage.rank, [])
+        devices.host_memory(packed_bytes([value.spec for value in own] * count), stage.device)
+
+
+def _stage_tensors_by_owner(outputs: list[Any]) -> dict[int, list[StageTensor]]:
+    """Return the stage tensors of all outputs, each once, in the order in which they are returned."""
+    found: dict[int, dict[int, StageTensor]] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, StageTensor):
+            found.setdefault(tensor.owner, {})[id(tensor)] = tensor
+        return tensor
+
+    map_tensors(note, outputs)
+    return {owner: list(found[owner].values()) for owner in sorted(found)}
+
+
+def _checksums(microbatches: Sequence[Microbatch], by_owner: dict[int, list[StageTensor]]) -> torch.Tensor:
+    """Return a checksum of each microbatch's call trace, and one of what the step returns."""
+    traces = [zlib.crc32("\n".join(microbatch.call_trace).encode()) for microbatch in microbatches]
+    returned = zlib.crc32(str([(owner, _checksum(values)) for owner, values in by_owner.items()]).encode())
+    return torch.tensor([*traces, returned], dtype=torch.int64, device="cpu")
+
+
+def _tag(owner: int, values: Sequence[StageTensor]) -> int:
+    """Return the tag of the outputs of one owner; two owners may return values of the same shapes."""
+    return Tag.OUTPUTS + ((_checksum(values) & _TAG_CHECKSUM) << _OWNER_BITS) + owner % (1 << _OWNER_BITS)
+
+
+def _checksum(values: Sequence[StageTensor]) -> int:
+    return zlib.crc32(" ".join([_text(value.spec) for value in values]).encode()) & _CHECKSUM_BITS
+
+
+@functools.lru_cache(maxsize=256)
+def _text(spec: TensorSpec) -> str:
+    """Return shape and dtype as text, made once: microbatches return the same kinds of tensors."""
+    return str(spec)

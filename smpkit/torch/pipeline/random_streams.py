@@ -1,0 +1,271 @@
+"""Random numbers that do not depend on where, when or how often a layer runs.
+
+[Note: streams along the module tree] Each call of a module takes one number from its caller's stream and runs under a
+stream of its own, seeded by that number and the module's name. So a call costs its caller one number whatever happens
+inside, and a rank that skips the module takes the number too: dropout is the same for every partition and schedule, and
+what all ranks compute alike (LayerDrop's coin) comes out alike. Recomputation in backward repeats it exactly, because
+checkpointing restores the caller's stream. `stream_seeds` says how a number is taken.
+
+[Note: open and closed streams] Operations between units (`F.dropout` in a spanning module) are calls too: a mode of
+torch gives each a stream. Inside a unit they draw from the unit's own, at native speed. Which of the two holds is the
+lowest bit of the stream's seed. Recomputation by torch's own checkpoint runs where the mode may be aside, with the
+caller's generator restored; so operations between units that it will recompute draw from their caller's stream both
+times. Our checkpoint brings the mode back, so there they have streams both times, as without checkpointing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from smpkit.torch.core import devices
+from smpkit.torch.core.stream_seeds import Seeds, mix
+from smpkit.torch.pipeline.stage_tensor import StageTensor
+
+__all__ = ["DRAWING", "RandomStreams", "replayed_operation_streams", "will_be_recomputed"]
+
+DRAWING: Final = frozenset(
+    {
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_"),
+        *("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_dropout", "feature_dropout_"),
+        *("rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_"),
+        *("uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "poisson"),
+        *("rrelu", "rrelu_", "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"),
+    }
+)
+"""Operations on tensors that draw random numbers; those that make tensors (`rand`) run on every rank alike."""
+
+
+_RANDOM_SOURCES: Final = frozenset({"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"})
+"""Functions whose result a branch may depend on (LayerDrop's coin)."""
+
+ArgumentReplacement = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Any, ...] | None]
+"""Returns other positional arguments for an operation between units; None: those that it has."""
+
+_Generators = tuple[torch.Tensor, torch.Tensor | None]
+_PYTHON_READS: Final = frozenset({"__bool__", "__index__", "__int__", "__float__", "item", "tolist", "numpy"})
+
+_WATCHED: Final = DRAWING | _RANDOM_SOURCES | _PYTHON_READS
+
+_NOTHING: Final = contextlib.nullcontext()
+_WithoutModes: Final = torch._C.DisableTorchFunction
+_CPU: Final = torch.default_generator
+
+# What torch.overrides wraps in Python: every layer comes past here.
+_depth_of_modes: Final[Callable[[], int]] = torch._C._len_torch_function_stack
+_mode_at: Final[Callable[[int], Any]] = torch._C._get_function_stack_at
+_pop_mode: Final[Callable[[], Any]] = torch._C._pop_torch_function_stack
+_push_mode: Final[Callable[[Any], None]] = torch._C._push_on_torch_function_stack
+
+
+class RandomStreams:
+    """The generators of this process during a step.
+
+    Args:
+        seed: common to the ranks of one model, tensor-parallel ones too, which `Seeds` tells apart where they have
+            samples of their own; replicas differ, or they would drop the same activations.
+        device: where layers run; its generator is led as well as the CPU's.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.step = 0
+        self.active = False
+        """Whether a training step runs; evaluation draws nothing, and outside a step the generators are the user's."""
+        self.has_drawn = False
+        """Whether code between units has drawn numbers in this microbatch."""
+        self.reads_after_draw = False
+        """Whether Python has then looked at a tensor: what it does next may depend on chance."""
+        self._mixed_step = 0
+        """The seed and the number of the step that runs, mixed."""
+        self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
+        """Asked directly: torch.cuda's functions for it take ten times as long, and this is done for each call."""
+        self._seeds = Seeds.for_this_rank()
+        self._names: dict[str, int] = {}
+        self._operation_streams = _OperationStreams(self)
+        self._replacement: ArgumentReplacement | None = None
+
+    def state(self) -> _Generators:
+        """Return where the generators are."""
+        return _CPU.get_state(), None if self._device is None else self._device.get_state()
+
+    def restore(self, state: _Generators) -> None:
+        """Put the generators back."""
+        _CPU.set_state(state[0])
+        if state[1] is not None and self._device is not None:
+            self._device.set_state(state[1])
+
+    @contextlib.contextmanager
+    def training_step(self, *, training: bool) -> Iterator[None]:
+        """Lead the generators while a step runs, if it trains, and give them back as they were."""
+        if not training:
+            yield
+            return
+        self.step += 1
+        self._mixed_step = mix(mix(0, self.seed), self.step)
+        kept = self.state()
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+            self.restore(kept)
+
+    def between_units(self) -> contextlib.AbstractContextManager[object]:
+        """Give operations between units streams, in this thread; see [Note: open and closed streams]."""
+        return self._operation_streams if self.active or self._replacement is not None else _NOTHING
+
+    def replace_arguments(self, replacement: ArgumentReplacement) -> None:
+        """Have operations between units ask `replacement` for other arguments."""
+        self._replacement = replacement
+
+    def begin_microbatch(self, index: int) -> None:
+        """Start the stream of a microbatch."""
+        self.has_drawn = self.reads_after_draw = False
+        if self.active:
+            self._seed(self._seed_of(mix(self._mixed_step, index), closed=False))
+
+    def skip(self) -> None:
+        """Take the number that a call takes which another rank runs."""
+        if self.active:
+            self._advance()
+
+    def run(
+        self, name: str, closed: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function under a stream of its own.
+
+        Args:
+            name: of the module or operation.
+            closed: whether what happens inside draws from this stream, as in a unit, and not from streams of its own.
+        """
+        if not self.active:
+            with contextlib.nullcontext() if self._replacement is None or not closed else _without_operation_streams():
+                return function(*args, **kwargs)
+        key = self._names.get(name)
+        if key is None:
+            key = self._names[name] = zlib.crc32(name.encode())
+        mode, device = None, self._device
+        with _WithoutModes():  # modes have no business here
+            number = self._advance()
+            kept = _CPU.get_state()
+            seed = self._seed_of(mix(number, key), closed=closed)
+            _CPU.manual_seed(seed)
+            if device is not None:
+                kept_device = device.get_state()
+                device.manual_seed(seed)
+        # At native speed: no Python at each operation inside.
+        if closed and (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams:
+            mode = _pop_mode()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if mode is not None:
+                _push_mode(mode)
+            _CPU.set_state(kept)
+            if device is not None:
+                device.set_state(kept_device)
+
+    def _advance(self) -> int:
+        """Return the caller's number, and leave it the one that comes next; see [Note: numbers without draws]."""
+        seed = _CPU.initial_seed()
+        _CPU.manual_seed(self._seeds.after(seed))
+        return self._seeds.number(seed)
+
+    def _seed_of(self, number: int, *, closed: bool) -> int:
+        return self._seeds.closed(number) if closed else self._seeds.open(number)
+
+    def _seed(self, seed: int) -> None:
+        _CPU.manual_seed(seed)
+        if self._device is not None:
+            self._device.manual_seed(seed)
+
+
+class _OperationStreams(TorchFunctionMode):
+    """Gives operations between units streams of their own."""
+
+    def __init__(self, random: RandomStreams) -> None:
+        super().__init__()
+        self._random = random
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        random = self._random
+        if args and type(args[0]) is StageTensor and len(types) == 1 and name not in _WATCHED:
+            # Most operations: they need no other arguments.
+            return StageTensor.__torch_function__(func, types, args, kwargs)
+        if random._replacement is not None and (replaced := random._replacement(func, args, kwargs)) is not None:
+            args = replaced
+        if name not in _WATCHED or not random.active:
+            # Torch would end here, too, after another pass through its dispatcher.
+            if len(types) == 1 and types[0] is StageTensor:
+                return StageTensor.__torch_function__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+        random.has_drawn = random.has_drawn or name in _RANDOM_SOURCES
+        random.reads_after_draw = random.reads_after_draw or (random.has_drawn and name in _PYTHON_READS)
+        if name not in DRAWING or torch.default_generator.initial_seed() & 1 or _draws_from_caller():
+            return func(*args, **kwargs)
+        return random.run(name, True, func, args, kwargs)
+
+
+@contextlib.contextmanager
+def _without_operation_streams() -> Iterator[None]:
+    """Set the mode aside: no Python at each operation."""
+    aside = type(_get_current_function_mode()) is _OperationStreams  # type: ignore[no-untyped-call]
+    mode = _pop_mode() if aside else None
+    try:
+        yield
+    finally:
+        if mode is not None:
+            _push_mode(mode)
+
+
+def will_be_recomputed() -> bool:
+    """Return whether what runs here now runs under torch's checkpoint, the first time or again."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+class _ReplayHooks(threading.local):
+    """The saved-tensor hooks under which operations keep their streams; suspended microbatches have their own."""
+
+    hooks: tuple[Any, ...] = ()
+
+
+_replay_hooks = _ReplayHooks()
+
+
+def replayed_operation_streams() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context for what runs now and for its recomputation: operations draw from streams as they would here."""
+    mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return functools.partial(_replay, mode if type(mode) is _OperationStreams else None)
+
+
+@contextlib.contextmanager
+def _replay(mode: _OperationStreams | None) -> Iterator[None]:
+    if mode is None:
+        yield
+        return
+    outer = _replay_hooks.hooks
+    _replay_hooks.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    aside = type(_get_current_function_mode()) is not _OperationStreams  # type: ignore[no-untyped-call]
+    try:
+        with mode if aside else contextlib.nullcontext():
+            yield
+    finally:
+        _replay_hooks.hooks = outer
+
+
+def _draws_from_caller() -> bool:
+    """Return whether only the caller's generator will be restored for a recomputation."""
+    return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _replay_hooks.hooks

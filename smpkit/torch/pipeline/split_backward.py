@@ -1,0 +1,255 @@
+"""Notice code that makes it wrong, or dear, to walk through its autograd graph in two goes.
+
+What is saved for backward under hooks is computed again (activation checkpointing) or fetched (offloading) in every go.
+A hook on an activation would run in both, and so would what `retain_grad` adds up. None of them can be seen from the
+graph, so they are noticed while the forward runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+
+__all__ = ["WeightBackward", "backward_inputs", "watching"]
+
+_WATCHED: Final[tuple[tuple[type, str, int], ...]] = (
+    (saved_tensors_hooks, "__enter__", 1),
+    (saved_tensors_hooks, "__exit__", -1),
+    (torch.Tensor, "register_hook", 0),
+    (torch.Tensor, "retain_grad", 0),
+)
+"""What is called, and by how much it changes in how many hooks on saved tensors the code is."""
+
+
+@contextlib.contextmanager
+def watching(note: Callable[[int], object]) -> Iterator[None]:
+    """Call `note` where code inside uses hooks: 1 and -1 around those on saved tensors, 0 for one on an activation."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, change in _WATCHED:
+            stack.enter_context(_replaced(owner, name, _noted(getattr(owner, name), note, change)))
+        yield
+
+
+def _noted(plain: Callable[..., Any], note: Callable[[int], object], change: int) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(change)
+        return plain(self, *args, **kwargs)
+
+    return noted
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, new: Callable[..., Any]) -> Iterator[None]:
+    """Put `new` in the place of a method; an inherited one is uncovered again afterwards."""
+    inherited = name not in vars(owner)
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)
+
+
+# --- Split a backward as zero-bubble schedules do: input gradients, for which other ranks wait, then weight gradients -
+# Some nodes of the autograd graph *reach an input*. The first half runs only those, and keeps the gradients that arrive
+# at the *boundary* nodes: nodes that reach an input, with an edge to a node that reaches weights alone. The second half
+# starts at the boundary nodes and follows those edges only. So each gradient is made once, by the same operations on
+# the same numbers as in one backward::
+#
+#     loss -> addmm2 -> tanh -> addmm1 -> x        first half: addmm2, tanh, addmm1, each for its input alone
+#               |                 |
+#               w2                w1               second half: addmm2 for w2; addmm1 for w1
+#
+# Gradients of weights that cannot be separated that way, or would gain nothing, are made in the first half: see
+# `_first_half_leaves`.
+
+
+_ACCUMULATE: Final = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+_CUSTOM: Final[Any] = BackwardCFunction
+"""What nodes of Functions written in Python are."""
+_REENTRANT: Final = "CheckpointFunctionBackward"
+"""torch.utils.checkpoint's old form refuses a backward towards chosen tensors."""
+
+Root = torch.Tensor | GradientEdge
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class _WeightGroup:
+    """Boundary nodes that share weights: they run together, so that each weight is accumulated once."""
+
+    boundaries: tuple[Node, ...]
+    weights: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class WeightBackward:
+    """What is left of a backward: `run` it once, before the weights' gradients are read."""
+
+    groups: Sequence[_WeightGroup]
+    boundary_gradients: dict[Node, Gradients]
+
+    def run(self) -> None:
+        """Add to the gradients of the weights; frees what was kept for them as it goes."""
+        for group in self.groups:
+            pairs = [
+                (GradientEdge(boundary, output_nr), gradient)
+                for boundary in group.boundaries
+                for output_nr, gradient in enumerate(self.boundary_gradients.pop(boundary, ()))
+                if gradient is not None
+            ]
+            if pairs:
+                edges, gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(edges, gradients, inputs=group.weights)
+
+
+def backward_inputs(
+    roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+) -> WeightBackward | None:
+    """Run the half of a backward that adds to `inputs`, which are leaves; return the other half.
+
+    None: there is no other half, and everything has run.
+    """
+    groups, first_half = _Graph(roots, inputs).groups() if inputs else ((), ())
+    if not groups:
+        torch.autograd.backward(roots, gradients)  # type: ignore[arg-type] # tensors and edges may be mixed
+        return None
+    boundary_gradients: dict[Node, Gradients] = {}
+    boundaries = [boundary for group in groups for boundary in group.boundaries]
+    # A prehook sees the node's summed gradient; keeping a reference makes autograd sum out of place.
+    handles = [boundary.register_prehook(partial(boundary_gradients.__setitem__, boundary)) for boundary in boundaries]
+    try:
+        torch.autograd.backward(roots, gradients, retain_graph=True, inputs=[*inputs, *first_half])  # type: ignore[arg-type]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return WeightBackward(groups, boundary_gradients)
+
+
+class _Graph:
+    """The autograd graph below some tensors, and which of its nodes reach an input."""
+
+    def __init__(self, roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> None:
+        self._roots = [_edge(root).node for root in roots]
+        input_nodes = {get_gradient_edge(leaf).node for leaf in inputs}
+        self._next: dict[Node, list[Node]] = {}
+        self._reaches_input: set[Node] = set()
+        self._leaves_below: dict[Node, frozenset[Node]] = {}
+        """For nodes that reach no input, the leaves that they lead to."""
+        self._can_split = True
+        for node in self._post_order():
+            self._classify(node, input_nodes)
+
+    def groups(self) -> tuple[tuple[_WeightGroup, ...], tuple[torch.Tensor, ...]]:
+        """Return what the second half does, and the weights whose gradients are made in the first one."""
+        if not self._can_split:
+            return (), ()
+        boundaries = {
+            node: off for node in self._next if node in self._reaches_input and (off := self._leaves_off_path(node))
+        }
+        first_half = self._first_half_leaves(boundaries)
+        groups = []
+        for group in _groups({boundary: leaves - first_half for boundary, leaves in boundaries.items()}):
+            leaves = {leaf for boundary in group for leaf in boundaries[boundary]} - first_half
+            groups.append(_WeightGroup(tuple(group), tuple(_variable(leaf) for leaf in leaves)))
+        return tuple(groups), tuple(_variable(leaf) for leaf in first_half)
+
+    def _post_order(self) -> Iterator[Node]:
+        """Yield every node once, after all that it leads to."""
+        stack = [(root, False) for root in self._roots]
+        while stack:
+            node, is_done = stack.pop()
+            if is_done:
+                yield node
+            elif node not in self._next:
+                self._next[node] = [each for each, _ in node.next_functions if each is not None]
+                stack.append((node, True))
+                stack += [(each, False) for each in self._next[node]]
+
+    def _classify(self, node: Node, input_nodes: set[Node]) -> None:
+        after = self._next[node]
+        self._can_split = self._can_split and type(node).__name__ != _REENTRANT
+        if node in input_nodes or any(each in self._reaches_input for each in after):
+            self._reaches_input.add(node)
+        elif type(node) is _ACCUMULATE:
+            self._leaves_below[node] = frozenset((node,))
+        elif len(after) == 1:
+            self._leaves_below[node] = self._leaves_below[after[0]]
+        else:
+            self._leaves_below[node] = frozenset().union(*(self._leaves_below[each] for each in after))
+
+    def _leaves_off_path(self, node: Node) -> frozenset[Node]:
+        """Return the leaves that a node which reaches an input leads to by edges that do not."""
+        off = [self._leaves_below[each] for each in self._next[node] if each not in self._reaches_input]
+        return frozenset().union(*off) if off else frozenset()
+
+    def _first_half_leaves(self, boundaries: dict[Node, frozenset[Node]]) -> frozenset[Node]:
+        """Return the leaves whose gradients the first half makes.
+
+        A root that reaches no input is no boundary node. A custom Function would run twice, side effects too. Biases
+        and norms alone are cheap, and would cost a start of the engine. Where one boundary node of a weight leads to
+        another, a backward from the former to the weight would run the latter again.
+        """
+        first_half = {
+            leaf for root in self._roots if root not in self._reaches_input for leaf in self._leaves_below[root]
+        }
+        users: defaultdict[Node, list[Node]] = defaultdict(list)
+        for boundary, leaves in boundaries.items():
+            if isinstance(boundary, _CUSTOM) or all(_variable(leaf).dim() < 2 for leaf in leaves):
+                first_half |= leaves
+            for leaf in leaves:
+                users[leaf].append(boundary)
+        shared = ((leaf, found) for leaf, found in users.items() if len(found) > 1 and leaf not in first_half)
+        return frozenset(first_half | {leaf for leaf, found in shared if self._are_chained(set(found))})
+
+    def _are_chained(self, boundaries: set[Node]) -> bool:
+        """Return whether one of the boundary nodes leads to another."""
+        seen: set[Node] = set()
+        for boundary in boundaries:
+            stack = [each for each in self._next[boundary] if each in self._reaches_input]
+            while stack:
+                node = stack.pop()
+                if node in boundaries:
+                    return True
+                if node not in seen:
+                    seen.add(node)
+                    stack += [each for each in self._next[node] if each in self._reaches_input]
+        return False
+
+
+def _groups(leaves_of: dict[Node, frozenset[Node]]) -> Iterator[list[Node]]:
+    """Yield the boundary nodes that share leaves together; those without any are left out."""
+    group_of: dict[Node, list[Node]] = {}
+    by_leaf: dict[Node, Node] = {}
+    for boundary, leaves in leaves_of.items():
+        group_of[boundary] = [boundary]
+        for leaf in leaves:
+            mine, other = group_of[boundary], group_of[by_leaf.setdefault(leaf, boundary)]
+            if mine is not other:
+                other += mine
+                group_of.update(dict.fromkeys(mine, other))
+    unique = {id(group): group for boundary, group in group_of.items() if leaves_of[boundary]}
+    yield from unique.values()
+
+
+def _edge(root: Root) -> GradientEdge:
+    return root if isinstance(root, GradientEdge) else get_gradient_edge(root)
+
+
+def _variable(leaf: Node) -> torch.Tensor:
+    variable = leaf.variable  # type: ignore[attr-defined]
+    assert isinstance(variable, torch.Tensor)
+    return variable

@@ -1,0 +1,126 @@
+"""The context of one rank of the pipeline: its rank, its transport, and what it knows of the other ranks' calls."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smpkit.torch.core import devices
+from smpkit.torch.core.microbatches import RootGradients
+from smpkit.torch.pipeline.module_state import ModuleStateTracker
+from smpkit.torch.pipeline.output_specs import OutputSpecs
+from smpkit.torch.pipeline.random_streams import RandomStreams
+from smpkit.torch.pipeline.transport import Transport
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.microbatch import Microbatch
+
+__all__ = ["StageContext"]
+
+
+class StageContext:
+    """One rank of a pipeline.
+
+    Args:
+        rank, size: pp_rank and pp_size.
+        device: where this rank computes.
+        transport: the way to the other ranks.
+        random: streams of random numbers.
+        owners: by parameter (its id), the ranks that hold it.
+        from_first_pipeline: broadcasts pipeline 0's text (a schedule) to the pipelines that tensor parallelism joins
+            to it; called on pp_rank 0. None: there is one pipeline.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        transport: Transport,
+        random: RandomStreams,
+        owners: Mapping[int, frozenset[int]],
+        from_first_pipeline: Callable[[str], str] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.transport = transport
+        self.random = random
+        self.parameter_owners = {key: min(ranks) for key, ranks in owners.items() if len(ranks) < size}
+        """By parameter (its id) that not every rank holds, the first rank that does."""
+        self.root_gradients = RootGradients()
+        self.output_specs = OutputSpecs(self.parameter_owners)
+        """Of calls while the same parameters need gradients as now."""
+        self.inside_unit = False
+        """Whether a unit runs here now: calls inside it are not dispatched."""
+        self.python_values: dict[str, int] = {}
+        """How often Python needed a value, by the function that asked."""
+        self.num_steps = 0
+        self.microbatches: Sequence[Microbatch] = ()
+        """Of the step that runs, or ran last."""
+        self.from_first_pipeline: Callable[[str], str] = from_first_pipeline or (lambda text: text)
+        self.failed_alone = False
+        """Whether what this rank alone runs has raised: other ranks do not know, and wait."""
+        self.modules: dict[str, nn.Module] = {}
+        """Modules that code of this rank may call or look into, by name."""
+        self.remote_modules: dict[str, nn.Module] = {}
+        """All others."""
+        self.container_modules: set[str] = set()
+        """The names of those that lie on several ranks, or hold nothing: code between units runs them on all ranks."""
+        self._owners = owners
+        self._output_specs: dict[bytes, OutputSpecs] = {}
+        self._trainable_entry = ""
+
+    def set_trainable(self, trainable: bytes) -> None:
+        """Note which parameters need gradients: what calls return depends on it, though no argument shows it.
+
+        Args:
+            trainable: a byte for each parameter of the model, 1 where it does.
+        """
+        known = self._output_specs.get(trainable)
+        if known is None:
+            known = self._output_specs[trainable] = (
+                OutputSpecs(self.parameter_owners) if self._output_specs else self.output_specs
+            )
+        if known is not self.output_specs or self._trainable_entry:
+            self.output_specs = known
+            # Part of the call trace, so that a rank which freezes other parameters than the rest is reported.
+            self._trainable_entry = f"a step with {trainable.count(0)} frozen parameters ({zlib.crc32(trainable):08x})"
+
+    def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
+        """Note what runs from now on."""
+        self.num_steps += 1
+        self.microbatches = microbatches
+        if self._trainable_entry:
+            for microbatch in microbatches:
+                microbatch.call_trace.append(self._trainable_entry)
+
+    def track_module_state(self) -> ModuleStateTracker:
+        """Return a tracker of module state for the microbatch that runs now."""
+        return ModuleStateTracker(self.modules, self.container_modules)
+
+    def remote_modules_with_hooks(self) -> list[str]:
+        """Return the names of other ranks' modules that have forward hooks, which run on those ranks."""
+        return [name for name, module in self.remote_modules.items() if module._forward_hooks]
+
+    def owner_of(self, parameter: nn.Parameter) -> int | None:
+        """Return the rank where operations with this parameter run; None if every rank holds it."""
+        return self.parameter_owners.get(id(parameter))
+
+    def holds(self, rank: int, parameter: torch.Tensor) -> bool:
+        """Return whether a rank holds a parameter."""
+        owners = self._owners.get(id(parameter))
+        return owners is None or rank in owners
+
+    def synchronize(self) -> None:
+        """Wait for the current stream, so that the GPU's work is timed and not its launch."""
+        devices.wait_for_stream(self.device)
+
+    def count_python_value(self, func: Callable[..., Any]) -> None:
+        """Note that Python needed a value: each time, ranks wait for each other."""
+        name = getattr(func, "__name__", str(func))
+        self.python_values[name] = self.python_values.get(name, 0) + 1

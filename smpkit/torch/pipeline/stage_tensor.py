@@ -1,0 +1,379 @@
+"""Operations whose result has a shape that depends on values, not on the arguments' shapes alone.
+
+Ranks that do not run a call know its result from the shapes of its arguments. Where the values that decide are in
+tensors that every rank holds (labels, lengths, masks made of them), each counts them, and other counts are another kind
+of call. A count waits for the device, as the operation itself does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.tensor_spec import TensorSpec
+
+if TYPE_CHECKING:
+    from smpkit.torch.pipeline.microbatch import Microbatch
+    from smpkit.torch.pipeline.mutation import AliasSet
+
+__all__ = [
+    "DECIDING_VALUES",
+    "INDEXING",
+    "PROPERTIES",
+    "SHAPE_FUNCTIONS",
+    "Current",
+    "StageTensor",
+    "current_microbatch",
+    "make_stage_tensor",
+    "microbatch_between_units",
+    "refuse_foreign_graph",
+    "with_int_bounds",
+]
+
+_T: Final = torch.Tensor
+INDEXING: Final = frozenset({_T.__getitem__, _T.__setitem__})
+
+
+def with_int_bounds(index: Any) -> Any:
+    """Return an index whose slices are bounded by numbers: Python would ask for them where the operation runs only."""
+    if isinstance(index, tuple):
+        return tuple([with_int_bounds(part) for part in index])
+    if isinstance(index, slice):
+        return slice(_as_int(index.start), _as_int(index.stop), _as_int(index.step))
+    return index
+
+
+def _as_int(bound: Any) -> Any:
+    return bound.__index__() if isinstance(bound, torch.Tensor) else bound
+
+
+def _mask_counts(_value: Any, index: Any = None, **names: Any) -> tuple[int, ...]:
+    """Return how many elements each mask chooses."""
+    index = names.get("mask", index)
+    parts = index if isinstance(index, tuple | list) else (index,)
+    return tuple([int(part.count_nonzero()) for part in _plain(*parts) if part.dtype is torch.bool])
+
+
+def _sum_and_max(*args: Any, **names: Any) -> tuple[int, ...]:
+    """Return the sum and the largest of lengths or repetitions."""
+    found = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
+    return tuple([int(number) for part in found for number in (part.sum(), part.max())])
+
+
+def _plain(*values: Any) -> Iterator[torch.Tensor]:
+    return (value for value in values if type(value) is torch.Tensor)
+
+
+DECIDING_VALUES: Final[dict[Any, Callable[..., tuple[int, ...]]]] = {
+    _T.__getitem__: _mask_counts,
+    _T.masked_select: _mask_counts,
+    torch.masked_select: _mask_counts,
+    _T.repeat_interleave: _sum_and_max,
+    torch.repeat_interleave: _sum_and_max,
+    torch._C._VariableFunctions._pack_padded_sequence: _sum_and_max,
+}
+"""By operation, what tells results of other shapes apart: a function of its arguments."""
+
+
+# --- Stage tensors: one rank, the owner, holds the data, and the others know the shape --------------------------------
+# They exist in the step function and in modules whose parts lie on several ranks. Operations on them follow the
+# data: the owner computes, the others note what comes out. What only depends on shapes is answered at once; what Python
+# needs to know (`.item()`, `if tensor:`) is broadcast from the owner.
+
+
+T = torch.Tensor
+_NONE: Final[Mapping[int, Any]] = MappingProxyType({})
+
+
+class Current:
+    """The microbatch whose code runs now; only one thread runs at a time, so one is enough."""
+
+    microbatch: Microbatch | None = None
+
+
+def current_microbatch() -> Microbatch:
+    """Return the microbatch whose code runs now.
+
+    Raises:
+        UsageError: no step is running.
+    """
+    microbatch = Current.microbatch
+    if microbatch is None:
+        raise UsageError(
+            "a value of another rank was used outside the step that made it",
+            hint="return it from the step function; the step hands every rank a copy. A buffer is changed in place:"
+            " `with torch.no_grad(): self.mean.copy_(value)`",
+        )
+    return microbatch
+
+
+def microbatch_between_units() -> Microbatch | None:
+    """Return the microbatch whose code runs now if every rank runs it, each with what it holds.
+
+    None: it runs inside a unit, or none runs and a module that is called is being recomputed in backward.
+    """
+    microbatch = Current.microbatch
+    return None if microbatch is None or microbatch.stage.inside_unit else microbatch
+
+
+class StageTensor(torch.Tensor):
+    """A tensor of which this rank holds either the data or only the shape.
+
+    `spec` is what all ranks know of it; `owner` the pp_rank that holds it; `value` the data there, None elsewhere;
+    `segment` the owner's segment that made it; `copies` what it was sent as, by pp_rank; `alias_set`
+    all that share its memory or that of what they were sent from, if any, and `storage_key` which of them lie in the
+    same. Made by `make_stage_tensor`.
+    """
+
+    spec: TensorSpec
+    owner: int
+    value: torch.Tensor | None
+    segment: int
+    # Most values have none of these: what every operation makes must be made quickly.
+    copies: Mapping[int, StageTensor] = _NONE
+    alias_set: AliasSet | None = None
+    storage_key: object = None
+
+    # The questions that models ask most, answered without the detour through __torch_function__.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.spec.dtype
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return _attribute(func, args)
+        if name == "__set__":
+            raise UsageError(
+                "an attribute of a value that another pipeline rank may hold was assigned",
+                hint="use the operation instead, for example `x = x.detach().requires_grad_()`",
+            )
+        handler = _HANDLERS.get(func)
+        return (
+            current_microbatch().run_operation(func, name, args, kwargs)
+            if handler is None
+            else handler(func, args, kwargs)
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise UsageError(
+            f"`{func}` was called on a value that another pipeline rank may hold, below where smpkit can follow",
+            hint="put the code that calls it (a custom autograd.Function, a C++ operator) into a torch.nn.Module"
+            " and let it be placed as a whole",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Located(pp_rank {self.owner}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+
+    def __format__(self, specification: str) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            scalar = self.dim() == 0
+        return format(self.item(), specification) if scalar else repr(self)
+
+    def drop_copies(self) -> None:
+        """Send it anew where it is needed: it has changed."""
+        self.copies = _NONE
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UsageError(
+            "a value of another pipeline rank cannot be copied deeply", hint="use `.clone()` or `.detach()`"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a value of another pipeline rank cannot be saved inside the step", hint="return it and save what you get"
+        )
+
+
+def make_stage_tensor(
+    spec: TensorSpec, device: torch.device, owner: int, value: torch.Tensor | None = None, segment: int = 0
+) -> StageTensor:
+    """Return a stage tensor, with its data if this rank owns it."""
+    made: StageTensor = torch.Tensor._make_wrapper_subclass(
+        StageTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
+    )
+    made.__dict__.update(spec=spec, owner=owner, value=value, segment=segment)  # at once: all ranks make many
+    return made
+
+
+def refuse_foreign_graph(grad_fn: Any) -> None:
+    """Raise: torch has recorded a node on a placeholder; backward would end there unnoticed."""
+    name = grad_fn.name().removesuffix("Backward")
+    if name == "BackwardHookFunction":
+        raise UsageError(
+            "a full backward hook was registered on a module whose parts lie on several pipeline ranks",
+            hint="register it on the modules in it that lie on one rank each, or place this one with smp.set_partition",
+        )
+    raise UsageError(
+        f"`{name}`, a custom autograd.Function, was applied to a value that another pipeline rank may hold",
+        hint="put the code that calls it into a torch.nn.Module, which is placed as a whole",
+    )
+
+
+def _attribute(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Answer `x.shape` and its like from what is known, and treat `x.T` and its like as the operations they are."""
+    operation = PROPERTIES.get(func)
+    if operation is not None:
+        return current_microbatch().run_operation(operation, operation.__name__, args, {})
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args)
+
+
+def _shape_only(value: Any) -> Any:
+    """Return a tensor of the same shape, dtype and device that takes no memory, to be looked at and not read."""
+    if not isinstance(value, StageTensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+PROPERTIES: Final[dict[Any, Callable[..., Any]]] = {
+    T.T.__get__: T.t,  # type: ignore[attr-defined]
+    T.mT.__get__: lambda x: x.transpose(-2, -1),  # type: ignore[attr-defined]
+    T.H.__get__: T.adjoint,  # type: ignore[attr-defined]
+    T.mH.__get__: T.adjoint,  # type: ignore[attr-defined]
+    T.real.__get__: torch.real,  # type: ignore[attr-defined]
+    T.imag.__get__: torch.imag,  # type: ignore[attr-defined]
+    T.data.__get__: T.detach,  # type: ignore[attr-defined]
+}
+
+SHAPE_FUNCTIONS: Final = frozenset(
+    {
+        T.size,
+        T.dim,
+        T.ndimension,
+        T.numel,
+        T.nelement,
+        T.stride,
+        T.element_size,
+        T.is_floating_point,
+        T.is_complex,
+        T.is_signed,
+        T.is_contiguous,
+        T.get_device,
+        T.__len__,
+        T.__hash__,
+        T.is_inference,
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_inference,
+        torch.result_type,
+    }
+)
+"""Functions of shape, dtype and device alone."""
+
+_PYTHON_VALUE_FUNCTIONS: Final = frozenset(
+    {
+        T.item,
+        T.tolist,
+        T.__bool__,
+        T.__float__,
+        T.__int__,
+        T.__index__,
+        T.__complex__,
+        T.__contains__,
+        T.__array__,
+        T.numpy,
+        T.equal,
+        T.allclose,
+        T.is_nonzero,
+        torch.equal,
+        torch.allclose,
+        torch.is_nonzero,
+    }
+)
+"""Functions whose result is a Python value."""
+
+_NEW_FROM_SHAPE: Final = frozenset(
+    {
+        T.new_zeros,
+        T.new_ones,
+        T.new_full,
+        T.new_empty,
+        T.new_tensor,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.empty_like,
+    }
+)
+"""Functions that make a tensor from another's shape and dtype: every rank makes it."""
+
+_INSIDE: Final = "do it inside a torch.nn.Module, where tensors are plain ones"
+_REFUSED: Final[dict[Any, str]] = {
+    # It would run on one rank, through what that rank holds, and the others would train on nothing.
+    T.backward: "call `model.backward(loss)` instead, so that every rank runs its part",
+    T.register_hook: _INSIDE,
+    T.retain_grad: _INSIDE,
+    T.untyped_storage: _INSIDE,
+    torch.autograd.grad: "gradients come with the step's backward; take others inside a torch.nn.Module",
+    torch.autograd.backward: "call `model.backward(loss)` instead, so that every rank runs its part",
+}
+"""Functions that mean the tensor itself and not its value, with what to do instead."""
+
+_LIKE_OTHER: Final = frozenset({T.type_as, T.expand_as, T.view_as, T.reshape_as, T.to})
+"""Methods that look at their second tensor's shape, dtype or device only."""
+
+
+def _from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _for_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return current_microbatch().value_for_python(func, args, kwargs)
+
+
+def _new_from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(_shape_only(args[0]), *args[1:], **kwargs)
+
+
+def _like_other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 and isinstance(args[1], StageTensor):
+        args = (args[0], _shape_only(args[1]), *args[2:])
+        if not isinstance(args[0], StageTensor):
+            return func(*args, **kwargs)
+    return current_microbatch().run_operation(func, func.__name__, args, kwargs)
+
+
+def _shaped_by_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in INDEXING:
+        args = (args[0], with_int_bounds(args[1]), *args[2:])
+    deciding = DECIDING_VALUES.get(func)
+    with torch._C.DisableTorchFunction():
+        values = () if deciding is None else deciding(*args, **kwargs)
+    return current_microbatch().run_operation(func, func.__name__, args, kwargs, values or None)
+
+
+def _refuse(func: Callable[..., Any], _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    raise UsageError(
+        f"`{func.__name__}` was called on a value that another pipeline rank may hold", hint=_REFUSED[func]
+    )
+
+
+_HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
+    **dict.fromkeys(SHAPE_FUNCTIONS, _from_shape),
+    **dict.fromkeys(_PYTHON_VALUE_FUNCTIONS, _for_python),
+    **dict.fromkeys(_NEW_FROM_SHAPE, _new_from_shape),
+    **dict.fromkeys(_LIKE_OTHER, _like_other),
+    **dict.fromkeys(_REFUSED, _refuse),
+    **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
+}
+"""What is answered without running an operation on data."""

@@ -1,0 +1,246 @@
+"""Make a model without memory for its weights; each rank allocates and initialises its own part later.
+
+Inside `smp.delay_param_initialization()` a parameter has its shape over a single element, and initialising it does
+nothing. When the model is placed, a rank allocates what it holds and runs the initialisation of those modules: the
+`_init_weights` of a Hugging Face model, or `reset_parameters`, each under random numbers keyed by the module's name, so
+weights do not depend on the partition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from smpkit.errors import UsageError
+from smpkit.torch.core import devices
+from smpkit.torch.core.runtime import state
+from smpkit.torch.placement.shards import keep_attributes_in_copies, shard_of, take_shard
+
+__all__ = [
+    "allocate",
+    "defer_load",
+    "delay_param_initialization",
+    "drop_deferred_loads",
+    "initial_values",
+    "initialize",
+    "is_delayed",
+    "make_delayed",
+    "run_deferred_loads",
+    "set_delayed_value",
+    "set_initializer",
+]
+
+_DELAYED: Final = "_smpkit_delayed"
+_HALF: Final = (torch.float16, torch.bfloat16)
+_INITIALIZER: Final = "_smpkit_filler"
+
+Initializer = Callable[[Collection[int], torch.device], object]
+"""Fills those delayed parameters of a module whose ids it is given, on a device."""
+
+
+@contextlib.contextmanager
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """Create modules in this block without memory for their parameters (the context of the same name in SMP v1).
+
+    Buffers are made as ever. The parameters get memory and values when the model is wrapped, or with a pipeline when it
+    is partitioned: each rank makes its own only. A module whose parameters are not initialised by a
+    `reset_parameters()` of its own or the model's `_init_weights(module)` cannot be made this way.
+    """
+    if not enabled:
+        yield
+        return
+    original_register = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original_register(self, name, param)
+        if param is not None and not is_delayed(param):
+            param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
+            setattr(param, _DELAYED, True)
+            keep_attributes_in_copies(param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        with _SkipInitialization():
+            yield
+    finally:
+        nn.Module.register_parameter = original_register  # type: ignore[method-assign]
+
+
+def make_delayed(root: nn.Module) -> None:
+    """Make the parameters of a model that is only planned delayed ones, which can be divided and need no memory."""
+    made: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                value = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                delayed = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                vars(delayed).update(vars(parameter))
+                setattr(delayed, _DELAYED, True)
+                made[id(parameter)] = delayed
+            module._parameters[name] = made[id(parameter)]
+
+
+def is_delayed(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter has no memory yet."""
+    return getattr(parameter, _DELAYED, False)
+
+
+def allocate(parameter: nn.Parameter, device: torch.device) -> None:
+    """Give a delayed parameter the memory for what this rank holds of it; the caller writes the values."""
+    shard = shard_of(parameter)
+    shape = parameter.shape if shard is None else shard.local_shape
+    parameter.data = torch.empty(shape, dtype=parameter.dtype, device=device)
+    setattr(parameter, _DELAYED, False)
+
+
+def set_delayed_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a delayed parameter its memory and the values of a state dict."""
+    parameter.data = value.detach().to(parameter.dtype).clone()
+    setattr(parameter, _DELAYED, False)
+
+
+def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.device, seed: int) -> None:
+    """Allocate and initialise the delayed ones of `parameters` on `device`.
+
+    Of a parameter that is divided over tensor-parallel ranks, the whole is made for a moment: one seed gives one model
+    at every degree. Those in half precision are initialised in float32 and rounded, because not all initialisations
+    know half precision.
+
+    Raises:
+        UsageError: nothing says how to initialise one of them.
+    """
+    pending = {id(parameter): parameter for parameter in parameters if is_delayed(parameter)}
+    for name, module in root.named_modules():
+        module_initializer: Initializer | None = vars(module).pop(_INITIALIZER, None)
+        if module_initializer is not None:
+            module_initializer({id(parameter) for parameter in module.parameters() if id(parameter) in pending}, device)
+            pending = {key: parameter for key, parameter in pending.items() if is_delayed(parameter)}
+        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in pending]
+        _initialize_own(root, name, module, own, device, seed)
+        for parameter in own:
+            shard = shard_of(pending.pop(id(parameter)))
+            if shard is not None and parameter.shape != shard.local_shape:
+                parameter.data = take_shard(parameter.data, shard)
+
+
+def set_initializer(module: nn.Module, custom_initializer: Initializer) -> None:
+    """Let `custom_initializer` fill the delayed parameters of a module, instead of what the classes in it say."""
+    vars(module)[_INITIALIZER] = custom_initializer
+
+
+def initial_values(
+    root: nn.Module, name: str, module: nn.Module, device: torch.device, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return what `initialize` would make of a module's own delayed parameters, and leave them without memory."""
+    own = {key: each for key, each in module.named_parameters(recurse=False) if is_delayed(each)}
+    placeholders = [each.data for each in own.values()]
+    try:
+        _initialize_own(root, name, module, list(own.values()), device, seed)
+        return {key: each.data for key, each in own.items()}
+    finally:
+        for parameter, placeholder in zip(own.values(), placeholders, strict=True):
+            parameter.data = placeholder
+            setattr(parameter, _DELAYED, True)
+
+
+def _initialize_own(
+    root: nn.Module, name: str, module: nn.Module, own: Sequence[nn.Parameter], device: torch.device, seed: int
+) -> None:
+    """Allocate a module's own parameters, whole unless it initialises pieces itself, and initialise them."""
+    if not own:
+        return
+    pieces = getattr(type(module), "initializes_shards", False)
+    dtypes = [parameter.dtype for parameter in own]
+    for parameter in own:
+        shard = shard_of(parameter)
+        shape = parameter.shape if shard is None or pieces else shard.shape
+        dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
+        parameter.data = torch.empty(shape, dtype=dtype, device=device)
+        setattr(parameter, _DELAYED, False)
+        if parameter.is_floating_point():
+            parameter.data.fill_(torch.nan)  # shows what an initialiser has left out
+    for initializer in _initializers(root, module, own_only=pieces):
+        with _seeded(seed, name, device):
+            initializer()
+        if not any(parameter.is_floating_point() and parameter.isnan().any() for parameter in own):
+            for parameter, dtype in zip(own, dtypes, strict=True):
+                parameter.data = parameter.data.to(dtype)
+            return
+    raise UsageError(
+        f"nothing says how to initialise the parameters of `{name}` ({type(module).__name__})",
+        hint="give the class a `reset_parameters()`, or make it outside smp.delay_param_initialization()",
+    )
+
+
+def _initializers(root: nn.Module, module: nn.Module, *, own_only: bool) -> Iterator[Callable[[], Any]]:
+    """Yield what may initialise a module's own parameters, best first: the model may not know the class."""
+    for owner in () if own_only else (root, *root.children()):
+        init_weights = getattr(owner, "_init_weights", None)
+        if callable(init_weights):
+            yield functools.partial(init_weights, module)
+            break
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        yield reset
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    with devices.fork_rng(device):
+        torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
+        yield
+
+
+class _SkipInitialization(TorchFunctionMode):
+    """Skips what would write to a parameter without memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        target = args[0] if args else (kwargs or {}).get("tensor")
+        name = getattr(func, "__name__", "")
+        changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        if changes and isinstance(target, torch.Tensor) and _is_placeholder(target):
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+def _is_placeholder(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is (a view of) a parameter without memory: more elements than its storage has."""
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return bool(strides) and not any(strides)
+
+
+# --- Loads that wait for the partition: before it, a rank does not know which parameters it holds ---------------------
+# A rank reads its part when the model is partitioned. Should a script ask for the state before that, all of it is read.
+
+
+_deferred: list[Callable[[], object]] = []
+
+
+def defer_load(read: Callable[[], object]) -> None:
+    """Keep `read` for `run_deferred_loads`."""
+    _deferred.append(read)
+
+
+def run_deferred_loads() -> None:
+    """Read what waits; nothing most of the time."""
+    while _deferred:
+        _deferred.pop(0)()
+
+
+def drop_deferred_loads() -> None:
+    """Let go of what waits: something else is loaded in its place."""
+    _deferred.clear()
+
+
+state.reset_hooks.append(drop_deferred_loads)

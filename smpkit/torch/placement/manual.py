@@ -1,0 +1,149 @@
+"""Place modules by hand: `smp.partition(index)` where they are made, `smp.set_partition(module, index)` afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.arguments import check_module
+from smpkit.torch.core.module_call import on_module_created
+from smpkit.torch.core.runtime import state
+
+__all__ = [
+    "ManualPlacement",
+    "inherit_partition",
+    "manual_placement",
+    "partition",
+    "planning_partitions",
+    "set_partition",
+]
+
+_partition_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""Partition by module, as the user said."""
+
+
+_num_partitions: int | None = None
+"""How many places there are where a model is only planned, without `smp.init()`."""
+
+
+@contextlib.contextmanager
+def planning_partitions(num_partitions: int) -> Iterator[None]:
+    """Let `partition` and `set_partition` be used without a runtime, with so many places."""
+    global _num_partitions  # noqa: PLW0603 - one per process, as the model that is planned
+    previous, _num_partitions = _num_partitions, num_partitions
+    try:
+        yield
+    finally:
+        _num_partitions = previous
+
+
+@contextlib.contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Put the modules that are created in this block on pipeline rank `index`; the innermost block wins.
+
+    Acts only with `auto_partition: false`; else any index will do, so a script for many ranks runs on one. Modules
+    created in no block go to `default_partition`. With virtual stages `index` counts them, 0 to
+    `virtual_pipeline_degree * pipeline_parallel_degree - 1`: stage k is on rank k mod degree.
+
+    Raises:
+        UsageError: `index` is no pipeline rank, or no virtual stage.
+    """
+    _check(index)
+    with on_module_created(lambda module: _partition_of.__setitem__(module, index)):
+        yield
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Put a module that exists, and everything in it, on pipeline rank `index`, before the first step.
+
+    With virtual stages `index` counts them, as in `partition`.
+
+    Raises:
+        UsageError: `index` is no pipeline rank or virtual stage, or the model has been partitioned, or is no module.
+    """
+    check_module("smp.set_partition", module)
+    _check(index)
+    if state.model is not None and state.model.partitioned and state.pp_size > 1:
+        raise UsageError("the model has been partitioned", hint="call smp.set_partition before the first step")
+    for each in module.modules():
+        _partition_of[each] = index
+
+
+def inherit_partition(name: str, module: nn.Module, replacement: nn.Module) -> None:
+    """Put what takes the place of a module where the user put the module.
+
+    Args:
+        name: of the module, for the error.
+
+    Raises:
+        UsageError: the module's parts were placed apart.
+    """
+    partitions = {_partition_of[each] for each in module.modules() if each in _partition_of}
+    if not partitions or not _is_manual():
+        return
+    if module not in _partition_of and len(partitions) > 1:
+        raise UsageError(
+            f"parts of `{name}` are placed on the pipeline ranks {', '.join(map(str, sorted(partitions)))}, and tensor"
+            f" parallelism makes one {type(replacement).__name__} of it",
+            hint="place the whole module, or except it with smp.set_tensor_parallelism(module, False)",
+        )
+    index = _partition_of.get(module, min(partitions))
+    for each in replacement.modules():
+        _partition_of[each] = index
+
+
+@dataclass(frozen=True)
+class ManualPlacement:
+    """What the user chose.
+
+    Args:
+        partitions: partition by module name; modules whose parts were placed apart are left out.
+        split: names of those.
+    """
+
+    partitions: Mapping[str, int]
+    split: frozenset[str]
+
+    def for_units(self, units: Collection[str]) -> dict[str, int]:
+        """Return the places of units and of modules around them; parts of a unit are where it is."""
+        around = {name[:end] for name in units for end in _prefix_ends(name)}
+        return {name: index for name, index in self.partitions.items() if name in around}
+
+
+def manual_placement(root: nn.Module) -> ManualPlacement:
+    """Return the chosen partitions by module name."""
+    names = {name: _partition_of[module] for name, module in root.named_modules() if module in _partition_of}
+    split = {
+        name
+        for name, index in names.items()
+        if any(other != index for inner, other in names.items() if inner.startswith(f"{name}." if name else ""))
+    }
+    return ManualPlacement({name: index for name, index in names.items() if name not in split}, frozenset(split))
+
+
+def _prefix_ends(name: str) -> list[int]:
+    """Return where the names of a module and of all around it end; the model's own is empty."""
+    return [0, *(index for index, character in enumerate(name) if character == "."), len(name)]
+
+
+def _is_manual() -> bool:
+    return _num_partitions is not None or not state.cfg.auto_partition
+
+
+def _check(index: int) -> None:
+    if _num_partitions is not None:
+        what, of, limit = "planned partition", "", _num_partitions
+    elif (num_chunks := state.cfg.virtual_pipeline_degree) > 1:
+        what, limit = "virtual stage", state.pp_size * num_chunks
+        of = f"; pipeline_parallel_degree is {state.pp_size}, virtual_pipeline_degree {num_chunks}"
+    else:
+        what, of, limit = "pipeline rank", f"; pipeline_parallel_degree is {state.pp_size}", state.pp_size
+    if (
+        type(index) is not int or index < 0 or (_is_manual() and index >= limit)
+    ):  # not a bool, which Python takes for an int
+        raise UsageError(f"partition {index!r} is no {what}{of}", hint=f"valid are 0 to {limit - 1}")

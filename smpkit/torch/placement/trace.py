@@ -1,0 +1,461 @@
+"""What the parts of a model cost, from one run of the step on tensors without data.
+
+Fake tensors have shapes and no memory, so the pass needs neither a GPU nor time, and gives the same on every machine:
+on a laptop, which has none, and in the job, whose step works on GPUs. A step that looks at values cannot run so; then
+the sizes of parameters, in the order of definition, have to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.partition.units import Node, UnitTree, unit_tree
+from smpkit.plan.schedule.actions import Action
+from smpkit.plan.schedule.graph import Kind
+from smpkit.torch.core import devices
+from smpkit.torch.core.offload_hooks import install
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import map_tensors, tensors_in
+from smpkit.torch.placement.delayed import is_delayed
+from smpkit.torch.placement.fused_kernels import FusedKernels
+
+__all__ = [
+    "CheckpointedCall",
+    "CheckpointedCalls",
+    "TrialStep",
+    "measure_units",
+    "node_of",
+    "restoring_model",
+    "run_fake",
+    "units_of",
+]
+
+
+# --- What checkpointed calls keep and what they compute again, seen while a model runs on tensors without data --------
+
+
+@dataclass(frozen=True)
+class CheckpointedCall:
+    """One of them."""
+
+    unit: str | None
+    """The first unit that ran inside; None if it was inside of one itself."""
+    boundary_bytes: int
+    """Of what it keeps: its inputs, as far as nothing before it keeps them."""
+    recomputed_bytes: int
+    """Of what it makes, and makes again in backward; an upper bound of what that keeps."""
+    flops: int
+
+
+class CheckpointedCalls:
+    """Installed in the place of an offload engine, to record checkpointed calls.
+
+    Args:
+        saved_bytes: tells what autograd keeps so far.
+        flops: tells what was computed so far.
+    """
+
+    def __init__(self, saved_bytes: Callable[[], int], flops: Callable[[], int]) -> None:
+        self.calls: list[CheckpointedCall] = []
+        self._started_units: list[str] = []
+        self._num_open_units = 0
+        self._saved_bytes = saved_bytes
+        self._flops = flops
+
+    def begin_unit(self, name: str) -> None:
+        """Note that a unit's forward begins."""
+        self._started_units.append(name)
+        self._num_open_units += 1
+
+    def end_unit(self) -> None:
+        """Note that it ends."""
+        self._num_open_units -= 1
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Record checkpointed calls in this block."""
+        previous = install(self)
+        try:
+            yield
+        finally:
+            install(previous)
+
+    def offload_inputs(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - of every Offloader
+        """Note one call; entered around it."""
+        return self._note()
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Do nothing: no pipeline runs here."""
+
+    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
+        """Do nothing."""
+
+    def footprint(self) -> list[int]:
+        """Return that nothing is taken."""
+        return []
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Do nothing."""
+
+    @contextlib.contextmanager
+    def _note(self) -> Iterator[None]:
+        saved, flops, begun, is_inside = (
+            self._saved_bytes(),
+            self._flops(),
+            len(self._started_units),
+            self._num_open_units > 0,
+        )
+        with _NewBytes() as made:
+            yield
+        unit = None if is_inside else next(iter(self._started_units[begun:]), None)
+        saved, flops = self._saved_bytes() - saved, self._flops() - flops
+        self.calls.append(CheckpointedCall(unit, saved, made.num_bytes, flops))
+
+
+class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of what operations make; views and what is changed in place are not new."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        values = output if isinstance(output, tuple | list) else (output,)
+        for value, declared in zip(values, func._schema.returns, strict=False):
+            if isinstance(value, torch.Tensor) and declared.alias_info is None:
+                self.num_bytes += value.untyped_storage().nbytes()
+        return output
+
+
+# --- What the parts of a model cost, from one run of the step on tensors without data ---------------------------------
+
+
+_log = logging.getLogger("smpkit")
+
+_UNCUT: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
+"""Modules of torch's own whose parts get what values decide: they are not cut."""
+_MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
+
+
+def node_of(module: nn.Module) -> Node:
+    """Describe a model to the planner; a module that appears twice is listed once."""
+    return _node(module, "", set())
+
+
+def _node(module: nn.Module, name: str, seen: set[int]) -> Node:
+    seen.add(id(module))
+    children = []
+    is_whole = isinstance(module, _UNCUT)
+    for child_name, child in () if is_whole else module.named_children():
+        if id(child) not in seen:
+            children.append(_node(child, f"{name}.{child_name}" if name else child_name, seen))
+    owned = [*module.parameters(recurse=is_whole), *_statistics(module)]
+    return Node(
+        name,
+        type(module).__qualname__,
+        is_stack=isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict),
+        children=tuple(children),
+        parameters={str(id(each)): each.numel() * each.element_size() for each in owned},
+    )
+
+
+def _statistics(module: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers that the calls of torch's own leaves change (BatchNorm's): they make it something to place."""
+    return list(module.buffers(recurse=False)) if type(module).__module__.startswith("torch.nn") else []
+
+
+def units_of(module: nn.Module, split: Collection[str] = ()) -> UnitTree:
+    """Cut a model into units; leaves that hold nothing are none, they run where their input is.
+
+    Args:
+        split: names of modules that are cut in any case.
+    """
+    tree = unit_tree(node_of(module), split)
+    placed = tuple(unit for unit in tree.units if unit.parameters_bytes)
+    return UnitTree(placed, tree.spanning, tree.loose)
+
+
+def measure_units(root: nn.Module, tree: UnitTree, body: Callable[[], Any] | None) -> list[UnitCost]:
+    """Return what the units cost, in the order in which `body` calls them.
+
+    Args:
+        body: runs the step for one microbatch on arguments that `fake` has converted; None to skip the pass.
+    """
+    costs = {unit.name: UnitCost(unit.name, unit.parameters_bytes, shared=unit.shared) for unit in tree.units}
+    measured = _trace(root, costs, body) if body is not None else {}
+    in_order = [*measured, *(name for name in costs if name not in measured)]
+    every = [measured.get(name, costs[name]) for name in in_order]
+    if any(cost.flops for cost in every):
+        return every
+    # Multiplying by a weight takes two operations per element and sample: parameters measure compute up to a factor.
+    return [_with(cost, flops=float(cost.parameters_bytes)) for cost in every]
+
+
+def _with(cost: UnitCost, **changes: Any) -> UnitCost:
+    return UnitCost(**{**{name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}, **changes})
+
+
+def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any]) -> dict[str, UnitCost]:
+    measured: dict[str, UnitCost] = {}
+    counter, kernels = FlopCounterMode(display=False), FusedKernels()
+    started: dict[str, tuple[int, int, int]] = {}
+    saved = _SavedBytes(root)
+
+    def flops_so_far() -> int:
+        return counter.get_total_flops() + kernels.flops
+
+    checkpointed = CheckpointedCalls(lambda: saved.total, flops_so_far)
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            checkpointed.begin_unit(name)
+            started[name] = (flops_so_far(), saved.total, len(checkpointed.calls))
+
+        return hook
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            flops, num_bytes, num_calls = started.pop(name)
+            checkpointed.end_unit()
+            inside = [call for call in checkpointed.calls[num_calls:] if call.unit is None]
+            known = measured.get(name, costs[name])
+            measured[name] = _checkpointed(
+                known,
+                inside,
+                flops=known.flops + flops_so_far() - flops,
+                activation_bytes=known.activation_bytes + saved.total - num_bytes,
+                output_bytes=_bytes_of(output),
+            )
+
+        return hook
+
+    handles = []
+    try:
+        for name in costs:  # a scripted module takes no hooks
+            module = root.get_submodule(name)
+            handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+        watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+        with counter, kernels.installed(), checkpointed.watch(), watched:
+            body()
+    except Exception as error:  # user code on tensors without data may fail in any way
+        _log.warning(
+            "the step could not be traced on tensors without data (%s: %s); the model is partitioned by the sizes of"
+            " its parameters, without regard to what it computes and keeps. `skip_tracing: True` leaves the pass out",
+            type(error).__name__,
+            next(iter(str(error).splitlines()), "no reason given"),
+        )
+        return {}
+    finally:
+        saved.forget()
+        for handle in handles:
+            handle.remove()
+    for call in checkpointed.calls:
+        if call.unit is not None:  # it spans units: the first of them holds what it keeps
+            known = measured[call.unit]
+            measured[call.unit] = _checkpointed(
+                known, [call], activation_bytes=known.activation_bytes + call.boundary_bytes
+            )
+    return measured
+
+
+def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: Any) -> UnitCost:
+    """Return the cost with these checkpointed calls, and with other changes."""
+    return _with(
+        cost,
+        boundary_bytes=cost.boundary_bytes + sum(call.boundary_bytes for call in calls),
+        recomputed_bytes=max([cost.recomputed_bytes, *(call.recomputed_bytes for call in calls)]),
+        recomputed_flops=cost.recomputed_flops + sum(call.flops for call in calls),
+        **changes,
+    )
+
+
+class _SavedBytes:
+    """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.total = 0
+        self._parameters: Callable[[], Iterable[nn.Parameter]] = root.parameters
+        # The tensors are kept, or the address of a storage that is gone could be that of another one later on.
+        self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in root.parameters()}
+        self._modes: set[int] = set()
+        self._packed: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, FakeTensor) and id(tensor.fake_mode) not in self._modes:
+            self._register_parameters(tensor.fake_mode)
+        if _storage_key(tensor) not in self._seen:
+            self._seen[_storage_key(tensor)] = tensor
+            self.total += tensor.untyped_storage().nbytes()
+        self._packed.append(tensor)
+        return len(self._packed) - 1
+
+    def forget(self) -> None:
+        """Let go of the tensors: the graphs that they belong to hold this object, where no collector looks for cycles.
+
+        Otherwise the model, and the threads that end with it, would stay for ever.
+        """
+        self._seen.clear()
+        self._packed.clear()
+        self._parameters = tuple
+
+    def _register_parameters(self, mode: FakeTensorMode) -> None:
+        """Count the fake tensors that this mode makes of the parameters as seen: operations save those."""
+        self._modes.add(id(mode))
+        for parameter in self._parameters():  # those that `run_fake` shows, where it runs the step
+            fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
+            self._seen[_storage_key(fake)] = fake
+
+    def unpack(self, number: int) -> torch.Tensor:
+        return self._packed[number]
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes_of(output: Any) -> int:
+    total = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    map_tensors(count, output)
+    return total
+
+
+@dataclass(frozen=True)
+class TrialStep:
+    """A step function and the arguments of one microbatch, to be tried out before training."""
+
+    body: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Any:
+        """Run forward only: `model.backward` does nothing meanwhile, and `smp.is_tracing()` is true."""
+        state.tracing = True
+        try:
+            return self.body(*self.args, **self.kwargs)
+        finally:
+            state.tracing = False
+
+
+def run_fake(root: nn.Module, step: TrialStep) -> None:
+    """Run a step on tensors without data, and the model's weights with it, on the device that its arguments lie on.
+
+    There the step will run. The weights are elsewhere: each rank moves its own when it knows which they are.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = _FakeTensors(mode, _device_of(step))
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return fakes(tensor) if isinstance(tensor, nn.Parameter) else mode.from_tensor(tensor)
+
+    args, kwargs = map_tensors(fake, (step.args, step.kwargs))
+    with restoring_model(root, fakes), _fake_parameters(root, fakes), mode:
+        TrialStep(step.body, args, kwargs)()
+
+
+def _device_of(step: TrialStep) -> torch.device:
+    tensors = [each for each in tensors_in((step.args, step.kwargs)) if not isinstance(each, nn.Parameter)]
+    places = sorted({each.device for each in tensors}, key=lambda device: device.type == "cpu")
+    return places[0] if places else devices.current_device()
+
+
+class _FakeTensors:
+    """Shows the tensors of a model on a device, without data: one that has several names as one."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self._mode = mode
+        self._device = device
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a parameter or buffer."""
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = tensor, self._make_fake(tensor)  # kept, or another could get its id
+        return self._known[id(tensor)][1]
+
+    def _make_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._mode, torch.no_grad():
+            if is_delayed(tensor):  # a single element for now, which operations would take for a broadcast one
+                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            else:
+                value = self._mode.from_tensor(tensor).detach().to(self._device)
+        if not isinstance(tensor, nn.Parameter):
+            return value
+        parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        for name, attribute in vars(tensor).items():
+            vars(parameter).setdefault(name, attribute)  # it has some of its own, as a tensor without data
+        return parameter
+
+
+@contextlib.contextmanager
+def _fake_parameters(root: nn.Module, fakes: _FakeTensors) -> Iterator[None]:
+    """Put what stands for the parameters in their place."""
+    saved_state = [(module._parameters, dict(module._parameters)) for module in root.modules()]
+    try:
+        for place, parameters in saved_state:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    place[name] = cast("nn.Parameter", fakes(parameter))
+        yield
+    finally:
+        for place, parameters in saved_state:
+            place.clear()
+            place.update(parameters)
+
+
+@contextlib.contextmanager
+def restoring_model(root: nn.Module, make_buffer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Restore the model and the random number generators after a trial of the step on this rank only.
+
+    Forward may change buffers (running statistics), set attributes (a mask kept for the next call), append to lists
+    and register hooks. A step that draws random numbers must find the same ones as on the ranks that tried nothing, or
+    it takes another way there.
+
+    Args:
+        make_buffer: makes the buffer that forward may change meanwhile.
+    """
+    saved_state = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    containers = [
+        each for _, attributes, _ in saved_state for each in attributes.values() if type(each) in _MUTABLE_CONTAINERS
+    ]
+    contents = [copy.copy(each) for each in containers]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        for module, _, buffers in saved_state:
+            made = {name: None if each is None else make_buffer(each) for name, each in buffers.items()}
+            module._buffers.update(made)
+        with devices.fork_rng(devices.current_device()):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for module, attributes, buffers in saved_state:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for container, content in zip(containers, contents, strict=True):
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(content)

@@ -1,0 +1,1 @@
+"""Half precision: casting a model, and the loss scale."""

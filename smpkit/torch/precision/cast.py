@@ -1,0 +1,117 @@
+"""`fp16` and `bf16`: the model computes in half precision; what it is given and what it returns stays in float32.
+
+Half precision is for what there is much of: weights, activations, gradients, what travels between ranks. Float32 is
+kept for what it would ruin: the running statistics of batch normalisation, the frequencies of rotary positions, what a
+Hugging Face model asks to keep, the loss, and the master weights that the optimizer updates (master_weights.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.torch.core.tensor_spec import map_tensors
+from smpkit.torch.placement.delayed import is_delayed
+from smpkit.torch.placement.shards import copy_mark_to
+
+__all__ = ["MASTER_KEY", "SCALER_KEY", "cast_inputs", "cast_model", "cast_outputs", "half_dtype", "join_fp16_states"]
+
+__all__ += ["split_fp16_states"]
+
+MASTER_KEY: Final = "master"
+"""Where a parameter's entry in an optimizer's state dict has its master weight, beside its moments."""
+SCALER_KEY: Final = "loss_scaler"
+"""Where an optimizer's state dict has the state of the loss scale."""
+
+_FLOAT32_BUFFERS: Final = frozenset({"inv_freq", "original_inv_freq"})
+"""Frequencies of rotary positions: rounded to float16 they turn position 4096 by a radian and more."""
+
+
+def half_dtype(cfg: ModelParallelConfig) -> torch.dtype | None:
+    """Return the half precision that the configuration asks for; None if it does not."""
+    if cfg.fp16:
+        return torch.float16
+    return torch.bfloat16 if cfg.bf16 else None
+
+
+def cast_model(root: nn.Module, dtype: torch.dtype, *, weights: bool = True) -> None:
+    """Cast weights and buffers of floating point in place; parameters stay the same objects.
+
+    What is kept in float32: modules of batch normalisation, rotary frequencies, and modules that a Hugging Face model
+    names in `_keep_in_fp32_modules` (float16) or `_keep_in_fp32_modules_strict` (both).
+
+    Args:
+        weights: cast them too; else buffers only.
+    """
+    kept = frozenset(_kept_in_float32(root, dtype))
+    for name, module in root.named_modules():
+        own = torch.float32 if name in kept else dtype
+        for parameter in module.parameters(recurse=False) if weights else ():
+            if parameter.is_floating_point() and parameter.dtype != own:
+                parameter.data = _cast(parameter, own)
+        for key, buffer in module.named_buffers(recurse=False):
+            wanted = torch.float32 if key in _FLOAT32_BUFFERS else own
+            if buffer.is_floating_point() and buffer.dtype != wanted:
+                module._buffers[key] = copy_mark_to(buffer.to(wanted), buffer)
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    if is_delayed(parameter):  # one element that stands for all: casting the whole would make it whole
+        return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+    return parameter.data.to(dtype)
+
+
+def _kept_in_float32(root: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the names of the modules that keep float32."""
+    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype is torch.float16 else [])]
+    for name, module in root.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            yield name
+        for attribute in lists:
+            for wanted in getattr(module, attribute, None) or ():
+                yield from (each for each, _ in module.named_modules(prefix=name) if f".{wanted}." in f".{each}.")
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """Return arguments of the model with tensors of floating point in its precision."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, value)
+
+
+def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
+    """Return what the model returned with tensors of its precision in float32."""
+    return map_tensors(lambda tensor: tensor.to(torch.float32) if tensor.dtype == dtype else tensor, value)
+
+
+def split_fp16_states(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take a state dict of `DistributedOptimizer` apart: what the optimizer inside has, and what half precision adds.
+
+    SMP v1's checkpoints keep the two in files of their own, `optimizer_*.pt` and `fp16_states_*.pt`. The second is
+    `{"loss_scaler": {...}, "masters": {number of the parameter: master weight}}`, and empty without half precision.
+    """
+    plain = {key: value for key, value in state_dict.items() if key != SCALER_KEY}
+    if SCALER_KEY not in state_dict:
+        return plain, {}
+    states: Mapping[Any, Mapping[str, Any]] = state_dict["state"]
+    plain["state"] = {
+        number: {key: value for key, value in entry.items() if key != MASTER_KEY} for number, entry in states.items()
+    }
+    masters = {number: entry[MASTER_KEY] for number, entry in states.items() if MASTER_KEY in entry}
+    return plain, {SCALER_KEY: state_dict[SCALER_KEY], "masters": masters}
+
+
+def join_fp16_states(plain: Mapping[str, Any], fp16_states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict that `split_fp16_states` took apart."""
+    if not fp16_states:
+        return dict(plain)
+    states = {number: dict(entry) for number, entry in plain["state"].items()}
+    for number, master in fp16_states["masters"].items():
+        states.setdefault(number, {})[MASTER_KEY] = master
+    return {**plain, "state": states, SCALER_KEY: fp16_states[SCALER_KEY]}

@@ -1,0 +1,186 @@
+"""How much the loss is multiplied with, so that gradients in float16 neither vanish nor overflow.
+
+A dynamic scale tries for the largest that works: it shrinks when a gradient is not finite, and grows after a window of
+steps in which all were (names and rules are SMP v1's, which are Apex's)::
+
+    scale    2^32 ──x──► 2^31 ──x──► 2^30 ── scale_window good steps ──► 2^31 ──x──► ...      x: a step is skipped
+
+With `delayed_shift` above 1 that many overflows are forgiven (each skips its step all the same) before one shrinks it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from smpkit.errors import UsageError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.deadline import waiting
+
+__all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "all_reduce_found_inf", "loss_scaler_of"]
+
+
+# --- Whether a gradient of the model is not finite on any of its ranks: all of them skip the step, or none does -------
+
+
+def all_reduce_found_inf(found: torch.Tensor) -> torch.Tensor:
+    """Return the largest `found` of all ranks that train the same weights; all of them call this.
+
+    The gradients of replicas are equal once they are reduced, so the ranks of one model ask only each other; unless
+    each replica has gradients of a part only, as with sharded states.
+    """
+    if not state.initialized:
+        return found
+    sharded = state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
+    kind = CommGroup.WORLD if sharded else CommGroup.MP_GROUP
+    if len(state.group(kind)) > 1:
+        group = state.process_group(kind)
+        with waiting("the agreement whether all gradients are finite", group):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found
+
+
+# --- How much the loss is multiplied with, so that gradients in float16 neither vanish nor overflow -------------------
+
+
+class LossScaler(Protocol):
+    """What the loss is multiplied with, and what it learns from steps."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied with."""
+
+    @property
+    def at_minimum(self) -> bool:
+        """Whether an overflow would not make the scale smaller."""
+
+    def update_scale(self, overflow: bool) -> None:
+        """Learn whether a gradient of the step that is over was not finite."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken; that of another kind of scaler gives its scale, where that can be."""
+
+
+class StaticLossScaler:
+    """The same scale in every step."""
+
+    at_minimum: Final = True
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.loss_scale: Final = scale
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss_scale": self.loss_scale}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing: the script says what the scale is."""
+
+
+@dataclass
+class DynamicLossScaler:
+    """A scale that shrinks when a gradient overflows and grows when none has for a while.
+
+    Args:
+        init_scale: the first scale.
+        scale_factor: what the scale is divided by or multiplied with.
+        scale_window: after so many steps in a row without overflow the scale grows.
+        min_scale: the scale does not go below.
+        delayed_shift: how many overflows it takes to shrink the scale ("hysteresis").
+        consecutive_hysteresis: count only overflows in a row; else a good step in between forgives nothing, and only
+            growth starts the count anew.
+
+    Raises:
+        UsageError: a value that cannot be meant.
+    """
+
+    init_scale: float = 2.0**32
+    scale_factor: float = 2.0
+    scale_window: int = 1000
+    min_scale: float = 1.0
+    delayed_shift: int = 1
+    consecutive_hysteresis: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "min_scale", "scale_window", "delayed_shift"):
+            value = getattr(self, name)
+            if not (0 < value < math.inf):
+                raise UsageError(f"`{name}` of the loss scale must be more than 0, got {value!r}")
+        if not 1 < self.scale_factor < math.inf:
+            raise UsageError(f"`scale_factor` of the loss scale must be more than 1, got {self.scale_factor!r}")
+        self._scale = float(self.init_scale)
+        self._forgiven_left = self.delayed_shift - 1
+        self._good_steps = 0
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale
+
+    @property
+    def at_minimum(self) -> bool:
+        return self._scale <= self.min_scale
+
+    def update_scale(self, overflow: bool) -> None:
+        if overflow:
+            self._good_steps = 0
+            if self._forgiven_left:
+                self._forgiven_left -= 1
+            else:
+                self._scale = max(self._scale / self.scale_factor, self.min_scale)
+            return
+        self._good_steps += 1
+        grows = self._good_steps == self.scale_window
+        if grows:
+            self._good_steps = 0
+            self._scale *= self.scale_factor
+        if grows or self.consecutive_hysteresis:
+            self._forgiven_left = self.delayed_shift - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "loss_scale": self._scale,
+            "good_steps": self._good_steps,
+            "forgiven_left": self._forgiven_left,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._scale = max(float(state_dict["loss_scale"]), self.min_scale)
+        self._good_steps = int(state_dict.get("good_steps", 0)) % self.scale_window
+        self._forgiven_left = min(int(state_dict.get("forgiven_left", self.delayed_shift)), self.delayed_shift - 1)
+
+
+def loss_scaler_of(static: float | None, dynamic: bool, arguments: Mapping[str, Any]) -> LossScaler:
+    """Return what the arguments of `smp.DistributedOptimizer` ask for.
+
+    Args:
+        static: the scale if it is not dynamic; None is 1.
+        arguments: of DynamicLossScaler; SMP v1's scripts pass them as one dict, `dynamic_loss_args`.
+
+    Raises:
+        UsageError: an argument that does not exist, or a value that cannot be meant.
+    """
+    given = dict(arguments)
+    given.update(given.pop("dynamic_loss_args", None) or {})
+    known = [field.name for field in fields(DynamicLossScaler)]
+    if unknown := sorted(given.keys() - set(known)):
+        raise UsageError(
+            f"DistributedOptimizer has no argument {', '.join(f'`{name}`' for name in unknown)}",
+            hint=f"a dynamic loss scale takes {', '.join(f'`{name}`' for name in known)}",
+        )
+    if dynamic:
+        return DynamicLossScaler(**given)
+    scale = 1.0 if static is None else float(static)
+    if not 0 < scale < math.inf:
+        raise UsageError(f"static_loss_scale must be more than 0, got {static!r}")
+    return StaticLossScaler(scale)

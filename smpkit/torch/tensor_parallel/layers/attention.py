@@ -1,0 +1,364 @@
+"""Attention with its heads divided over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smpkit.errors import ConfigError, Problem, UsageError
+from smpkit.torch.core.arguments import check_probability, check_sizes
+from smpkit.torch.core.runtime import state
+from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout, tp_rng
+from smpkit.torch.tensor_parallel.layers.embedding import gather_indices
+from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smpkit.torch.tensor_parallel.layers.norms import ParallelLayerNorm
+from smpkit.torch.tensor_parallel.layers.options import LayerOptions
+from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, leave_region
+from smpkit.torch.tensor_parallel.module import DistributedModule
+
+__all__ = [
+    "DistributedAttentionLayer",
+    "FlashAttentionLayer",
+    "alibi_slopes",
+    "apply_rotary",
+    "relative_positions",
+    "visibility_bias",
+]
+
+
+# --- How attention knows of positions: rotation, penalties of distance, what may be seen ------------------------------
+
+
+def relative_positions(length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    """Return (length, key_length): how far before a query each key is; the last of both are at the same position."""
+    queries = torch.arange(key_length - length, key_length, device=device)
+    return queries.unsqueeze(1) - torch.arange(key_length, device=device).unsqueeze(0)
+
+
+def visibility_bias(distance: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to scores so that positions see the last `window` up to their own; None for all of these."""
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+
+def alibi_slopes(num_heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
+    """Return the penalty per distance of every head (Press, Smith, Lewis 2022), in float32.
+
+    Slopes are 2 ** (-bias_max * k / n) for head k of n, n the next power of two; of more than there are heads, first
+    every second one is taken, then those between.
+    """
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = torch.exp2(-(torch.arange(1, power + 1, device=device, dtype=torch.float32) * (bias_max / power)))
+    if power == num_heads:
+        return slopes
+    return torch.cat([slopes[1::2], slopes[0::2]])[:num_heads]
+
+
+def apply_rotary(
+    x: torch.Tensor, rotary_dim: int, base: float, positions: torch.Tensor | None = None, *, interleaved: bool
+) -> torch.Tensor:
+    """Return queries or keys (batch, heads, length, head size), their first features rotated by their positions.
+
+    Angles are computed in float32, as the models do that were trained with them.
+
+    Args:
+        positions: (batch, length), or (1, length) for all samples; None: 0, 1, 2, ...
+    """
+    rotated_part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    exponents = torch.arange(0, rotary_dim, 2, device=x.device, dtype=torch.int64).float() / rotary_dim
+    if positions is None:
+        positions = torch.arange(x.shape[2], device=x.device).unsqueeze(0)
+    angles = (positions.float().unsqueeze(-1) * (1.0 / (base**exponents))).unsqueeze(1)  # for all heads
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    if interleaved:
+        even, odd = rotated_part[..., 0::2], rotated_part[..., 1::2]
+        rotated_part = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    else:
+        first, second = rotated_part.chunk(2, -1)
+        rotated_part = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([rotated_part, rest], -1) if rest.shape[-1] else rotated_part
+
+
+# --- Attention with its heads divided over the tensor-parallel ranks --------------------------------------------------
+
+
+class FlashAttentionLayer(nn.Module):
+    """Attention on packed query, key and value (the class of that name in SMP v1), through torch's fused kernels.
+
+    Args:
+        attention_dropout_prob: dropout on the attention weights, in training.
+        attention_head_size: checked against the input if given.
+        scale_attention_scores: divide scores by the root of the head size.
+        scale_attn_by_layer_idx: divide them by `layer_idx + 1` as well.
+        layer_idx: position of the layer, from 0.
+        scale: multiply scores with this instead of all that.
+        triton_flash_attention, use_alibi: accepted for compatibility; ALiBi comes in the mask.
+    """
+
+    def __init__(
+        self,
+        attention_dropout_prob: float = 0.1,
+        attention_head_size: int | None = None,
+        scale_attention_scores: bool = True,
+        scale_attn_by_layer_idx: bool = False,
+        layer_idx: int | None = None,
+        scale: float | None = None,
+        triton_flash_attention: bool = False,
+        use_alibi: bool = False,
+    ) -> None:
+        super().__init__()
+        check_probability(type(self).__name__, "attention_dropout_prob", attention_dropout_prob)
+        if scale_attn_by_layer_idx and layer_idx is None:
+            raise UsageError("scale_attn_by_layer_idx=True needs `layer_idx`")
+        self.attention_dropout_prob = attention_dropout_prob
+        self.attention_head_size = attention_head_size
+        self.scale_attention_scores = scale_attention_scores
+        self.layer_scale = 1 / (layer_idx + 1) if scale_attn_by_layer_idx and layer_idx is not None else 1.0
+        self.scale = scale
+        self.triton_flash_attention = triton_flash_attention
+        self.use_alibi = use_alibi
+
+    def forward(self, qkv: torch.Tensor, attn_mask: torch.Tensor | None = None, causal: bool = False) -> torch.Tensor:
+        """Return (batch, heads, length, head size) for `qkv` of (batch, length, 3, heads, head size).
+
+        Args:
+            qkv: query, key and value.
+            attn_mask: added to the scores; broadcast to (batch, heads, length, length).
+            causal: let positions see themselves and earlier ones only.
+        """
+        if qkv.dim() != 5 or qkv.shape[2] != 3 or self.attention_head_size not in (None, qkv.shape[4]):
+            size = self.attention_head_size or "head_size"
+            raise UsageError(f"qkv is {list(qkv.shape)}, not [batch, length, 3, heads, {size}]")
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.attend(query, key, value, attn_mask, causal=causal)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    ) -> torch.Tensor:
+        """Return (batch, heads, length, head size) for each of that shape; see `forward`."""
+        if causal and (mask is not None or query.shape[2] != key.shape[2]):
+            seen = visibility_bias(relative_positions(query.shape[2], key.shape[2], query.device), None, query.dtype)
+            mask, causal = seen if mask is None else mask + seen, False
+        scale = self.scale
+        if scale is None:
+            scale = (1 / math.sqrt(query.shape[3]) if self.scale_attention_scores else 1.0) * self.layer_scale
+        dropout = self.attention_dropout_prob if self.training else 0.0
+        mask = mask if mask is None else mask.to(query.dtype)
+        if dropout == 0:
+            return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale)
+        with tp_rng(query, equal=False):  # every rank has heads of its own
+            return functional.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
+
+
+class DistributedAttentionLayer(DistributedModule):
+    """Attention with dropout, residual and layer norm, its heads divided (the class of that name in SMP v1).
+
+    `layernorm(x + dropout(dense(attention(pre_layernorm(x)))))`, with the norms that are asked for.
+
+    Args:
+        num_attention_heads: all of them; each rank computes an equal share.
+        attention_head_size: of one head.
+        hidden_size: of input and output.
+        attention_dropout_prob, hidden_dropout_prob: dropout on the attention weights, on the output.
+        layernorm_epsilon: of the layer norms.
+        initializer_range, use_normal_initialization: draw weights from N(0, initializer_range), or as torch does.
+        cross_attention: queries come from the input, keys and values from `cross_states`.
+        causal_mask_size: the longest sequence, each position of which sees itself and earlier ones; None: it sees all.
+        pre_layernorm, post_layernorm: normalise the input of the block; the sum of its input and output.
+        boundary: what comes in and goes out.
+        in_stack: masks are those of all samples already.
+        bare: a layer around this one normalises, adds residuals, and calls `partial_output`.
+        options: see LayerOptions.
+
+    Raises:
+        ConfigError: the ranks do not divide the heads, or neither layer norm is asked for.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        cross_attention: bool = False,
+        causal_mask_size: int | None = None,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        boundary: Layout | None = None,
+        in_stack: bool = False,
+        bare: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(boundary=boundary)
+        check_sizes(
+            type(self).__name__,
+            num_attention_heads=num_attention_heads,
+            attention_head_size=attention_head_size,
+            hidden_size=hidden_size,
+        )
+        check_divisible("num_attention_heads", num_attention_heads)
+        check_norms(pre_layernorm, post_layernorm, bare=bare)
+        self.options = LayerOptions.of(options, "DistributedAttentionLayer")
+        self.num_attention_heads = num_attention_heads
+        self.attention_head_size = attention_head_size
+        self.cross_attention = cross_attention
+        self.causal_mask_size = causal_mask_size
+        self.in_stack = in_stack
+        self.bare = bare
+        self._make_linears(hidden_size, initializer_range if use_normal_initialization else None)
+        self.attention = FlashAttentionLayer(
+            attention_dropout_prob,
+            attention_head_size,
+            self.options.scale_attention_scores,
+            self.options.scale_attn_by_layer_idx,
+            self.options.layer_idx,
+        )
+        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary)
+        self.pre_layernorm = optional_layernorm(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        self.layernorm = optional_layernorm(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+
+    def _make_linears(self, hidden_size: int, initializer_range: float | None) -> None:
+        width = self.num_attention_heads * self.attention_head_size
+        bias = self.options.query_key_value_bias
+        made: dict[str, Any] = {"initializer_range": initializer_range}
+        if self.cross_attention:
+            self.query = ColumnParallelLinear(hidden_size, width, bias, boundary=self.boundary, **made)
+            self.key_value = ColumnParallelLinear(
+                hidden_size, 2 * width, bias, parts=(width,) * 2, boundary=self._boundary_of_states, **made
+            )
+        else:
+            self.query_key_value = ColumnParallelLinear(
+                hidden_size, 3 * width, bias, parts=(width,) * 3, boundary=self.boundary, **made
+            )
+        dense_bias = self.options.attention_dense_bias
+        self.dense = RowParallelLinear(width, hidden_size, dense_bias, boundary=self.boundary, **made)
+
+    @property
+    def _boundary_of_states(self) -> Layout:
+        """Other states are of another length, which need not divide: they stay whole where sequences are divided."""
+        return Layout.REPLICATE if self.boundary is Layout.SHARD_SEQUENCE else self.boundary
+
+    def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+        """Return hidden states like those that come in.
+
+        Args:
+            inputs: `(hidden_states, attention_mask)`, or with `cross_attention` `(hidden_states, cross_states, mask)`.
+                States are (batch, length, hidden_size). Masks are added to the scores, and None or broadcast to (batch,
+                heads of this rank, length, length): (batch, 1, 1, length) as a rule. Where positions rotate queries and
+                keys, they may come third: (batch, length), or (1, length); else they are 0, 1, 2, ...
+        """
+        hidden, states, mask, positions = self._inputs(inputs)
+        normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        output: torch.Tensor = leave_region(self.partial_output(normal, states, mask, positions), self.boundary)
+        if self.dense.bias is not None:
+            output = output + self.dense.bias
+        output = self.dropout(output)
+        if self.bare:
+            return output
+        output = self.options.add(hidden, output)
+        return output if self.layernorm is None else self.layernorm(output)
+
+    def _inputs(
+        self, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        rotates = bool(self.options.rotary_dim) and not self.cross_attention
+        expected = (3,) if self.cross_attention else (2, 3) if rotates else (2,)
+        if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
+            names = "(hidden_states, cross_states, mask)" if self.cross_attention else "(hidden_states, attention_mask)"
+            more = ", or with position_ids for a third" if rotates else ""
+            raise UsageError(f"DistributedAttentionLayer takes one tuple {names}{more}")
+        if self.cross_attention:
+            return inputs[0], inputs[1], inputs[2], None
+        return inputs[0], None, inputs[1], inputs[2] if len(inputs) == 3 else None
+
+    def partial_output(
+        self,
+        hidden: torch.Tensor,
+        states: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        *,
+        entered: bool = False,
+    ) -> torch.Tensor:
+        """Return what this rank's heads add to the output of all samples, before `leave_region` and the bias.
+
+        Args:
+            entered: `hidden` is that of all samples already.
+        """
+        query, key, value = self._heads(hidden, states, entered=entered)
+        length = query.shape[2]
+        if self.causal_mask_size is not None and length > self.causal_mask_size:
+            raise UsageError(
+                f"a sequence of {length} is longer than causal_mask_size {self.causal_mask_size}",
+                hint="make the layer with a larger causal_mask_size, or truncate",
+            )
+        dtype, options = query.dtype, self.options
+        if options.rotary_dim:
+            if positions is not None and not self.in_stack:
+                positions = gather_mask(positions, query.shape[0] // state.tp_size, self.boundary)
+            rotation = (options.rotary_dim, options.rotary_base, positions)
+            query = apply_rotary(query, *rotation, interleaved=options.rotary_interleaved)
+            key = apply_rotary(key, *rotation, interleaved=options.rotary_interleaved)
+        if options.attention_in_fp32 and dtype.itemsize < 4:
+            query, key, value = query.float(), key.float(), value.float()
+        bias, causal = self._bias(query, key, mask)
+        attended = self.attention.attend(query, key, value, bias, causal=causal).to(dtype)
+        return self.dense.partial_output(attended.transpose(1, 2).flatten(2))
+
+    def _heads(
+        self, hidden: torch.Tensor, states: torch.Tensor | None, *, entered: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query, key and value (batch, heads of this rank, length, head size) of all samples."""
+        if states is None:
+            linear = self.query_key_value
+            packed = linear.project(hidden) if entered else linear(hidden)
+            query, key, value = packed.unflatten(-1, (3, -1, self.attention_head_size)).permute(2, 0, 3, 1, 4)
+            return query, key, value
+        query = self.query(hidden).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        packed = self.key_value(states)
+        key, value = packed.unflatten(-1, (2, -1, self.attention_head_size)).permute(2, 0, 3, 1, 4)
+        return query, key, value
+
+    def _bias(
+        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, bool]:
+        """Return what is added to the scores, and whether positions see earlier ones only besides."""
+        options, causal = self.options, self.causal_mask_size is not None
+        if mask is not None and not self.in_stack:
+            mask = gather_mask(mask, query.shape[0] // state.tp_size, self.boundary)
+        if not options.use_alibi and options.window_size is None:
+            return mask, causal
+        distance = relative_positions(query.shape[2], key.shape[2], query.device)
+        window = options.window_size
+        bias = visibility_bias(distance, window, query.dtype) if causal or window else query.new_zeros(())
+        if options.use_alibi:
+            slopes = alibi_slopes(self.num_attention_heads, options.alibi_bias_max, query.device)
+            own_slopes = slopes.tensor_split(state.tp_size)[state.tp_rank].to(query.dtype)
+            bias = bias + own_slopes.view(1, -1, 1, 1) * -distance.abs().to(query.dtype)
+        return bias if mask is None else mask.to(query.dtype) + bias, False
+
+
+def gather_mask(mask: torch.Tensor, num_samples: int, boundary: Layout) -> torch.Tensor:
+    """Return the mask of all samples of the group; one that is the same for all of `num_samples` stays as it is."""
+    return gather_indices(mask, boundary) if mask.shape[0] == num_samples else mask
+
+
+def check_norms(pre_layernorm: bool, post_layernorm: bool, *, bare: bool) -> None:
+    """Raise ConfigError if a block is to have no layer norm at all."""
+    if not (pre_layernorm or post_layernorm or bare):
+        problem = Problem(("pre_layernorm",), "pre_layernorm and post_layernorm are both False", "set one of them")
+        raise ConfigError([problem], subject="distributed module")
+
+
+def optional_layernorm(wanted: bool, hidden_size: int, epsilon: float, boundary: Layout) -> ParallelLayerNorm | None:
+    """Return a layer norm if it is wanted."""
+    return ParallelLayerNorm(hidden_size, epsilon, boundary=boundary) if wanted else None

@@ -1,0 +1,117 @@
+"""Random numbers between tensor-parallel ranks: equal where the values are, different where the ranks hold parts.
+
+In a step, and in a training forward outside of one, the generators are seeded so that each rank knows a number that all
+ranks have (see `stream_seeds`). A mask comes from a generator seeded by that number where masks must be equal, mixed
+with the rank where they must differ, and the number that comes next takes its place. So nothing is asked of the other
+ranks, and nothing waits for a GPU. Recomputation restores the generator, finds the same number again, and gets the same
+mask.
+
+A distributed module that is called by itself finds a generator that the script has seeded, by rank or all alike. There
+a number is drawn from it, and where masks must be equal, that of rank 0 of the group counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from smpkit.torch.core import devices
+from smpkit.torch.core.arguments import check_probability
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.stream_seeds import Seeds, mix
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.layouts import Layout
+
+__all__ = ["ParallelDropout", "random_number", "seed_with_common_number", "tp_rng"]
+
+
+class ParallelDropout(nn.Module):
+    """Dropout on what a rank holds between distributed modules: equal values are dropped alike on all ranks.
+
+    Args:
+        p: the probability of an element to be dropped.
+        boundary: what the values are.
+    """
+
+    def __init__(self, p: float, boundary: Layout) -> None:
+        super().__init__()
+        check_probability("distributed modules", "the dropout", p)
+        self.p = p
+        self.boundary = boundary
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` with dropout, in training."""
+        if not self.training or self.p == 0:
+            return x
+        with tp_rng(x, equal=self.boundary.is_replicated):
+            return functional.dropout(x, self.p)
+
+    def extra_repr(self) -> str:
+        """Say what torch's own would, and the boundary."""
+        return f"p={self.p}, boundary={self.boundary.value}"
+
+
+@contextlib.contextmanager
+def tp_rng(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
+    """Let operations on `x` in this block draw random numbers that are equal, or differ, on tensor-parallel ranks."""
+    if state.tp_size == 1 or collectives.is_dry_run(x):
+        yield
+        return
+    number = _common_number()
+    if number is None:
+        number = _random_number_of_first_rank(x.device) if equal else random_number()
+    # Odd, as the seeds of the pipeline's closed streams are: what draws here gets no stream of its own.
+    seed = mix(number, 1 + (0 if equal else 1 + state.tp_rank)) >> 1 | 1
+    with devices.fork_rng(x.device):
+        _seed(seed, x.device)
+        yield
+
+
+@contextlib.contextmanager
+def seed_with_common_number(number: int, device: torch.device) -> Iterator[None]:
+    """Let the modules in this block know numbers that all ranks have; afterwards the generators are what they were.
+
+    Args:
+        number: the same on all ranks of a tensor-parallel group, and another one for each block.
+        device: where the modules run.
+    """
+    with devices.fork_rng(device):
+        _seed(Seeds.for_this_rank().closed(number), device)
+        yield
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(seed)
+    if devices.is_asynchronous(device):
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def _common_number() -> int | None:
+    """Take the number that all ranks have; None where the script has seeded the generator."""
+    seeds, seed = Seeds.for_this_rank(), torch.default_generator.initial_seed()
+    if not seeds.is_stream_seed(seed):
+        return None
+    torch.default_generator.manual_seed(seeds.after(seed))
+    number = seeds.number(seed)
+    collectives.add_to_checksum(number)
+    return number
+
+
+def _random_number_of_first_rank(device: torch.device) -> int:
+    group = collectives.tp_group()
+    drawn = torch.tensor(random_number(), dtype=torch.int64, device=device)
+    with waiting("agreement on random numbers between tensor-parallel ranks", group):
+        dist.broadcast(drawn, group=group, group_src=0)
+    return int(drawn.item())
+
+
+def random_number() -> int:
+    """Draw a number of 63 bits from this rank's generator."""
+    with torch._C.DisableTorchFunction():  # the pipeline's streams must not give this draw one of its own
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

@@ -1,0 +1,241 @@
+"""A whole language model, divided over the tensor-parallel ranks: embeddings, layers, head and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smpkit.errors import UsageError
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.layers.attention import gather_mask, optional_layernorm
+from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
+from smpkit.torch.tensor_parallel.layers.embedding import VocabularyParallelEmbedding, gather_indices
+from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear
+from smpkit.torch.tensor_parallel.layers.transformer import DistributedTransformer, from_stack_layout, to_stack_layout
+from smpkit.torch.tensor_parallel.layouts import Layout, mark_replicated, stack_layout
+from smpkit.torch.tensor_parallel.loss import cross_entropy, gather_logits
+from smpkit.torch.tensor_parallel.module import DistributedModule, KeepsShardMarks
+
+__all__ = ["DistributedTransformerLMHead", "ReplicatedEmbedding"]
+
+Inputs = tuple[torch.Tensor | None, ...]
+
+
+class ReplicatedEmbedding(KeepsShardMarks, nn.Embedding):
+    """A small embedding (of positions, of token types): every rank holds it, for what it holds of the values."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, initializer_range: float, boundary: Layout) -> None:
+        self.initializer_range = initializer_range
+        super().__init__(num_embeddings, embedding_dim)
+        mark_replicated(self.weight, boundary)
+
+    def reset_parameters(self) -> None:
+        """Draw the table from N(0, initializer_range)."""
+        nn.init.normal_(self.weight, 0.0, self.initializer_range)
+
+
+class DistributedTransformerLMHead(DistributedModule):
+    """A transformer with embeddings, and a head that is tied to the word embedding (the class of that name in SMP v1).
+
+    Word embedding and head are divided by the vocabulary, so the loss needs no rank to hold all logits of a sample.
+    With `pre_layernorm` alone the output of the stack is normalised, as in GPT-2; with `post_layernorm` alone the
+    embeddings are, as in BERT; with both, DistributedTransformer does both.
+
+    Args:
+        num_layers, num_attention_heads, attention_head_size, hidden_size, intermediate_size, vocab_size: sizes.
+        num_positions: rows of the position embedding; 0 for none.
+        attention_dropout_prob, hidden_dropout_prob: dropout on attention weights; on embeddings and in layers.
+        activation, layernorm_epsilon, initializer_range, use_normal_initialization, causal_mask_size,
+            add_cross_attention, pre_layernorm, post_layernorm: as in DistributedTransformerLayer.
+        num_token_types: rows of a third embedding; 0 for none.
+        add_lm_head: return logits, or a loss, rather than hidden states.
+        tie_lm_head: the head's weight is the word embedding's.
+        lm_head_bias: whether the head has a bias.
+        whole_logits: return all classes of this rank's samples; False: this rank's classes of all samples.
+        embedding_dropout_prob: dropout on the embeddings; None for hidden_dropout_prob.
+        window_sizes, options: as in DistributedTransformer.
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 12,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        vocab_size: int = 30522,
+        num_positions: int = 1024,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        num_token_types: int = 0,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        add_lm_head: bool = True,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        tie_lm_head: bool = True,
+        lm_head_bias: bool = False,
+        whole_logits: bool = True,
+        embedding_dropout_prob: float | None = None,
+        window_sizes: Sequence[int | None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.inner = stack_layout()
+        self.vocab_size = vocab_size
+        self.is_causal = causal_mask_size is not None
+        self.add_cross_attention = add_cross_attention
+        self.whole_logits = whole_logits
+        self.word_embedding = VocabularyParallelEmbedding(
+            vocab_size, hidden_size, initializer_range=initializer_range, boundary=self.inner
+        )
+        small = (hidden_size, initializer_range, self.inner)
+        self.position_embedding = ReplicatedEmbedding(num_positions, *small) if num_positions else None
+        self.token_type_embedding = ReplicatedEmbedding(num_token_types, *small) if num_token_types else None
+        norm = (hidden_size, layernorm_epsilon, self.inner)
+        self.embedding_layernorm = optional_layernorm(post_layernorm and not pre_layernorm, *norm)
+        dropped = hidden_dropout_prob if embedding_dropout_prob is None else embedding_dropout_prob
+        self.dropout = ParallelDropout(dropped, self.inner)
+        self.transformer = DistributedTransformer(
+            num_layers,
+            num_attention_heads,
+            attention_head_size,
+            hidden_size,
+            intermediate_size,
+            attention_dropout_prob,
+            hidden_dropout_prob,
+            activation,
+            layernorm_epsilon,
+            initializer_range,
+            use_normal_initialization,
+            causal_mask_size,
+            add_cross_attention,
+            pre_layernorm,
+            post_layernorm,
+            window_sizes=window_sizes,
+            boundary=self.inner,
+            inner=self.inner,
+            **options,
+        )
+        self.layernorm = optional_layernorm(pre_layernorm and not post_layernorm, *norm)
+        self.lm_head = (
+            ColumnParallelLinear(
+                hidden_size, vocab_size, lm_head_bias, boundary=self.inner, initializer_range=initializer_range
+            )
+            if add_lm_head
+            else None
+        )
+        if self.lm_head is not None and tie_lm_head:
+            self.lm_head.weight = self.word_embedding.weight
+
+    def forward(self, inputs: Inputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return logits, or `(loss, logits)` if there are labels, or hidden states without a head.
+
+        Args:
+            inputs: `(input_ids, attention_mask, token_type_ids, position_ids, labels)`, or with cross attention
+                `(input_ids, attention_mask, token_type_ids, position_ids, cross_states, cross_mask, labels)`; all but
+                `input_ids` may be None. Positions, (batch, length) or (1, length), are looked up in the position
+                embedding and rotate queries and keys; None is 0, 1, 2, .... Masks of (batch, length) are 1 where
+                positions may be attended to, as in Hugging Face's models; masks of four dimensions are added to the
+                scores. With a causal mask each label is compared with the logits of the position before, so that
+                `labels` may be `input_ids`; labels of -100 count for nothing.
+
+        Raises:
+            UsageError: the tuple has another length, or positions are given that nothing here reads.
+        """
+        ids, mask, token_types, positions, states, cross_mask, labels = self._inputs(inputs)
+        hidden = self._embed(ids, token_types, positions)
+        masks = [self._additive_mask(each, ids.shape[0], hidden.dtype) for each in (mask, cross_mask)]
+        if self.add_cross_attention:
+            assert states is not None
+            hidden = self.transformer((hidden, self._to_stack_states(states), *masks))[0]
+        elif positions is not None and self.transformer.rotates:
+            hidden = self.transformer((hidden, masks[0], self._for_stack_samples(positions, ids.shape[0])))[0]
+        else:
+            hidden = self.transformer((hidden, masks[0]))[0]
+        if self.layernorm is not None:
+            hidden = self.layernorm(hidden)
+        if self.lm_head is None:
+            return from_stack_layout(hidden, self.boundary, self.inner)
+        logits = self.lm_head(hidden)
+        whole = gather_logits(logits, self.vocab_size, self.boundary) if self.whole_logits else logits
+        return whole if labels is None else (self._loss(logits, labels), whole)
+
+    def _inputs(self, inputs: Inputs) -> list[Any]:
+        names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
+        if self.add_cross_attention:
+            names[4:4] = ["cross_states", "cross_mask"]
+        needed = {"input_ids", "cross_states"} & set(names)
+        if not isinstance(inputs, (tuple, list)) or len(inputs) != len(names):  # type: ignore[redundant-expr]
+            raise UsageError(f"DistributedTransformerLMHead takes one tuple ({', '.join(names)})")
+        given = dict(zip(names, inputs, strict=True))
+        for name in needed:
+            if given[name] is None:
+                raise UsageError(f"DistributedTransformerLMHead needs `{name}`")
+        rotates = self.transformer.rotates and not self.add_cross_attention
+        if given["position_ids"] is not None and self.position_embedding is None and not rotates:
+            raise UsageError(
+                "`position_ids` are given, but this model has no position embedding, and positions do not rotate"
+                " queries and keys",
+                hint="leave them out; num_positions or rotary_dim make a model that reads them",
+            )
+        return [*inputs] if self.add_cross_attention else [*inputs[:4], None, None, inputs[4]]
+
+    def _embed(
+        self, ids: torch.Tensor, token_types: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the sum of the embeddings, normalised and with dropout, as the layers take it."""
+        hidden: torch.Tensor = self.word_embedding(self._in_stack_layout(ids, lookup=True))
+        if self.position_embedding is not None:
+            if positions is None:
+                positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+            hidden = hidden + self.position_embedding(self._in_stack_layout(positions, of=ids.shape[0]))
+        if self.token_type_embedding is not None:
+            types = torch.zeros_like(ids) if token_types is None else token_types
+            hidden = hidden + self.token_type_embedding(self._in_stack_layout(types))
+        if self.embedding_layernorm is not None:
+            hidden = self.embedding_layernorm(hidden)
+        dropped: torch.Tensor = self.dropout(hidden)
+        return dropped
+
+    def _in_stack_layout(self, indices: torch.Tensor, *, of: int | None = None, lookup: bool = False) -> torch.Tensor:
+        """Return what this rank looks up inside the stack, of indices that came from outside.
+
+        Args:
+            of: how many samples there are, if `indices` may be the same for all.
+            lookup: the embedding itself takes whole sequences, or this rank's samples.
+        """
+        if self.inner is Layout.REPLICATE_GATHERED:
+            return indices if of is not None and indices.shape[0] != of else gather_indices(indices, self.boundary)
+        if self.inner is Layout.SHARD_SEQUENCE and not lookup:
+            return collectives.scatter_to_tp(indices, 1)
+        return indices
+
+    def _additive_mask(self, mask: torch.Tensor | None, num_samples: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a mask that is added to scores, of the samples that the stack has."""
+        if mask is None:
+            return None
+        if mask.dim() == 2:
+            mask = (1 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
+        return self._for_stack_samples(mask, num_samples)
+
+    def _for_stack_samples(self, given: torch.Tensor, num_samples: int) -> torch.Tensor:
+        """Return a mask or positions of the samples that the stack has."""
+        return given if self.inner is self.boundary else gather_mask(given, num_samples, self.boundary)
+
+    def _to_stack_states(self, states: torch.Tensor) -> torch.Tensor:
+        return to_stack_layout(states, self.boundary, self.inner, whole=True)
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.is_causal:  # the labels move, not the logits, which are many
+            labels = functional.pad(labels[:, 1:], (0, 1), value=-100)
+        return cross_entropy(logits, labels, num_classes=self.vocab_size, boundary=self.boundary)

@@ -1,0 +1,374 @@
+"""Transformer layers and stacks of them, divided over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.arguments import check_sizes
+from smpkit.torch.core.runtime import state
+from smpkit.torch.tensor_parallel import collectives
+from smpkit.torch.tensor_parallel.layers.attention import (
+    DistributedAttentionLayer,
+    check_norms,
+    gather_mask,
+    optional_layernorm,
+)
+from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
+from smpkit.torch.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smpkit.torch.tensor_parallel.layers.options import LayerOptions, activation_of
+from smpkit.torch.tensor_parallel.layouts import (
+    Layout,
+    check_divisible,
+    check_same_shape,
+    enter_region,
+    leave_region,
+    stack_layout,
+)
+from smpkit.torch.tensor_parallel.module import DistributedModule
+
+__all__ = [
+    "DistributedTransformer",
+    "DistributedTransformerLayer",
+    "DistributedTransformerOutputLayer",
+    "from_stack_layout",
+    "to_stack_layout",
+]
+
+LayerInputs = tuple[torch.Tensor | None, ...]
+
+
+class DistributedTransformerOutputLayer(DistributedModule):
+    """The two linear layers of a transformer layer, with dropout, residual and layer norm (SMP v1's class).
+
+    `layernorm(x + dropout(dense2(activation(dense1(pre_layernorm(x))))))`, with the norms that are asked for.
+
+    Args:
+        hidden_size: of input and output.
+        intermediate_size: between the two; divided over the ranks.
+        hidden_dropout_prob: dropout on the output.
+        activation: `gelu` or `relu`, or another of Hugging Face's names (`gelu_new`, `silu`, ...).
+        layernorm_epsilon, initializer_range, use_normal_initialization, pre_layernorm, post_layernorm, boundary, bare,
+            options: as in DistributedAttentionLayer.
+        fp32_residual_addition: add the residual in float32.
+
+    Raises:
+        ConfigError: the ranks do not divide intermediate_size, or neither layer norm is asked for.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        fp32_residual_addition: bool = False,
+        *,
+        boundary: Layout | None = None,
+        bare: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(boundary=boundary)
+        check_divisible("intermediate_size", intermediate_size)
+        check_norms(pre_layernorm, post_layernorm, bare=bare)
+        options["fp32_residual_addition"] = fp32_residual_addition
+        self.options = LayerOptions.of(options, "DistributedTransformerOutputLayer")
+        self.bare = bare
+        self.activation = activation_of(activation)
+        made: dict[str, Any] = {
+            "boundary": self.boundary,
+            "initializer_range": initializer_range if use_normal_initialization else None,
+        }
+        self.dense1 = ColumnParallelLinear(hidden_size, intermediate_size, self.options.mlp_bias, **made)
+        self.dense2 = RowParallelLinear(intermediate_size, hidden_size, self.options.mlp_bias, **made)
+        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary)
+        self.pre_layernorm = optional_layernorm(pre_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+        self.layernorm = optional_layernorm(post_layernorm, hidden_size, layernorm_epsilon, self.boundary)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states like those that come in: (batch, length, hidden_size)."""
+        normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        output: torch.Tensor = self.dropout(self.dense2(self.activation(self.dense1(normal))))
+        if self.bare:
+            return output
+        output = self.options.add(hidden, output)
+        return output if self.layernorm is None else self.layernorm(output)
+
+    def partial_output(self, entered: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's part adds to the output of all samples, before `leave_region` and the bias."""
+        return self.dense2.partial_output(self.activation(self.dense1.project(entered)))
+
+
+class DistributedTransformerLayer(DistributedModule):
+    """Attention, perhaps cross attention, and the output layer (the class of that name in SMP v1).
+
+    Args:
+        num_attention_heads, attention_head_size, hidden_size, intermediate_size: sizes of the whole layer.
+        attention_dropout_prob, hidden_dropout_prob: dropout on the attention weights, on what each block returns.
+        activation: of the output layer.
+        layernorm_epsilon, initializer_range, use_normal_initialization, causal_mask_size, pre_layernorm,
+            post_layernorm, boundary, in_stack: as in DistributedAttentionLayer.
+        add_cross_attention: attend to other states between attention and output layer.
+        options: see LayerOptions; among them `use_alibi`, `alibi_bias_max`, `rotary_dim`, `parallel_residual`.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        boundary: Layout | None = None,
+        in_stack: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(boundary=boundary)
+        self.options = LayerOptions.of(options, "DistributedTransformerLayer")
+        parallel = self.options.parallel_residual
+        if parallel and (not pre_layernorm or post_layernorm or add_cross_attention):
+            raise UsageError(
+                "parallel_residual=True needs pre_layernorm=True, post_layernorm=False and no cross attention"
+            )
+        common: dict[str, Any] = {
+            "hidden_dropout_prob": hidden_dropout_prob,
+            "layernorm_epsilon": layernorm_epsilon,
+            "initializer_range": initializer_range,
+            "use_normal_initialization": use_normal_initialization,
+            "post_layernorm": post_layernorm,
+            "boundary": self.boundary,
+            **options,
+        }
+        heads = (num_attention_heads, attention_head_size, hidden_size, attention_dropout_prob)
+        self.attention = DistributedAttentionLayer(
+            *heads,
+            causal_mask_size=causal_mask_size,
+            pre_layernorm=pre_layernorm,
+            in_stack=in_stack,
+            **common,
+        )
+        self.cross_attention = (
+            DistributedAttentionLayer(
+                *heads,
+                cross_attention=True,
+                pre_layernorm=pre_layernorm,
+                in_stack=in_stack,
+                **_without_positions(common),
+            )
+            if add_cross_attention
+            else None
+        )
+        self.output = DistributedTransformerOutputLayer(
+            hidden_size,
+            intermediate_size,
+            activation=activation,
+            pre_layernorm=pre_layernorm and (self.options.parallel_layernorm or not parallel),
+            bare=parallel,
+            **common,
+        )
+        self.dropout = ParallelDropout(hidden_dropout_prob, self.boundary) if parallel else None
+
+    def forward(self, inputs: LayerInputs) -> LayerInputs:
+        """Return the tuple that comes in, with other hidden states.
+
+        Args:
+            inputs: `(hidden_states, attention_mask)`, or with cross attention `(hidden_states, cross_states,
+                attention_mask, cross_mask)`, or with rotation `(hidden_states, attention_mask, position_ids)`; see
+                DistributedAttentionLayer.
+        """
+        cross, rotates = self.cross_attention is not None, bool(self.options.rotary_dim)
+        hidden, states, mask, cross_mask, positions = unpack_inputs(inputs, cross=cross, rotates=rotates)
+        if self.options.parallel_residual:
+            return (self._parallel_branches(hidden, mask, positions), *inputs[1:])
+        hidden = self.attention((hidden, mask) if positions is None else (hidden, mask, positions))
+        if self.cross_attention is not None:
+            hidden = self.cross_attention((hidden, states, cross_mask))
+        return (self.output(hidden), *inputs[1:])
+
+    def _parallel_branches(
+        self, hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add both branches up on each rank, then between ranks: one exchange in (two with two norms), one out."""
+        attention, output = self.attention, self.output
+        assert attention.pre_layernorm is not None
+        entered = enter_region(attention.pre_layernorm(hidden), self.boundary)
+        other = entered if output.pre_layernorm is None else enter_region(output.pre_layernorm(hidden), self.boundary)
+        shares = attention.partial_output(entered, None, mask, positions, entered=True) + output.partial_output(other)
+        result = leave_region(shares, self.boundary)
+        for linear in (attention.dense, output.dense2):
+            result = result if linear.bias is None else result + linear.bias
+        assert self.dropout is not None
+        return self.options.add(hidden, self.dropout(result))
+
+
+def _without_positions(common: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of cross attention: other states have no common positions with the hidden ones."""
+    positional = {"use_alibi", "alibi_bias_max", "rotary_dim", "rotary_interleaved", "rotary_base", "window_size"}
+    return {name: value for name, value in common.items() if name not in positional}
+
+
+class DistributedTransformer(DistributedModule):
+    """A stack of transformer layers in `seq_layers` (the class of that name in SMP v1).
+
+    With `pre_layernorm` and `post_layernorm` both set, its input and its output are normalised, too. Between layers the
+    values are what `optimize` asks for; see smpkit.torch.tensor_parallel.layouts.
+
+    Args:
+        num_layers: how many.
+        window_sizes: of each layer's attention (see LayerOptions); None in it for layers that see everything.
+        boundary: what comes in and goes out.
+        inner: what the layers take and return; None for what the configuration says.
+        others: the arguments of DistributedTransformerLayer.
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 12,
+        num_attention_heads: int = 32,
+        attention_head_size: int = 32,
+        hidden_size: int = 1024,
+        intermediate_size: int = 4096,
+        attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02,
+        use_normal_initialization: bool = False,
+        causal_mask_size: int | None = None,
+        add_cross_attention: bool = False,
+        pre_layernorm: bool = False,
+        post_layernorm: bool = True,
+        *,
+        window_sizes: Sequence[int | None] | None = None,
+        boundary: Layout | None = None,
+        inner: Layout | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(boundary=boundary)
+        check_sizes(type(self).__name__, num_layers=num_layers)
+        if window_sizes is not None and len(window_sizes) != num_layers:
+            raise UsageError(f"window_sizes has {len(window_sizes)} entries for {num_layers} layers")
+        self.inner = stack_layout() if inner is None else inner
+        self.add_cross_attention = add_cross_attention
+        self.rotates = bool(options.get("rotary_dim"))
+        both = pre_layernorm and post_layernorm
+        self.input_layernorm = optional_layernorm(both, hidden_size, layernorm_epsilon, self.inner)
+        self.seq_layers = nn.Sequential()
+        for index in range(num_layers):
+            window = {} if window_sizes is None else {"window_size": window_sizes[index]}
+            self.seq_layers.append(
+                DistributedTransformerLayer(
+                    num_attention_heads,
+                    attention_head_size,
+                    hidden_size,
+                    intermediate_size,
+                    attention_dropout_prob,
+                    hidden_dropout_prob,
+                    activation,
+                    layernorm_epsilon,
+                    initializer_range,
+                    use_normal_initialization,
+                    causal_mask_size,
+                    add_cross_attention,
+                    pre_layernorm,
+                    post_layernorm,
+                    boundary=self.inner,
+                    in_stack=True,
+                    **{**options, "layer_idx": index, **window},
+                )
+            )
+        self.layernorm = optional_layernorm(both, hidden_size, layernorm_epsilon, self.inner)
+
+    def forward(self, inputs: LayerInputs) -> LayerInputs:
+        """Return the tuple that comes in, with other hidden states; see DistributedTransformerLayer."""
+        hidden, states, mask, cross_mask, positions = unpack_inputs(
+            inputs, cross=self.add_cross_attention, rotates=self.rotates
+        )
+        mask, cross_mask, positions = (
+            None if each is None else gather_mask(each, hidden.shape[0], self.boundary)
+            for each in (mask, cross_mask, positions)
+        )
+        hidden = to_stack_layout(hidden, self.boundary, self.inner)
+        if self.input_layernorm is not None:
+            hidden = self.input_layernorm(hidden)
+        if states is None:
+            hidden = self.seq_layers((hidden, mask) if positions is None else (hidden, mask, positions))[0]
+        else:
+            states = to_stack_layout(states, self.boundary, self.inner, whole=True)
+            hidden = self.seq_layers((hidden, states, mask, cross_mask))[0]
+        if self.layernorm is not None:
+            hidden = self.layernorm(hidden)
+        return (from_stack_layout(hidden, self.boundary, self.inner), *inputs[1:])
+
+
+def unpack_inputs(
+    inputs: LayerInputs, *, cross: bool, rotates: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return hidden states, cross states, mask, cross mask and positions of a layer's one argument.
+
+    Raises:
+        UsageError: it is not such a tuple.
+    """
+    expected = (4,) if cross else (2, 3) if rotates else (2,)
+    if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
+        names = "(hidden_states, cross_states, attention_mask, cross_mask)"
+        more = ", or with position_ids for a third" if rotates and not cross else ""
+        raise UsageError(
+            f"a transformer layer takes one tuple {names if cross else '(hidden_states, attention_mask)'}{more}",
+            hint="pass None for a mask that is not needed",
+        )
+    if cross:
+        return inputs[0], inputs[1], inputs[2], inputs[3], None
+    return inputs[0], None, inputs[1], None, inputs[2] if len(inputs) == 3 else None
+
+
+def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: bool = False) -> torch.Tensor:
+    """Turn values of one boundary into those of another, at the entry of a stack.
+
+    Args:
+        whole: do not divide sequences.
+
+    Raises:
+        UsageError: there is no such way in.
+    """
+    if has_torch_function_unary(x):  # it lies on another pipeline rank, perhaps
+        made: torch.Tensor = handle_torch_function(to_stack_layout, (x,), x, outer, inner, whole=whole)
+        return made
+    if outer is inner or state.tp_size == 1:
+        return x
+    if (outer, inner) == (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED):
+        check_same_shape(x)
+        return collectives.gather_from_tp(x, 0)
+    if (outer, inner) == (Layout.REPLICATE, Layout.SHARD_SEQUENCE):
+        return x if whole else collectives.scatter_to_tp(x, 1)
+    raise UsageError(f"values of boundary {outer.value} cannot become {inner.value} inside a stack")
+
+
+def from_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout) -> torch.Tensor:
+    """Turn the values back at the exit of a stack."""
+    if has_torch_function_unary(x):
+        made: torch.Tensor = handle_torch_function(from_stack_layout, (x,), x, outer, inner)
+        return made
+    if outer is inner or state.tp_size == 1:
+        return x
+    return collectives.scatter_to_tp(x, 0) if inner is Layout.REPLICATE_GATHERED else collectives.gather_from_tp(x, 1)

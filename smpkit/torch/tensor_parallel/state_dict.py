@@ -1,0 +1,165 @@
+"""State dicts of a model whose parameters are pieces: joined, taken apart, and under the names of either kind.
+
+Tensors are joined, translated and taken apart one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.placement.shards import TpShard, join_shards, shard_of, take_shard
+from smpkit.torch.tensor_parallel.registry import ReplacementRule, TensorOrFactory, Translation
+from smpkit.torch.tensor_parallel.replace import applied_rule_of
+
+__all__ = [
+    "join_state",
+    "replaced_modules",
+    "shard_state",
+    "shards_in",
+    "with_distributed_names",
+    "with_original_names",
+]
+
+
+def shards_in(root: nn.Module) -> dict[str, TpShard]:
+    """Return where the divided parameters and buffers of a model lie, by their names in its state dict."""
+    return {name: shard for name, (_, shard) in _sharded_tensors(root).items()}
+
+
+def _sharded_tensors(root: nn.Module) -> dict[str, tuple[torch.Tensor, TpShard]]:
+    """Return the divided parameters and buffers of a model by name, tied ones under all of theirs."""
+    named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+    found = ((name, tensor, shard_of(tensor)) for name, tensor in named)
+    return {name: (tensor, shard) for name, tensor, shard in found if shard is not None and shard.is_distributed}
+
+
+def replaced_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, ReplacementRule]]:
+    """Yield the modules that took the place of others, with their names and by which rule."""
+    for name, module in root.named_modules():
+        rule = applied_rule_of(module)
+        if rule is not None:
+            yield name, module, rule
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def join_state(
+    root: nn.Module, values: Mapping[str, Any], *, prefix: str = "", on_first: bool = False
+) -> dict[str, Any]:
+    """Return a part of a state dict of `root` with whole tensors; all ranks of a tensor-parallel group call this.
+
+    Joined tensors are on the CPU. Tied ones stay one.
+
+    Args:
+        prefix: what the names in `values` begin with.
+        on_first: give all tensor-parallel ranks but the first an empty dict.
+    """
+    divided = _sharded_tensors(root)
+    is_receiver = not on_first or state.tp_rank == 0
+    result: dict[str, Any] = {}
+    known: dict[int, torch.Tensor | None] = {}
+    for name, value in values.items():
+        tensor, shard = divided.get(name.removeprefix(prefix), (None, None))
+        if tensor is None or shard is None:
+            whole = value
+        else:
+            if id(tensor) not in known:
+                known[id(tensor)] = _gather(value, shard, on_first=on_first)
+            whole = known[id(tensor)]
+        if is_receiver:
+            result[name] = whole
+    return result
+
+
+def _gather(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch.Tensor | None:
+    """Return the whole tensor from the pieces of all ranks; None where it is not wanted."""
+    group = state.process_group(CommGroup.TP_GROUP)
+    shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
+    # The last pieces may be smaller, and collectives take equal ones: bytes, with room for the largest.
+    room = max(shape.numel() for shape in shapes) * piece.element_size()
+    raw = piece.detach().contiguous().reshape(-1).view(torch.uint8)
+    packed = torch.zeros(room, dtype=torch.uint8, device=piece.device)
+    packed[: len(raw)] = raw
+    wanted = not on_first or state.tp_rank == 0
+    by_rank = [torch.empty_like(packed) for _ in shapes] if wanted else None
+    with waiting("the pieces of a state dict from tensor-parallel ranks", group):
+        if on_first:
+            dist.gather(packed, by_rank, group=group, group_dst=0)
+        else:
+            dist.all_gather(by_rank, packed, group=group)
+    if by_rank is None:
+        return None
+    sizes = [shape.numel() * piece.element_size() for shape in shapes]
+    pieces = [each[:size].cpu().view(piece.dtype) for each, size in zip(by_rank, sizes, strict=True)]
+    return join_shards([each.view(shape) for each, shape in zip(pieces, shapes, strict=True)], shard)
+
+
+def shard_state(values: Mapping[str, Any], shards: Mapping[str, TpShard]) -> dict[str, Any]:
+    """Return a state dict with this rank's pieces in place of whole tensors; what is a piece already stays one."""
+    return {name: _shard_value(value, shards.get(name)) for name, value in values.items()}
+
+
+def _shard_value(value: Any, shard: TpShard | None) -> Any:
+    if shard is None or not isinstance(value, torch.Tensor):
+        return value
+    is_whole = tuple(value.shape) == shard.shape != shard.local_shape
+    return take_shard(value, shard) if is_whole else value
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def with_distributed_names(root: nn.Module, values: Mapping[str, Any], held: Collection[str]) -> dict[str, Any]:
+    """Return a whole state dict of the original model as one of the distributed model, in this rank's pieces.
+
+    Parts that have the distributed names already stay as they are.
+
+    Args:
+        held: the names that this rank holds; what else would have to be translated becomes None.
+    """
+    shards = shards_in(root)
+    result = dict(values)
+    for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=False):
+        for name, made in translation(inside, module):
+            full = prefix + name
+            result[full] = _shard_value(_tensor(made), shards.get(full)) if full in held else None
+    return result
+
+
+def with_original_names(root: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole state dict of the distributed model as one of the original model, where a translation is known."""
+    result = dict(values)
+    for prefix, module, inside, translation in _modules_to_translate(root, result, to_original=True):
+        result.update({prefix + name: _tensor(made) for name, made in translation(inside, module)})
+    return result
+
+
+def _modules_to_translate(
+    root: nn.Module, values: dict[str, Any], *, to_original: bool
+) -> Iterator[tuple[str, nn.Module, dict[str, Any], Translation]]:
+    """Yield replaced modules whose part of `values` has the other names, with that part, taken out of `values`."""
+    for name, module, rule in replaced_modules(root):
+        prefix = f"{name}." if name else ""
+        translation = rule.from_distributed if to_original else rule.to_distributed
+        inside = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+        ours = module.state_dict().keys()
+        has_our_names = bool(inside) and inside.keys() <= ours
+        if translation is None or not inside or has_our_names != to_original:
+            continue
+        for key in inside:
+            del values[prefix + key]
+        yield prefix, module, inside, translation
+
+
+def _tensor(made: TensorOrFactory) -> torch.Tensor:
+    return made() if callable(made) else made

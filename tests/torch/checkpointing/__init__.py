@@ -1,1 +1,0 @@
-"""Activation checkpointing on one rank; over pipelines see tests/transparency/test_checkpointing.py."""

@@ -1,0 +1,490 @@
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import CheckpointError, UsageError
+from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
+from smpkit.torch.checkpoints import folder as checkpoint_files
+from smpkit.torch.checkpoints import save as saving
+from smpkit.torch.distributed.init import shutdown
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+def files(folder: str | Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
+def make(seed: int = 0) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+
+
+def train(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def weights(model: Any) -> list[float]:
+    return [round(value, 6) for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+# --- what is saved comes back -----------------------------------------------------------------------------------------
+
+
+def save_and_continue(path: str) -> tuple[list[float], dict[str, Any]]:
+    smp.init({"ddp": True})
+    model, optimizer = make()
+    train(model, optimizer)
+    save_checkpoint(path, "one", user_content={"step": 1})
+    train(model, optimizer)
+    return weights(model), {}
+
+
+def resume_and_continue(path: str) -> tuple[list[float], dict[str, Any]]:
+    smp.init({"ddp": True})
+    model, optimizer = make(seed=1)
+    content = resume_from_checkpoint(path)
+    train(model, optimizer)
+    return weights(model), content
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 4)], ids=["1-1", "2-2", "2-4"])
+def test_a_resumed_job_goes_on_as_if_it_had_not_stopped(before: int, after: int, tmp_path: Path) -> None:
+    expected = run_ranks(save_and_continue, before, str(tmp_path))[0][0]
+    for found, content in run_ranks(resume_and_continue, after, str(tmp_path)):
+        assert found == expected
+        assert content == {"step": 1}
+    names = ["index.json", "model_0_0.pt", "optimizer_0_0.pt", "pieces.json", "user_content.pt"]
+    assert files(tmp_path) == ["newest"] + [f"one_partial/{name}" for name in names]
+    assert (tmp_path / "newest").read_text().strip() == "one_partial"
+
+
+def test_the_index_says_what_the_checkpoint_is(tmp_path: Path) -> None:
+    run_ranks(save_and_continue, 2, str(tmp_path))
+    index = json.loads((tmp_path / "one_partial" / "index.json").read_text())
+    assert (index["tag"], index["order"]) == ("one", 1)
+    assert index["degrees"] == {"pipeline": 1, "tensor": 1, "virtual pipeline": 1}
+    for name, size in index["files"].items():
+        assert (tmp_path / "one_partial" / name).stat().st_size == size
+    assert len(index["files"]) == 4
+
+
+def test_a_full_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
+    smp.init()
+    model, _ = make()
+    save_checkpoint(tmp_path, "whole", partial=False, user_content={"step": 7})
+    assert files(tmp_path) == ["newest", "user_content_whole", "whole"]
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    plain.load_state_dict(torch.load(tmp_path / "whole", weights_only=True))
+    assert weights(plain) == weights(model)
+    train(*make_again())
+    assert resume_from_checkpoint(tmp_path, partial=False) == {"step": 7}
+    assert weights(smp.state.model) == weights(plain)
+
+
+def make_again() -> tuple[Any, Any]:
+    shutdown()
+    smp.init()
+    return make(seed=5)
+
+
+def test_a_full_save_without_user_content_drops_that_of_an_older_save(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "whole", partial=False, user_content={"step": 7})
+    save_checkpoint(tmp_path, "whole", partial=False)
+    assert resume_from_checkpoint(tmp_path, "whole", partial=False) == {}
+
+
+def test_trap_12_a_tag_may_be_a_plain_torch_file_beside_an_empty_user_content(tmp_path: Path) -> None:
+    smp.init()
+    model, _ = make()
+    torch.save(
+        {f"{index}.{name}": torch.full(shape, 2.0) for index, name, shape in SHAPES}, tmp_path / "pytorch_model.bin"
+    )
+    (tmp_path / "user_content.pt").touch()  # Hugging Face's marker
+    (tmp_path / "user_content_pytorch_model.bin").touch()
+    content = resume_from_checkpoint(tmp_path, tag="pytorch_model.bin", partial=False, load_optimizer=False)
+    assert content.get("step") is None
+    assert set(weights(model)) == {2.0}
+
+
+SHAPES = [("0", "weight", (4, 3)), ("0", "bias", (4,)), ("1", "weight", (2, 4)), ("1", "bias", (2,))]
+
+
+def test_trap_14_a_full_dict_may_say_that_it_is_not_partial(tmp_path: Path) -> None:
+    smp.init()
+    model, _ = make()
+    torch.save({**smp.state.model.module.state_dict(), "_smp_is_partial": False}, tmp_path / "x")  # type: ignore[union-attr]
+    before = weights(model)
+    train(*make_again())
+    resume_from_checkpoint(tmp_path, "x", partial=False)
+    assert weights(smp.state.model) == before
+
+
+def test_a_translate_function_sees_the_full_state_dict(tmp_path: Path) -> None:
+    smp.init()
+    model, _ = make()
+    torch.save({f"old.{index}.{name}": torch.zeros(shape) for index, name, shape in SHAPES}, tmp_path / "x")
+    strip = lambda sd: {name.removeprefix("old."): value for name, value in sd.items()}  # noqa: E731
+    resume_from_checkpoint(tmp_path, "x", partial=False, translate_function=strip)
+    assert set(weights(model)) == {0.0}
+
+
+@pytest.mark.parametrize("tag", ["one", "one_partial"])
+def test_a_partial_tag_may_be_given_with_or_without_its_ending(tag: str, tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one", user_content=argparse.Namespace(lr=1))
+    assert resume_from_checkpoint(tmp_path, tag).lr == 1
+
+
+def test_no_user_content_is_an_empty_dict(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one")
+    assert resume_from_checkpoint(tmp_path) == {}
+
+
+def test_without_load_optimizer_its_state_stays(tmp_path: Path) -> None:
+    smp.init()
+    train(*make())
+    save_checkpoint(tmp_path, "one")
+    _, optimizer = make_again()
+    resume_from_checkpoint(tmp_path, load_optimizer=False)
+    assert not optimizer.state_dict()["state"]
+    resume_from_checkpoint(tmp_path)
+    assert len(optimizer.state_dict()["state"]) == 4
+
+
+def test_a_checkpoint_without_optimizer_state_warns(tmp_path: Path) -> None:
+    smp.init()
+    model = smp.DistributedModel(nn.Linear(1, 1))
+    save_checkpoint(tmp_path, "one")
+    smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    with pytest.warns(UserWarning, match="holds no optimizer state"):
+        resume_from_checkpoint(tmp_path)
+
+
+# --- which one --------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_newest_are_kept_and_full_ones_are_not_counted(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "whole", partial=False)
+    for step in range(4):
+        save_checkpoint(tmp_path, f"step_{step}", num_kept_partial_checkpoints=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step_2_partial", "step_3_partial", "whole"]
+
+
+def test_pruning_spares_what_is_not_a_complete_checkpoint(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    (tmp_path / "mine_partial").mkdir(parents=True)
+    (tmp_path / "mine_partial" / "notes.txt").write_text("keep me")
+    for step in range(3):
+        save_checkpoint(tmp_path, f"step_{step}", num_kept_partial_checkpoints=1)
+    assert (tmp_path / "mine_partial" / "notes.txt").exists()
+
+
+def test_an_older_checkpoint_of_the_same_tag_is_replaced(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one", user_content={"step": 1})
+    save_checkpoint(tmp_path, "one", user_content={"step": 2})
+    assert resume_from_checkpoint(tmp_path) == {"step": 2}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "one_partial"]
+
+
+def test_nothing_saved_yet_is_none_to_ask_and_an_error_to_resume(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "missing") is None
+    smp.init()
+    make()
+    assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
+        resume_from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing file", "cut file", "no index", "no folder"])
+def test_an_incomplete_newest_falls_back_to_the_newest_complete_one(damage: str, tmp_path: Path) -> None:
+    smp.init()
+    make()
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, f"step_{step}", user_content={"step": step})
+    folder = tmp_path / "step_3_partial"
+    if damage == "no folder":
+        folder.rename(tmp_path / "elsewhere")
+    elif damage == "cut file":
+        os.truncate(folder / "optimizer_0_0.pt", 10)
+    else:
+        (folder / ("index.json" if damage == "no index" else "model_0_0.pt")).unlink()
+    with pytest.warns(UserWarning, match="`step_3_partial`, which is missing or incomplete: `step_2_partial` is used"):
+        assert latest_checkpoint(tmp_path) == "step_2_partial"
+    with pytest.warns(UserWarning, match="step_2_partial"):
+        assert resume_from_checkpoint(tmp_path) == {"step": 2}
+
+
+def test_a_checkpoint_whose_newest_was_not_written_is_found(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one", user_content={"step": 1})
+    (tmp_path / "newest").unlink()
+    assert latest_checkpoint(tmp_path) == "one_partial"
+    assert resume_from_checkpoint(tmp_path) == {"step": 1}
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_said_and_the_same_on_every_rank(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one")
+    shutdown()
+    smp.init()
+    smp.DistributedModel(nn.Linear(9, 9))
+    with pytest.raises(CheckpointError, match="rank 0: the checkpoint belongs to another model: missing `bias`"):
+        resume_from_checkpoint(tmp_path)
+
+
+def test_user_content_that_could_not_be_read_back_is_refused_when_saving(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one", user_content={"step": 1})
+    with pytest.raises(CheckpointError, match="user_content could not be read back"):
+        save_checkpoint(tmp_path, "two", user_content={"path": Unreadable()})
+    assert resume_from_checkpoint(tmp_path) == {"step": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "one_partial"]
+
+
+class Unreadable:
+    """Needs this module's code to be rebuilt."""
+
+
+def test_without_a_model_there_is_nothing_to_save_or_load(tmp_path: Path) -> None:
+    smp.init()
+    for call in (lambda: save_checkpoint(tmp_path, "one"), lambda: resume_from_checkpoint(tmp_path)):
+        with pytest.raises(UsageError, match="there is no model"):
+            call()
+
+
+@pytest.mark.parametrize("kept", [0, -1, True, 1.5], ids=repr)
+def test_a_count_that_keeps_nothing_is_refused(kept: Any, tmp_path: Path) -> None:
+    smp.init()
+    make()
+    with pytest.raises(UsageError, match="num_kept_partial_checkpoints is"):
+        save_checkpoint(tmp_path, "one", num_kept_partial_checkpoints=kept)
+
+
+def test_a_missing_full_checkpoint_points_to_the_partial_one(tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one")
+    with pytest.raises(CheckpointError, match="use partial=True"):
+        resume_from_checkpoint(tmp_path, "one", partial=False)
+
+
+def one_rank_cannot_write(path: str, failing: int, phase: str) -> tuple[str, list[str]]:
+    smp.init({"ddp": True})
+    make()
+    save_checkpoint(path, "good", user_content={"step": 1})
+
+    def fail(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    if smp.rank() == failing:
+        name = {"write": "fsync_write", "publish": "publish_folder", "newest": "atomic_write"}[phase]
+        setattr(checkpoint_files, name, fail)
+    if phase == "write" and smp.rank() == failing:
+        # Rank 1 writes nothing of its own here: let it fail as one that has a part to write.
+        saving._write_parts = lambda save, job: saving._Part(sizes={"x": saving._write(save.staged / "x", 1)})
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(path, "bad", user_content={"step": 2})
+    smp.barrier()
+    return caught.value.message, files(path)
+
+
+@pytest.mark.parametrize(("failing", "phase"), [(0, "write"), (1, "write"), (0, "publish")])
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_harms_nothing(
+    failing: int, phase: str, tmp_path: Path
+) -> None:
+    for message, left in run_ranks(one_rank_cannot_write, 2, str(tmp_path), failing, phase):
+        assert message.startswith("checkpoint `bad` was not saved; rank " + str(failing))
+        assert message.endswith("No space left on device")
+        assert all(name == "newest" or name.startswith("good_partial/") for name in left)
+        assert len(left) == 6
+
+
+def test_a_save_that_cannot_be_marked_as_newest_says_that_it_is_there(tmp_path: Path) -> None:
+    message, left = run_ranks(one_rank_cannot_write, 2, str(tmp_path), 0, "newest")[1]
+    assert message.startswith("checkpoint `bad` is saved, but not marked as newest; rank 0")
+    assert "bad_partial/index.json" in left
+
+
+def differing_tags(path: str) -> str:
+    smp.init({"ddp": True})
+    make()
+    with pytest.raises(UsageError) as caught:
+        save_checkpoint(path, f"tag_{smp.rank()}")
+    return caught.value.message
+
+
+def test_ranks_that_save_different_tags_are_told(tmp_path: Path) -> None:
+    told = run_ranks(differing_tags, 2, str(tmp_path))
+    assert told[0] == "rank 0 saves 'tag_0' (partial=True), but rank 1 saves 'tag_1' (partial=True)"
+    assert files(tmp_path) == []
+
+
+def a_folder_per_host(path: str) -> tuple[list[str], Any, list[float]]:
+    smp.init({"ddp": True})
+    model, _ = make()
+    own = f"{path}/host_{smp.rank() // smp.local_size()}"
+    save_checkpoint(own, "one", user_content={"step": 1}, num_kept_partial_checkpoints=1)
+    save_checkpoint(own, "two", user_content={"step": 2}, num_kept_partial_checkpoints=1)
+    return files(own), resume_from_checkpoint(own), weights(model)
+
+
+def test_hosts_that_share_no_folder_each_have_what_their_ranks_need(tmp_path: Path) -> None:
+    told = run_ranks(a_folder_per_host, 4, str(tmp_path), hosts=2)
+    names = ["index.json", "model_0_0.pt", "optimizer_0_0.pt", "pieces.json", "user_content.pt"]
+    for left, content, _ in told:
+        assert left == ["newest"] + [f"two_partial/{name}" for name in names]
+        assert content == {"step": 2}
+
+
+def a_folder_for_all_hosts(path: str) -> list[int]:
+    smp.init({"ddp": True})
+    make()
+    written: list[int] = []
+    real = checkpoint_files.fsync_write
+
+    def counting(path: Path, write: Any) -> int:
+        written.append(1)
+        return real(path, write)
+
+    checkpoint_files.fsync_write = counting
+    save_checkpoint(path, "one")
+    return written
+
+
+def test_hosts_that_share_a_folder_write_each_part_once(tmp_path: Path) -> None:
+    counts = [len(written) for written in run_ranks(a_folder_for_all_hosts, 4, str(tmp_path), hosts=2)]
+    assert counts == [5, 0, 0, 0]  # model, optimizer, pieces, index, newest
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from torch import nn
+import smpkit.torch as smp
+from smpkit.torch.checkpoints import folder as checkpoint_files
+
+def dies(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+smp.init()
+smp.DistributedModel(nn.Linear(2, 2))
+smp.save_checkpoint(sys.argv[1], "good", user_content={"step": 1})
+setattr(*{"part": (checkpoint_files.os, "fsync"), "publish": (checkpoint_files, "publish_folder"),
+          "newest": (checkpoint_files, "atomic_write")}[sys.argv[2]], dies)
+smp.save_checkpoint(sys.argv[1], "bad", user_content={"step": 2})
+"""
+
+
+@pytest.mark.parametrize(("moment", "step"), [("part", 1), ("publish", 1), ("newest", 1)])
+def test_a_job_killed_while_saving_resumes_from_a_whole_checkpoint(moment: str, step: int, tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
+    script.write_text(KILLED)
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script), str(folder), moment], env=environment, timeout=150, check=False)
+    assert done.returncode == -signal.SIGKILL
+    smp.init()
+    smp.DistributedModel(nn.Linear(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resume_from_checkpoint(folder) == {"step": step}
+    save_checkpoint(folder, "next")
+    assert list(folder.glob(".*")) == []
+
+
+# --- what others read -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_loader_reads_a_partial_checkpoint(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import state_dict_loader as dcp
+
+    smp.init()
+    model, optimizer = make()
+    train(model, optimizer)
+    save_checkpoint(tmp_path, "one")
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    moment = torch.zeros(4, 3)
+    found = {"model": plain.state_dict(), "optim": {"state": {"0.weight": {"exp_avg": moment}}}}
+    dcp.load(found, storage_reader=smp.CheckpointReader(tmp_path / "one_partial"))
+    assert weights(plain) == weights(model)
+    assert torch.equal(moment, optimizer.state[model.module[0].weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("text", ["[1", '{"model.0.weight": {"pieces": [["../x.pt", ["0.weight"]]]}}', '{"a": 3}'])
+def test_pieces_that_make_no_sense_are_refused(text: str, tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one")
+    folder = tmp_path / "one_partial"
+    index = json.loads((folder / "index.json").read_text())
+    index["files"]["pieces.json"] = len(text)
+    (folder / "index.json").write_text(json.dumps(index))
+    (folder / "pieces.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"pieces\.json cannot be read"):
+        resume_from_checkpoint(tmp_path)
+
+
+def test_another_number_of_parameter_groups_is_said(tmp_path: Path) -> None:
+    smp.init()
+    train(*make())
+    save_checkpoint(tmp_path, "one")
+    shutdown()
+    smp.init()
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    smp.DistributedOptimizer(torch.optim.Adam(groups))
+    with pytest.raises(CheckpointError, match="an optimizer with 1 parameter groups, this one has 4"):
+        resume_from_checkpoint(tmp_path)
+
+
+def test_a_full_save_keeps_tied_weights_one_and_needs_no_copy_of_the_model(tmp_path: Path) -> None:
+    smp.init()
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    module[1].weight = module[0].weight
+    smp.DistributedModel(module)
+    save_checkpoint(tmp_path, "whole", partial=False)
+    assert (tmp_path / "whole").stat().st_size < 64 * 64 * 4 * 1.5
+    found = torch.load(tmp_path / "whole", weights_only=True)
+    assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
+    assert torch.equal(found["0.weight"], module.get_parameter("0.weight"))

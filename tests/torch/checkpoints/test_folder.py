@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smpkit.errors import CheckpointError, UsageError
+from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.folder import Index
+
+
+def make(path: Path, tag: str, order: int = 1, size: int = 3) -> Path:
+    folder = path / f"{tag}_partial"
+    folder.mkdir(parents=True)
+    (folder / "model_0_0.pt").write_bytes(b"abc")
+    index = Index(tag, files.new_save_id(), order, {"pipeline": 1, "tensor": 1}, "0", {"model_0_0.pt": size})
+    files.write_index(folder, index)
+    return folder
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "..", "newest", 3, None], ids=repr)
+def test_a_tag_that_cannot_be_a_file_name_is_refused(tag: object) -> None:
+    with pytest.raises(UsageError, match="cannot be the tag"):
+        files.check_tag(tag)
+
+
+@pytest.mark.parametrize("tag", ["step_1", "pytorch_model.bin", "a b", "été"])
+def test_ordinary_tags_are_fine(tag: str) -> None:
+    files.check_tag(tag)
+
+
+def test_only_complete_checkpoints_count_and_the_newest_comes_first(tmp_path: Path) -> None:
+    make(tmp_path, "a", order=1)
+    make(tmp_path, "z", order=2)
+    make(tmp_path, "b", order=3)
+    make(tmp_path, "cut", order=4, size=99)
+    (make(tmp_path, "gone", order=5) / "model_0_0.pt").unlink()
+    (make(tmp_path, "no_index", order=6) / files.INDEX).unlink()
+    (make(tmp_path, "bad_index", order=7) / files.INDEX).write_text("{")
+    assert [name for name, _ in files.complete_partials(tmp_path)] == ["b_partial", "z_partial", "a_partial"]
+
+
+def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
+    folder = make(tmp_path, "a", size=99)
+    assert files.find_damage(folder, files.read_index(folder)) == f"{folder / 'model_0_0.pt'} has 3 bytes instead of 99"
+
+
+def test_an_index_of_a_later_format_is_not_guessed_at(tmp_path: Path) -> None:
+    folder = make(tmp_path, "a")
+    text = (folder / files.INDEX).read_text()
+    (folder / files.INDEX).write_text(text.replace('"format": 2', '"format": 9'))
+    with pytest.raises(CheckpointError, match="has format 9"):
+        files.read_index(folder)
+
+
+def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
+    old = make(tmp_path, "a", order=1)
+    staged = files.staging_folder(tmp_path, "a_partial", files.new_save_id())
+    make(tmp_path / "elsewhere", "a", order=2).rename(staged)
+    files.publish_folder(staged, old)
+    assert files.read_index(old).order == 2
+    assert not list(tmp_path.glob(".*"))
+    files.publish_folder(staged, old)  # another host was faster: nothing to do
+    assert files.read_index(old).order == 2
+
+
+def test_what_dead_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    ours, other = files.new_save_id(), files.new_save_id()
+    files.staging_folder(tmp_path, "a_partial", other).mkdir()
+    (tmp_path / f".f_0.{other}.tmp").write_text("x")
+    files.staging_folder(tmp_path, "b_partial", ours).mkdir()
+    (tmp_path / ".users.tmp").write_text("x")
+    (tmp_path / "plain.tmp").write_text("x")
+    files.remove_leftovers(tmp_path, ours)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".b_partial.{ours}.tmp", ".users.tmp", "plain.tmp"]
+
+
+def test_a_checkpoint_whose_replacement_died_half_way_is_put_back(tmp_path: Path) -> None:
+    old = make(tmp_path, "a", order=1)
+    old.rename(tmp_path / f".a_partial.{files.new_save_id()}.old.tmp")
+    assert files.complete_partials(tmp_path) == []
+    files.remove_leftovers(tmp_path, files.new_save_id())
+    assert [name for name, _ in files.complete_partials(tmp_path)] == ["a_partial"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text("old")
+
+    def fail(file: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        files.atomic_write(path, fail)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("f", "old")]
+
+
+@pytest.mark.parametrize(("text", "name"), [("a_partial\n", "a_partial"), ("", None), ("../x", None), (".x", None)])
+def test_newest_is_stripped_and_never_leads_outside(text: str, name: str | None, tmp_path: Path) -> None:
+    (tmp_path / files.NEWEST).write_text(text)
+    assert files.read_newest(tmp_path) == name

@@ -1,0 +1,100 @@
+"""Kill a rank at any moment of a save: the checkpoint before it, or the whole new one, is what the next job finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.torch.checkpoints import file_systems as sharing
+from smpkit.torch.checkpoints import folder as checkpoint_files
+from smpkit.torch.checkpoints import save
+from smpkit.torch.checkpoints import state_entries as together
+from tests.ranks import RankFailed, run_ranks
+
+MOMENTS: list[tuple[Any, str]] = [
+    (checkpoint_files, "fsync_write"),
+    (checkpoint_files, "write_index"),
+    (checkpoint_files, "publish_folder"),
+    (checkpoint_files, "atomic_write"),
+    (together, "allgather"),
+    (save, "allgather"),
+    (sharing, "allgather"),
+]
+"""What a save does, one after the other: a rank is killed before or after one of them."""
+
+
+def begin() -> Any:
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "timeout_seconds": 60})
+    torch.manual_seed(0)
+    return smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+@smp.step
+def train_step(model: Any, x: torch.Tensor) -> None:
+    model.backward(model(x).sum())
+
+
+def killed_while_saving(path: str, victim: int, moment: int, after: bool) -> int:
+    """Save twice; on `victim`, die at one moment of the second save. Return how many moments there were."""
+    train_step(begin(), torch.ones(1, 2))
+    smp.save_checkpoint(path, "good", user_content="good")
+    passed = 0
+
+    def watched(act: Callable[..., Any]) -> Callable[..., Any]:
+        def acting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal passed
+            passed += 1
+            if passed == moment and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            mine = passed
+            result = act(*args, **kwargs)
+            if mine == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return acting
+
+    if smp.rank() == victim:
+        for module, name in MOMENTS:
+            setattr(module, name, watched(getattr(module, name)))
+    smp.save_checkpoint(path, "next", user_content="next")
+    return passed
+
+
+def found_by_the_next_job(path: str) -> tuple[str, list[str]]:
+    begin()
+    content: str = smp.resume_from_checkpoint(path)
+    smp.save_checkpoint(path, "last")
+    return content, sorted(each.name for each in Path(path).iterdir())
+
+
+def check(path: Path, victim: int, moment: int, after: bool) -> None:
+    with pytest.raises(RankFailed, match=r"died without a word \(exit code -9\)"):
+        run_ranks(killed_while_saving, 2, str(path), victim, moment, after)
+    for content, left in run_ranks(found_by_the_next_job, 2, str(path)):
+        assert content == "good" or (content == "next" and "next_partial" in left)
+        assert {"good_partial", "last_partial", "newest"} <= set(left)
+        assert all(not name.startswith(".") for name in left)
+
+
+@pytest.mark.parametrize(("victim", "moment"), [(1, 4), (0, 9)])
+def test_a_rank_killed_in_a_save_harms_no_checkpoint(victim: int, moment: int, tmp_path: Path) -> None:
+    check(tmp_path, victim, moment, after=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_every_moment_of_a_save(victim: int, after: bool, tmp_path: Path) -> None:
+    moments = run_ranks(killed_while_saving, 2, str(tmp_path / "none"), victim, 0, after)[victim]
+    assert moments >= 8
+    for moment in range(1, moments + 1):
+        check(tmp_path / str(moment), victim, moment, after)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import smpkit.torch as smp
+from smpkit.errors import CheckpointError, UsageError
+from smpkit.torch.checkpoints.save_load import load, save
+from smpkit.torch.distributed.init import shutdown
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+class NotPlain:
+    """Needs this module's code to be rebuilt."""
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def save_everywhere(folder: str, config: dict[str, Any], v3: bool) -> int:
+    smp.init(config)
+    save({"rank": smp.rank()}, f"{folder}/f", v3=v3)
+    smp.barrier()
+    loaded: int = load(f"{folder}/f")["rank"]
+    return loaded
+
+
+PIPELINE = {"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 4}
+GRID = {**PIPELINE, "tensor_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "v3", "names"),
+    [
+        (PIPELINE, False, ["f_0", "f_1"]),
+        (GRID, False, ["f_0_0", "f_0_1", "f_1_0", "f_1_1"]),
+        (GRID, True, ["f_0_0_0", "f_0_1_0", "f_1_0_0", "f_1_1_0"]),
+    ],
+    ids=["no-tensor-parallelism", "tensor-parallelism", "v3"],
+)
+def test_trap_12_file_names_of_every_era(config: dict[str, Any], v3: bool, names: list[str], tmp_path: Path) -> None:
+    size = len(names)
+    assert run_ranks(save_everywhere, size, str(tmp_path), config, v3) == list(range(size))
+    assert files(tmp_path) == names
+
+
+@pytest.mark.parametrize("name", ["f_0", "f_0_0", "f_0_0_0"])
+def test_trap_12_load_finds_the_names_of_other_releases(name: str, tmp_path: Path) -> None:
+    smp.init()
+    torch.save({"name": name}, tmp_path / name)
+    assert load(tmp_path / "f") == {"name": name}
+    assert load(str(tmp_path / "f"), back_compat=True) == {"name": name}
+
+
+def test_a_whole_object_has_the_plain_name(tmp_path: Path) -> None:
+    smp.init()
+    save({"x": torch.ones(2)}, tmp_path / "f", partial=False)
+    assert files(tmp_path) == ["f"]
+    assert load(tmp_path / "f", partial=False)["x"].tolist() == [1, 1]
+
+
+def test_a_missing_file_is_named_and_a_whole_one_suggested(tmp_path: Path) -> None:
+    smp.init()
+    with pytest.raises(CheckpointError, match=r"there is no file `.*f_0`, `.*f_0_0`, `.*f_0_0_0`"):
+        load(tmp_path / "f")
+    torch.save(1, tmp_path / "f")
+    with pytest.raises(CheckpointError, match="partial=False"):
+        load(tmp_path / "f")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut short", b"\x80\x02}q\x00"], ids=str)
+def test_a_damaged_file_is_a_checkpoint_error(content: bytes, tmp_path: Path) -> None:
+    smp.init()
+    (tmp_path / "f_0").write_bytes(content)
+    with pytest.raises(CheckpointError, match="f_0"):
+        load(tmp_path / "f")
+
+
+def test_an_object_that_needs_code_is_refused_until_the_caller_trusts_the_file(tmp_path: Path) -> None:
+    smp.init()
+    save({"x": NotPlain()}, tmp_path / "f")
+    with pytest.raises(CheckpointError, match="NotPlain") as caught:
+        load(tmp_path / "f")
+    assert 'pickle_load_args={"weights_only": False}' in str(caught.value)
+    assert isinstance(load(tmp_path / "f", pickle_load_args={"weights_only": False})["x"], NotPlain)
+    assert isinstance(load(tmp_path / "f", pickle_module=pickle)["x"], NotPlain)
+
+
+def test_what_scripts_keep_beside_tensors_needs_no_trust(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    smp.init()
+    save(
+        {"args": argparse.Namespace(lr=0.1), "rng": np.random.RandomState(0).get_state(), "loss": np.float32(2)},
+        tmp_path / "f",
+    )
+    loaded = load(tmp_path / "f")
+    assert loaded["args"].lr == 0.1
+    assert (loaded["rng"][1] == np.random.RandomState(0).get_state()[1]).all()
+    assert loaded["loss"] == 2
+
+
+def test_a_failed_save_leaves_the_older_file_and_nothing_else(tmp_path: Path) -> None:
+    smp.init()
+    save({"x": 1}, tmp_path / "f")
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        save({"x": torch.ones(1000), "y": lambda: 0}, tmp_path / "f")
+    assert files(tmp_path) == ["f_0"]
+    assert load(tmp_path / "f") == {"x": 1}
+
+
+def test_a_full_disk_is_a_checkpoint_error(tmp_path: Path) -> None:
+    smp.init()
+    with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
+        save(1, tmp_path / "missing" / "f")
+
+
+def test_the_file_may_be_overwritten_while_the_loaded_tensors_are_in_use(tmp_path: Path) -> None:
+    smp.init()
+    save({"x": torch.ones(1000)}, tmp_path / "f")
+    loaded = load(tmp_path / "f")
+    (tmp_path / "f_0").write_bytes(b"")
+    assert loaded["x"].sum() == 1000
+
+
+def test_saving_needs_init(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"smp.init\(\) has not been called"):
+        save(1, tmp_path / "f")

@@ -1,0 +1,151 @@
+"""Arguments of a step are cut into microbatches."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from smpkit.errors import UsageError
+from smpkit.torch.core.microbatches import Splitter
+
+CPU = torch.device("cpu")
+
+
+def body(model: Any, x: Any, *rest: Any, scale: Any = 1, **more: Any) -> None:
+    """A step function with every kind of parameter."""
+
+
+def plain(x: Any, y: Any = None) -> None:
+    """A step function with names only."""
+
+
+def pieces(value: Any, count: int = 2, **options: Any) -> list[Any]:
+    return [call.args[0] for call in Splitter(plain, **options).split((value,), {}, count, CPU)]
+
+
+def test_a_tensor_is_cut_into_equal_parts_along_axis_0() -> None:
+    first, second = pieces(torch.arange(4))
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3])
+
+
+def test_nested_tensors_are_cut_and_other_leaves_pass_through() -> None:
+    namespace = Namespace(lr=1)
+    value = {"ids": torch.arange(4), "pair": (torch.zeros(4, 3), [None, "text", 7]), "args": namespace}
+    first, _ = pieces(value)
+    assert first["ids"].tolist() == [0, 1]
+    assert first["pair"][0].shape == (2, 3)
+    assert first["pair"][1] == [None, "text", 7]
+    assert first["args"] is namespace
+
+
+def test_a_named_axis_is_the_batch_axis() -> None:
+    first, _ = pieces(torch.zeros(3, 4), input_split_axes={"x": 1})
+    assert first.shape == (3, 2)
+
+
+def test_a_negative_axis_counts_from_the_end() -> None:
+    first, second = pieces(torch.arange(8).view(2, 4), input_split_axes={"x": -1})
+    assert (first.tolist(), second.tolist()) == ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
+    with pytest.raises(UsageError, match=r"shape \(2, 4\) and no axis -3 to split"):
+        pieces(torch.zeros(2, 4), input_split_axes={"x": -3})
+
+
+def test_a_microbatch_may_be_changed_in_place_and_sends_gradients_to_the_batch() -> None:
+    batch = torch.ones(4, requires_grad=True)
+    first, second = pieces(batch * 1)
+    first.mul_(2)  # autograd forbids it for what `chunk` returns
+    (first + second).sum().backward()
+    assert batch.grad is not None
+    assert batch.grad.tolist() == [2, 2, 1, 1]
+
+
+def test_non_split_inputs_stay_whole_and_where_they_are() -> None:
+    value = torch.arange(3)
+    assert all(piece is value for piece in pieces(value, non_split_inputs=("x",)))
+
+
+def test_objects_with_smp_slice_cut_themselves() -> None:
+    class Ragged:
+        def smp_slice(self, num_mb: int, mb: int, axis: int) -> tuple[int, int, int]:
+            return num_mb, mb, axis
+
+    assert pieces(Ragged(), input_split_axes={"x": 1}) == [(2, 0, 1), (2, 1, 1)]
+
+
+def test_a_scalar_tensor_goes_to_every_microbatch() -> None:
+    assert [piece.item() for piece in pieces(torch.tensor(3.0))] == [3.0, 3.0]
+
+
+def test_an_empty_batch_is_cut_into_empty_ones() -> None:
+    assert [piece.shape for piece in pieces(torch.zeros(0, 3))] == [(0, 3), (0, 3)]
+
+
+def test_positional_keyword_and_variadic_arguments_find_their_names() -> None:
+    splitter = Splitter(body, non_split_inputs=("scale",), input_split_axes={"rest": 1, "mask": 1})
+    rows, columns = torch.zeros(4, 2), torch.zeros(2, 4)
+    calls = splitter.split(("model", rows, columns), {"mask": columns, "scale": rows}, 2, CPU)
+    assert calls[1].args[0] == "model"
+    assert calls[1].args[1].shape == (2, 2)
+    assert calls[1].args[2].shape == (2, 2)
+    assert calls[1].kwargs["mask"].shape == (2, 2)
+    assert calls[1].kwargs["scale"] is rows
+
+
+def test_the_first_microbatch_does_not_wait_until_the_others_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, seen = torch.Tensor.narrow, []
+
+    def noted(tensor: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
+        seen.append(start)
+        return narrow(tensor, axis, start, length)
+
+    monkeypatch.setattr(torch.Tensor, "narrow", noted)
+    calls = Splitter(plain).split((torch.arange(6),), {}, 3, CPU)
+    assert calls[0].args[0].tolist() == [0, 1]
+    assert (len(calls), seen) == (3, [0])
+    assert calls[2].args[0].tolist() == [4, 5]
+    assert [call.args[0].tolist() for call in calls] == [[0, 1], [2, 3], [4, 5]]
+    calls.split_all()
+    assert seen == [0, 2, 4]
+
+
+def test_gradients_flow_back_into_the_whole_input() -> None:
+    value = torch.ones(4, requires_grad=True)
+    torch.cat([piece * 3 for piece in pieces(value)]).sum().backward()
+    assert value.grad is not None
+    assert value.grad.tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "message"),
+    [
+        (torch.zeros(5), {}, "`x` has a batch of 5 on axis 0, which 2 microbatches do not divide"),
+        (torch.zeros(4), {"input_split_axes": {"x": 1}}, r"`x` has shape \(4,\) and no axis 1 to split"),
+        (DataLoader([1]), {}, "`x` of `plain` is a DataLoader"),  # type: ignore[arg-type]
+    ],
+    ids=["indivisible", "axis", "loader"],
+)
+def test_what_cannot_be_cut_is_named(value: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        pieces(value, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"non_split_inputs": ("z",)}, "non_split_inputs names `z`, but `plain` has no such argument"),
+        ({"input_split_axes": {"xx": 0}}, "did you mean `x`"),
+    ],
+    ids=["unknown", "misspelt"],
+)
+def test_unknown_argument_names_are_refused_when_decorating(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Splitter(plain, **options)
+
+
+def test_a_wrong_call_raises_what_python_raises() -> None:
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        Splitter(plain).split((1, 2, 3), {}, 2, CPU)

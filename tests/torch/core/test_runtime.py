@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+import smpkit.torch as smp
+from smpkit.errors import ConfigError, DeadlineError, UsageError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed.init import extra_group, shutdown
+from tests.ranks import run_ranks
+from tests.torch.pipeline.training import Setup, run_all
+from tests.transparency.pipeline_models import CASES
+
+QUERIES = ["rank", "size", "local_rank", "local_size"] + [
+    f"{kind}_{what}" for kind in ("mp", "dp", "tp", "pp", "rdp") for what in ("rank", "size")
+]
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_process_is_a_world_of_one() -> None:
+    assert not smp.is_initialized()
+    smp.init()
+    assert smp.is_initialized()
+    assert {name: getattr(smp, name)() for name in QUERIES} == {
+        name: 0 if name.endswith("rank") else 1 for name in QUERIES
+    }
+    assert not smp.is_tracing()
+    assert dist.get_world_size() == 1
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=smp.get_dp_process_group())
+    assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_a_query_before_init_says_to_call_it(name: str) -> None:
+    with pytest.raises(UsageError, match=r"smp.init\(\) has not been called"):
+        getattr(smp, name)()
+
+
+@pytest.mark.parametrize("name", ["cfg", "mesh", "launch", "device", "timeout", "object_group"])
+def test_the_state_before_init_says_to_call_it(name: str) -> None:
+    with pytest.raises(UsageError, match=r"smp.init\(\) has not been called"):
+        getattr(state, name)
+
+
+def test_the_environment_overrides_the_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"microbatches": 4}')
+    smp.init({"microbatches": 2, "timeout_seconds": 30})
+    assert (smp.state.cfg.microbatches, smp.state.timeout.total_seconds()) == (4, 30)
+
+
+def test_trap_4_init_without_and_then_with_a_dict_takes_the_dict() -> None:
+    smp.init()
+    smp.init({"microbatches": 4})
+    assert smp.state.cfg.microbatches == 4
+
+
+def test_trap_4_init_with_a_dict_and_then_without_keeps_the_dict() -> None:
+    smp.init({"microbatches": 4})
+    smp.init()
+    assert smp.state.cfg.microbatches == 4
+
+
+def test_trap_4_the_same_configuration_again_is_harmless_after_wrapping() -> None:
+    smp.init({"microbatches": 4})
+    world = smp.get_world_process_group()
+    smp.DistributedModel(torch.nn.Linear(1, 1))
+    smp.init({"microbatches": 4})
+    smp.init()
+    assert smp.get_world_process_group() is world
+    assert smp.state.model is not None
+
+
+def test_trap_4_another_configuration_after_wrapping_is_refused_by_name() -> None:
+    smp.init({"microbatches": 4})
+    smp.DistributedModel(torch.nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=r"microbatches 4 -> 2"):
+        smp.init({"microbatches": 2})
+    assert smp.state.cfg.microbatches == 4
+
+
+def test_init_works_again_after_shutdown() -> None:
+    for microbatches in (1, 2, 3):
+        smp.init({"microbatches": microbatches})
+        smp.shutdown()
+        assert not dist.is_initialized()
+    smp.shutdown()  # twice is harmless
+
+
+def test_degrees_that_do_not_fit_the_world_are_a_config_error_and_leave_nothing_behind() -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_degree"):
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    assert not smp.is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_nccl_without_a_gpu_falls_back_to_gloo_and_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.warns(UserWarning, match="gloo is used"):
+        smp.init({"ddp": True, "ddp_dist_backend": "nccl"})
+    assert "gloo" in dist.get_backend()
+
+
+def test_the_configuration_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="smpkit"):
+        smp.init({"microbatches": 4})
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "Configuration parameters:"
+    assert "  microbatches: 4" in lines
+    assert not any(line.startswith("  _") for line in lines)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+GRID = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "microbatches": 4}
+
+
+def initialise(config: dict[str, Any]) -> None:
+    smp.init(config)
+
+
+def describe(config: dict[str, Any]) -> dict[str, Any]:
+    smp.init(config)
+    groups = {kind: getattr(smp, f"get_{kind}_group")() for kind in ("mp", "dp", "tp", "pp", "rdp")}
+    sums = {}
+    for kind, ranks in groups.items():
+        group = getattr(smp, f"get_{kind}_process_group")()
+        assert dist.get_process_group_ranks(group) == ranks
+        tensor = torch.tensor([2.0 ** smp.rank()])
+        dist.all_reduce(tensor, group=group)
+        sums[kind] = int(tensor)
+    return {**{name: getattr(smp, name)() for name in QUERIES}, **groups, "sums": sums}
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_groups_of_a_grid_work_and_are_the_meshs(size: int) -> None:
+    for rank, told in enumerate(run_ranks(describe, size, GRID)):
+        assert (told["rank"], told["size"], told["local_rank"], told["local_size"]) == (rank, size, rank, size)
+        for kind in ("mp", "dp", "tp", "pp", "rdp"):
+            assert told["sums"][kind] == sum(2**member for member in told[kind])
+            assert told[kind][told[f"{kind}_rank"]] == rank
+            assert len(told[kind]) == told[f"{kind}_size"]
+
+
+def test_trap_13_get_tp_group_is_a_list_and_the_group_names_are_attributes() -> None:
+    told = run_ranks(describe, 4, GRID)
+    assert told[0]["tp"] == [0, 1]
+    assert 0 in told[1]["tp"]
+    assert 0 not in told[2]["tp"]
+    for name in ("WORLD", "MP_GROUP", "DP_GROUP", "TP_GROUP", "PP_GROUP", "RDP_GROUP"):
+        assert getattr(smp, name) is getattr(smp.CommGroup, name)
+    for name in ("WORLD_RANK", "MP_RANK", "DP_RANK", "TP_RANK", "PP_RANK", "RDP_RANK"):
+        assert isinstance(getattr(smp.RankType, name), smp.RankType)
+
+
+def local_places() -> tuple[int, int]:
+    smp.init({"ddp": True})
+    return smp.local_rank(), smp.local_size()
+
+
+def test_two_hosts_have_local_ranks_of_their_own() -> None:
+    assert run_ranks(local_places, 4, hosts=2) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+
+
+def identical_groups() -> bool:
+    smp.init({"ddp": True})
+    world = smp.get_world_process_group()
+    return smp.get_dp_process_group() is world and smp.get_tp_process_group() is smp.get_pp_process_group()
+
+
+def test_groups_with_the_same_ranks_are_one_group() -> None:
+    assert run_ranks(identical_groups, 2) == [True, True]
+
+
+def init_again_with_other_degrees() -> list[Any]:
+    smp.init()
+    before = smp.get_dp_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=smp.get_pp_process_group())
+    return [before, smp.get_pp_group(), smp.get_dp_group(), int(tensor)]
+
+
+def test_trap_4_other_degrees_remake_the_groups_while_no_model_is_wrapped() -> None:
+    assert run_ranks(ignoring_warnings, 4, "init_again_with_other_degrees")[2] == [[0, 1, 2, 3], [2, 3], [0, 2], 2]
+
+
+def shut_down_and_init_again() -> list[int]:
+    counts = []
+    for _ in range(3):
+        smp.init({"ddp": True})
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=smp.get_dp_process_group())
+        counts.append(int(tensor))
+        smp.shutdown()
+    return counts
+
+
+def test_ranks_can_meet_again_after_shutdown() -> None:
+    assert run_ranks(shut_down_and_init_again, 2) == [[2, 2, 2], [2, 2, 2]]
+
+
+def ignoring_warnings(name: str) -> Any:
+    warnings.simplefilter("ignore")
+    return globals()[name]()
+
+
+def warn_on_one_rank_only() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        smp.init()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+
+
+def test_independent_replicas_are_warned_of_by_rank_0_only() -> None:
+    first, second = run_ranks(warn_on_one_rank_only, 2)
+    assert len(first) == 1
+    assert "2 data-parallel ranks: the replicas train independently" in first[0]
+    assert second == []
+
+
+def differing_configuration() -> str:
+    with pytest.raises(ConfigError) as caught:
+        smp.init({"microbatches": 1 + int(os.environ["RANK"]), "ddp": True})
+    return str(caught.value)
+
+
+def test_ranks_with_different_configurations_are_told_which() -> None:
+    first, second = run_ranks(differing_configuration, 2)
+    assert "microbatches: is 1 on rank 0 but 2 on rank 1" in first
+    assert "microbatches: is 2 on rank 1 but 1 on rank 0" in second
+
+
+def with_a_group_of_the_scripts_own() -> tuple[bool, int, bool]:
+    dist.init_process_group("gloo")
+    own = dist.group.WORLD
+    smp.init({"ddp": True})
+    reused = smp.get_world_process_group() is own
+    smp.barrier()
+    size = smp.size()
+    smp.shutdown()
+    return reused, size, dist.is_initialized()
+
+
+def test_a_default_group_of_the_script_is_used_and_left_alone() -> None:
+    assert run_ranks(with_a_group_of_the_scripts_own, 2) == [(True, 2, True)] * 2
+
+
+def with_groups_of_some_ranks() -> list[list[int]]:
+    dist.init_process_group("gloo")
+    found = []
+    for alone in (0, 1):
+        dist.new_group([alone])
+        smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 2, "timeout_seconds": 20})
+        found += [smp.allgather(smp.rank(), group) for group in (smp.CommGroup.PP_GROUP, smp.CommGroup.DP_GROUP)]
+        smp.shutdown()
+    return found
+
+
+def test_ranks_meet_though_the_script_has_made_groups_of_some_of_them() -> None:
+    # Torch names a group by how many a process has, too: ranks with unlike many waited for each other in the next.
+    for rank, found in enumerate(run_ranks(with_groups_of_some_ranks, 4)):
+        replica, stage = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found in ([replica, stage] * 2, [stage, replica] * 2)
+
+
+def trained_in_a_group_for_gpus_only(replicas: int) -> int:
+    dist.init_process_group("cuda:gloo")  # as "nccl" is: it takes no tensors of the hosts
+    return len(run_all({"Sequential": CASES["Sequential"]}, [Setup(replicas=replicas)], 2))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_default_group_for_gpus_only_is_no_hindrance(replicas: int) -> None:
+    run_ranks(trained_in_a_group_for_gpus_only, 2 * replicas, replicas)
+
+
+def group_that_one_rank_does_not_make() -> str:
+    smp.init({"ddp": True, "timeout_seconds": 2})
+    if smp.rank() % 2:
+        time.sleep(4)  # alive, and elsewhere
+        return ""
+    with pytest.raises(DeadlineError) as caught:
+        extra_group((0, 1, 2))
+    return str(caught.value)
+
+
+def test_who_does_not_come_to_a_group_is_named() -> None:
+    text = run_ranks(group_that_one_rank_does_not_make, 4)[0]
+    assert "rank 0 waited 2 s in the group of ranks 0, 1 and 2 (shared parameters) for rank 1" in text
+
+
+def with_a_contradicting_group() -> str:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with pytest.raises(UsageError) as caught:
+        smp.init()
+    return caught.value.message
+
+
+def test_a_default_group_that_contradicts_the_launcher_is_refused() -> None:
+    message = run_ranks(with_a_contradicting_group, 2)[1]
+    assert message == "torch.distributed was initialised as rank 0 of 1, but torchrun says rank 1 of 2"
+
+
+def without_launcher_variables() -> tuple[int, int, int, int]:
+    dist.init_process_group("gloo")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    smp.init({"ddp": True})
+    return smp.rank(), smp.size(), smp.local_rank(), smp.local_size()
+
+
+def test_a_default_group_without_a_launcher_gives_the_places() -> None:
+    assert run_ranks(without_launcher_variables, 2) == [(0, 2, 0, 2), (1, 2, 1, 2)]

@@ -1,0 +1,192 @@
+"""Each parameter is equal on the ranks that hold it, and its gradient averaged over the ranks that it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.placement.shards import TpShard, mark
+from tests.ranks import RankFailed, run_ranks
+
+TP = 2
+
+
+class Kinds(nn.Module):
+    """One parameter of each kind; the gradient of each is what forward is given for it."""
+
+    def __init__(self, tp_rank: int) -> None:
+        super().__init__()
+        for name in ("ordinary", "piece", "scaled", "partial", "frozen"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+
+        def shard(dim: int | None, group: CommGroup, scale: float) -> TpShard:
+            return TpShard((4,) if dim == 0 else (2,), dim, (), tp_rank, TP, group, scale)
+
+        mark(self.get_parameter("piece"), shard(0, CommGroup.RDP_GROUP, 1 / TP))
+        mark(self.get_parameter("scaled"), shard(None, CommGroup.RDP_GROUP, 1 / TP))
+        mark(self.get_parameter("partial"), shard(None, CommGroup.DP_GROUP, TP))
+        mark(self.get_parameter("frozen"), shard(0, CommGroup.RDP_GROUP, 1 / TP))
+        self.get_parameter("frozen").requires_grad_(False)
+        table = torch.full((2,), float(tp_rank), dtype=torch.float64)
+        self.register_buffer("whole_buffer", table.clone())
+        self.register_buffer("piece_buffer", table)
+        mark(table, shard(0, CommGroup.RDP_GROUP, 1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return sum((weight * parameter).sum() for parameter in self.parameters())  # type: ignore[return-value]
+
+
+def start(**options: Any) -> smp.DistributedModel:
+    # placement DPT: global rank = 2 * rdp_rank + tp_rank
+    config = {"ddp": True, "tensor_parallel_degree": TP, "microbatches": options.pop("microbatches", 1)}
+    smp.init(config)
+    module = Kinds(smp.tp_rank())
+    with torch.no_grad():
+        for value in [*module.parameters(), *module.buffers()]:
+            value.fill_(smp.rank() + 1.0)
+    return smp.DistributedModel(module, **options)
+
+
+@smp.step
+def kinds_step(model: Any, weight: Tensor, backwards: int) -> None:
+    for _ in range(backwards):
+        model.backward(model(weight))
+
+
+def values_at_start() -> dict[str, float]:
+    return held_by(start())
+
+
+def held_by(model: smp.DistributedModel) -> dict[str, float]:
+    """Return the first number of each parameter and buffer that this rank holds."""
+    module = model.get_module()
+    return {n: float(value.flatten()[0]) for n, value in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def test_whole_values_come_from_the_first_rank_and_pieces_from_the_first_holder_of_the_same_piece() -> None:
+    for rank, values in enumerate(run_ranks(values_at_start, 4)):
+        whole, piece = 1.0, rank % TP + 1.0
+        assert values == {
+            "ordinary": whole,
+            "scaled": whole,
+            "partial": whole,
+            "piece": piece,
+            "frozen": piece,
+            "whole_buffer": whole,
+            "piece_buffer": piece,
+        }
+
+
+def model_parameter_of(rank: int) -> Tensor:
+    return torch.tensor([1.0, 10.0], dtype=torch.float64) * (rank + 1) ** 2
+
+
+def train(microbatches: int, accumulation: int, backwards: int, overlap: bool) -> list[dict[str, Tensor | None]]:
+    model = start(
+        microbatches=microbatches,
+        backward_passes_per_step=accumulation,
+        overlapping_allreduce=overlap,
+        bucket_cap_mb=0.00002,
+    )
+    seen = []
+    batch = model_parameter_of(smp.rank()).expand(microbatches, 2)
+    for turn in range(3):
+        if turn < 2:  # the third adds to the second
+            model.zero_grad()
+        if turn == 1:
+            model.module.get_parameter("frozen").requires_grad_(True)
+        for _ in range(accumulation):
+            kinds_step(model, batch, backwards)
+        seen.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+    smp.shutdown()
+    return seen
+
+
+CASES = [(1, 1, 1, True), (2, 2, 1, True), (2, 1, 2, True), (1, 2, 2, False)]
+
+
+def train_cases() -> list[list[dict[str, Tensor | None]]]:
+    return [train(*case) for case in CASES]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_are_averaged_over_their_group_and_scaled_once(size: int) -> None:
+    everyone = range(size)
+    for rank, cases in enumerate(run_ranks(train_cases, size)):
+        replicas = [each for each in everyone if each % TP == rank % TP]
+        over_dp = torch.stack([model_parameter_of(each) for each in everyone]).mean(0)
+        over_rdp = torch.stack([model_parameter_of(each) for each in replicas]).mean(0)
+        once = {"ordinary": over_dp, "piece": over_rdp / TP, "scaled": over_rdp / TP, "partial": over_dp * TP}
+        once["frozen"] = once["piece"]
+        for (_, accumulation, backwards, _), turns in zip(CASES, cases, strict=True):
+            times = accumulation * backwards  # the microbatches are averaged
+            for turn, gradients in enumerate(turns):
+                for name, gradient in gradients.items():
+                    if name == "frozen" and turn == 0:
+                        assert gradient is None
+                        continue
+                    wanted = once[name] * times * (2 if turn == 2 else 1)
+                    assert gradient is not None, name
+                    torch.testing.assert_close(gradient, wanted, rtol=1e-13, atol=0, msg=name)
+
+
+def differ(what: str) -> None:
+    smp.init({"ddp": True, "tensor_parallel_degree": TP})
+    module = Kinds(smp.tp_rank())
+    if (smp.rank() == 3 and what == "piece") or (smp.rdp_rank() == 1 and what == "replica"):
+        piece = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        mark(piece, TpShard((6,), 0, (), smp.tp_rank(), TP, CommGroup.RDP_GROUP, 1 / TP))
+        module.register_parameter("piece", piece)
+    if smp.rank() == 3 and what == "scale":
+        mark(module.get_parameter("partial"), TpShard((2,), None, (), 1, TP, CommGroup.DP_GROUP, 1.0))
+    smp.DistributedModel(module)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("piece", r"ranks 2 and 3 of a tensor-parallel group: `parameter piece \[4\] .*` against `.* \[6\]"),
+        ("replica", r"data-parallel ranks 1 and 3: `parameter piece \(2,\).* against `parameter piece \(3,\)"),
+        ("scale", r"ranks 0 and 3: .*x 2.*` against .*x 1\.0`"),
+    ],
+)
+def test_different_pieces_and_scales_are_named(what: str, message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(differ, 4, what)
+
+
+def hook_on_pieces() -> str:
+    model = start()
+    with pytest.raises(UnsupportedError) as caught:
+        model.register_comm_hook(None, lambda _, bucket: bucket)
+    return caught.value.message
+
+
+def test_a_communication_hook_beside_pieces_is_refused() -> None:
+    assert "`piece` is reduced over ranks [0, 2]" in run_ranks(hook_on_pieces, 4)[0]
+
+
+def join_unevenly() -> dict[str, float]:
+    model = start()
+    with model.join():
+        for _ in range(1 + smp.rdp_rank()):
+            model.zero_grad()
+            kinds_step(model, torch.ones(1, 2, dtype=torch.float64), 1)
+            with torch.no_grad():
+                for value in model.parameters():
+                    value.add_(smp.rank() + 1)  # as if trained: only the values of those who went on count
+    return held_by(model)
+
+
+def test_join_ends_with_the_last_replica_whole_values_and_pieces_alike() -> None:
+    for rank, values in enumerate(run_ranks(join_unevenly, 4)):
+        # The last to join is rank 2 or 3, the replica of both holds the pieces.
+        piece = rank % TP + 1.0 + 2 * (2 + rank % TP + 1)
+        assert values["piece"] == values["frozen"] == piece
+        assert values["ordinary"] in (1 + 2 * 3, 1 + 2 * 4)

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import smpkit.torch as smp
+from smpkit.torch.distributed.deadline import waiting
+from tests.deadlines import SECONDS, facts, let_judge, wait_for_notes, wait_shortly
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+def outcome(call: Any) -> tuple[str, float]:
+    started = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "fine", time.monotonic() - started
+
+
+def late() -> tuple[str, float]:
+    """Come to nothing until rank 0 has given up."""
+    facts().wait(["given up"])
+    return "late", 0.0
+
+
+def given_up(call: Any) -> tuple[str, float]:
+    """Call as rank 0, and tell those that come late."""
+    told = outcome(call)
+    facts().set("given up", "")
+    return told
+
+
+def waited_seconds(message: str, where: str) -> float:
+    """Return for how long rank 0 says that it waited."""
+    found = re.match(rf"DeadlineError: rank 0 waited (\d+(?:\.\d)?) s {re.escape(where)}", message)
+    assert found is not None, message
+    return float(found[1])
+
+
+def one_rank_is_late(call: str) -> tuple[str, float]:
+    smp.init({"ddp": True})
+    if smp.rank() == 2:
+        return late()
+    actions = {"barrier": smp.barrier, "allgather": lambda: smp.allgather(1), "recv_from": lambda: smp.recv_from(2)}
+    action = actions[call]
+    let_judge(0, [1])
+    wait_shortly()
+    return given_up(action) if smp.rank() == 0 else outcome(action)
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [("barrier", "barrier of WORLD"), ("allgather", "allgather of WORLD"), ("recv_from", "recv_from(rank 2)")],
+)
+def test_a_deadline_names_who_waited_for_whom_in_what(call: str, what: str) -> None:
+    told = run_ranks(one_rank_is_late, 3, call)
+    for message, seconds in told[:2]:
+        assert waited_seconds(message, f"in {what} for rank 2") >= 0  # no time, where rank 1 gave up before it
+        assert "timeout_seconds" in message
+        assert seconds < SECONDS  # not the half hour of the default
+
+
+def nobody_receives() -> tuple[str, float]:
+    smp.init({"ddp": True})
+    if smp.rank() == 1:
+        return late()
+    wait_shortly()
+    return given_up(lambda: smp.send("hello", 1))
+
+
+def test_a_send_that_nobody_receives_ends_at_its_deadline() -> None:
+    message, seconds = run_ranks(nobody_receives, 2)[0]
+    assert waited_seconds(message, "in send to rank 1 for rank 1") >= 1
+    assert seconds < SECONDS  # not the half hour of the default
+
+
+def both_receive() -> tuple[str, float]:
+    smp.init({"ddp": True})
+    let_judge(0, [1])
+    if smp.rank() == 0:
+        wait_shortly()
+    return outcome(lambda: smp.recv_from(1 - smp.rank()))
+
+
+def test_a_circle_of_waits_says_where_the_others_were() -> None:
+    for message, _ in run_ranks(both_receive, 2):
+        assert waited_seconds(message, "in recv_from(rank 1) for rank 1") >= 1
+        assert "; meanwhile rank 1 waited in recv_from(rank 0) for rank 0\n" in message
+
+
+def the_last_of_a_chain_is_late() -> tuple[str, float]:
+    smp.init({"ddp": True})
+    if smp.rank() == 2:
+        return late()
+    let_judge(0, [1])
+    if smp.rank() == 1:
+        wait_for_notes([0])  # rank 0 is the first whose deadline passes
+    wait_shortly()
+    if smp.rank() == 0:
+        return given_up(lambda: smp.recv_from(1))
+    return outcome(lambda: smp.recv_from(2))
+
+
+def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:
+    """Rank 0 waits for rank 1, which is as well as rank 0 is: what both lack is rank 2."""
+    for message, _ in run_ranks(the_last_of_a_chain_is_late, 3)[:2]:
+        aside = "meanwhile rank 1 waited in recv_from(rank 2) for rank 2\n"
+        assert waited_seconds(message, f"in recv_from(rank 1) for rank 2; {aside}") >= 1
+
+
+# --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
+
+
+def start(script: str, size: int, folder: Path, agent: bool, stdin: int | None = None) -> list[subprocess.Popen[str]]:
+    """Start `size` ranks of a script, with a store of ours as torchrun would serve it, or with one in rank 0."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(script))
+    port = _port_of_a_store() if agent else _reserved_port()
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    common |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent else {}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=stdin,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+_kept: list[TCPStore | socket.socket] = []
+
+
+def _port_of_a_store() -> int:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _kept.append(store)
+    return store.port
+
+
+def _reserved_port() -> int:
+    """Return a port that nobody else is given: bound and not listening, it is left to the store of rank 0."""
+    reservation = socket.socket()
+    _kept.append(reservation)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("127.0.0.1", 0))
+    return int(reservation.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def _ports() -> Iterator[None]:
+    yield
+    for each in _kept:
+        if isinstance(each, socket.socket):
+            each.close()
+    _kept.clear()
+
+
+def stories(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+    try:
+        return [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+FAILS = """
+    import smpkit.torch as smp
+    smp.init({"ddp": True, "timeout_seconds": 600})
+    smp.barrier()
+    if smp.rank() == FAILING:
+        raise ValueError("the learning rate is negative")
+    smp.barrier()
+"""
+
+
+@pytest.mark.parametrize(("failing", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
+def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent: bool, tmp_path: Path) -> None:
+    told = stories(start(FAILS.replace("FAILING", str(failing)), 3, tmp_path, agent))  # far sooner than their deadline
+    assert told[failing].strip().endswith("ValueError: the learning rate is negative")
+    for rank, story in enumerate(told):
+        if rank != failing:
+            assert f"RemoteError: rank {failing} failed: ValueError: the learning rate is negative" in story
+
+
+LEAVES = """
+    import sys
+    import smpkit.torch as smp
+    smp.init({"ddp": True, "timeout_seconds": 600})
+    smp.barrier()
+    if smp.rank() == LEAVING:
+        sys.exit(3)
+    smp.barrier()
+"""
+
+
+@pytest.mark.parametrize(("leaving", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
+def test_a_rank_whose_script_ends_before_the_others_is_named_as_that(leaving: int, agent: bool, tmp_path: Path) -> None:
+    ranks = start(LEAVES.replace("LEAVING", str(leaving)), 2, tmp_path, agent)
+    told = stories(ranks)  # far sooner than their deadline
+    stayed = 1 - leaving
+    assert [ranks[leaving].returncode, ranks[stayed].returncode] == [3, 1]
+    assert f"RemoteError: rank {stayed} lost rank {leaving} in barrier of WORLD: its script ended" in told[stayed]
+    assert "hint: every rank makes the same calls" in told[stayed]
+    assert told[leaving] == ""
+
+
+ENDS_LATER = """
+    import os, time
+    import smpkit.torch as smp
+    smp.init({"ddp": True})
+    smp.barrier()
+    if smp.rank() == 1:
+        os.read(0, 1)  # until nothing listens any more where the store was
+"""
+
+
+def test_a_rank_that_ends_after_the_store_says_nothing(tmp_path: Path) -> None:
+    ranks = start(ENDS_LATER, 2, tmp_path, agent=False, stdin=subprocess.PIPE)
+    try:
+        ranks[0].wait(timeout=120)
+        told = ranks[1].communicate("x", timeout=120)[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert told == ""
+
+
+DIES = """
+    import os, signal
+    import smpkit.torch as smp
+    smp.init({"ddp": True, "timeout_seconds": 600})
+    smp.barrier()
+    if smp.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    smp.barrier()
+"""
+RANK_0_JUDGES = """
+    from tests.deadlines import let_judge
+    let_judge(0, [2])
+"""
+
+
+def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
+    ranks = start(RANK_0_JUDGES + DIES, 3, tmp_path, agent=True)
+    told = stories(ranks)  # far sooner than their deadline
+    assert ranks[1].returncode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert "RemoteError: rank 0 lost rank 1 in barrier of WORLD" in told[rank]
+
+
+def test_a_dead_rank_that_served_the_store_is_named(tmp_path: Path) -> None:
+    script = DIES.replace("smp.rank() == 1", "smp.rank() == 0")
+    told = stories(start(script, 2, tmp_path, agent=False))
+    assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD" in told[1]
+    assert "nobody listens at 127.0.0.1:" in told[1]
+    assert len(told[1].splitlines()) < 12  # where the script was and why it ends, without smpkit's own frames
+    assert 'script.py", line ' in told[1]
+    assert "[c10d]" not in told[1]  # the store's client, asked for what is gone, says so in a hundred lines
+
+
+STANDS_STILL = """
+    import os, signal, time
+    import smpkit.torch as smp
+    from smpkit.torch.distributed import failure_store as board
+    from tests.deadlines import wait_shortly
+    board._SILENCE_SECONDS = 1.0
+    smp.init({"ddp": True})
+    server = smp.allgather(os.getpid())[0]
+    if smp.rank() == 0:
+        time.sleep(600)  # not in the barrier: it might be through before it is stopped, and let rank 1 through
+    wait_shortly()
+    os.kill(server, signal.SIGSTOP)
+    smp.barrier()
+"""
+
+
+def test_a_rank_that_serves_the_store_and_stands_still_is_named(tmp_path: Path) -> None:
+    """`Store.check` has no deadline of its own: without ours rank 1 would wait for its answer for ever."""
+    ranks = start(STANDS_STILL, 2, tmp_path, agent=False)
+    try:
+        told = ranks[1].communicate(timeout=120)[1]
+    finally:
+        ranks[0].kill()
+        ranks[0].communicate()
+    assert "RemoteError: rank 1 lost rank 0 in barrier of WORLD after " in told
+    assert "; the store in rank 0 could tell why, but it has not answered for 1 s" in told
+
+
+def wait_in_a_collective() -> tuple[str, float]:
+    smp.init({"ddp": True})
+    if smp.rank() == 3:
+        return late()
+    group = smp.get_dp_process_group()
+    let_judge(0, [1, 2])
+    wait_shortly()
+
+    def reduce() -> None:
+        with waiting("the reduction of gradients", group):
+            dist.all_reduce(torch.ones(8), group=group)
+
+    return given_up(reduce) if smp.rank() == 0 else outcome(reduce)
+
+
+def test_a_collective_of_torch_is_named_too_when_it_is_wrapped() -> None:
+    for message, seconds in run_ranks(wait_in_a_collective, 4)[:3]:
+        assert message.startswith("DeadlineError: rank 0 waited ")
+        assert "in the reduction of gradients for rank 3" in message
+        assert seconds < SECONDS
+
+
+def other_errors_pass() -> list[str]:
+    smp.init({"ddp": True})
+    messages = []
+    for error in (ValueError("connection"), RuntimeError("a mere bug"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, waiting("nothing", [1 - smp.rank()]):
+            raise error
+        messages.append(repr(caught.value))
+    return messages
+
+
+def test_errors_that_are_not_of_communication_pass_unchanged() -> None:
+    expected = ["ValueError('connection')", "RuntimeError('a mere bug')", "KeyboardInterrupt()"]
+    assert run_ranks(other_errors_pass, 2) == [expected, expected]

@@ -1,0 +1,275 @@
+"""Who uses a GPU, and who must not start because it should have one: no test needs one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import smpkit.torch as smp
+from smpkit.errors import ConfigError, UnsupportedError
+from smpkit.torch.compat import cuda_on_cpu
+from smpkit.torch.core.context import Launch
+from smpkit.torch.distributed import gpus
+from smpkit.torch.distributed.gpus import GpuInfo, backend_of, notices_of, problems_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tells of machines whose GPU torch does not see")
+
+NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"
+OPEN_NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setattr(gpus, "DRIVER_FILE", tmp_path / "version")
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Path:
+    """Put a GPU beside the process, as one finds it in a container that was given the second one."""
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "nvidia1").touch()
+    return tmp_path / "nvidia1"
+
+
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+@pytest.fixture
+def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+
+
+def message_of(*gpu_infos: GpuInfo) -> str:
+    return str(ConfigError(problems_of(gpu_infos), subject="GPUs of the job"))
+
+
+def test_a_machine_without_a_gpu_is_no_problem() -> None:
+    gpu_info = gpus.probe_gpu(Launch(), {})
+    assert (gpu_info.gpu, gpu_info.expected, gpu_info.cpu_reason, gpu_info.unused) == (None, None, None, None)
+    assert problems_of([gpu_info, gpu_info]) == []
+    assert notices_of([gpu_info, gpu_info]) == []
+
+
+def test_a_gpu_that_the_launcher_counted_must_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(NVRM)
+    text = message_of(GpuInfo(gpu="GPU-a"), gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": "8", "CUDA_VISIBLE_DEVICES": "9"}))
+    assert "rank 1 sees no GPU but should have one (SM_NUM_GPUS is 8)" in text
+    assert f"torch {torch.__version__} is built " in text
+    assert "the driver is 535.104.05" in text
+    assert "CUDA_VISIBLE_DEVICES is 9" in text
+    assert "hint: " in text
+    assert "if the CPU is meant, set CUDA_VISIBLE_DEVICES='' or SMPKIT_CUDA_ON_CPU=1" in text
+
+
+@pytest.mark.parametrize("count", ["0", "", "many"])
+def test_no_gpu_that_the_launcher_counted_is_none_to_miss(count: str) -> None:
+    assert gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": count}).expected is None
+
+
+def test_a_gpu_that_another_rank_has_is_one_to_miss() -> None:
+    blind = gpus.probe_gpu(Launch(), {})
+    text = message_of(blind, GpuInfo(gpu="GPU-a"), blind)
+    assert "ranks 0 and 2 see no GPU but should have one (rank 1 has one)" in text
+    assert "the version of the driver is unknown" in text
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_a_build_for_cuda_beside_a_gpu_must_see_it(device: Path, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(OPEN_NVRM)
+    text = message_of(gpus.probe_gpu(Launch(), {}))
+    assert f"rank 0 sees no GPU but should have one ({device} exists)" in text
+    assert f"torch {torch.__version__} is built for CUDA 13.0, the driver is 580.65.06" in text
+    assert "torch says `" in text
+    assert "hint: update the driver (CUDA 13.0 needs 580 or newer)" in text
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_a_build_for_cpus_beside_a_gpu_is_worth_a_warning(device: Path) -> None:
+    gpu_info = gpus.probe_gpu(Launch(), {})
+    assert problems_of([gpu_info, gpu_info]) == []
+    (text,) = notices_of([gpu_info, gpu_info, GpuInfo()])
+    assert f"{device} exists" in text
+    assert "ranks 0 and 1 train on the CPU" in text
+
+
+@pytest.mark.parametrize("build", ["cuda_build", "cpu_build"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"CUDA_VISIBLE_DEVICES": ""},
+        {"CUDA_VISIBLE_DEVICES": "-1"},
+        {"CUDA_VISIBLE_DEVICES": "-1,0"},
+        {"CUDA_VISIBLE_DEVICES": "NoDevFiles"},
+        {"SMPKIT_CUDA_ON_CPU": "1"},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("device")
+def test_who_means_the_cpu_gets_it(said: dict[str, str], build: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(build)
+    gpu_info = gpus.probe_gpu(Launch(), {"SM_NUM_GPUS": "8", **said})
+    assert problems_of([gpu_info, GpuInfo(gpu="GPU-a")]) == []
+    assert notices_of([gpu_info]) == []
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_with_a_gpu_of_their_own_use_nccl() -> None:
+    assert backend_of([GpuInfo("a"), GpuInfo("b")], "auto") == ("cpu:gloo,cuda:nccl", [])
+    assert backend_of([GpuInfo("a"), GpuInfo("b")], "gloo") == ("gloo", [])
+    assert backend_of([GpuInfo(), GpuInfo()], "nccl") == ("gloo", [])
+
+
+def test_ranks_that_share_a_gpu_use_gloo_and_are_told() -> None:
+    backend, (text,) = backend_of([GpuInfo("a"), GpuInfo("a")], "auto")
+    assert backend == "gloo"
+    assert "2 ranks share 1 GPU, which nccl cannot do" in text
+
+
+def test_ranks_on_the_cpu_beside_ranks_on_gpus_are_told() -> None:
+    backend, (text,) = backend_of([GpuInfo("a"), GpuInfo(cpu_reason="CUDA_VISIBLE_DEVICES=''")], "auto")
+    assert backend == "gloo"
+    assert "rank 1 uses the CPU (CUDA_VISIBLE_DEVICES='') while others have a GPU" in text
+
+
+def test_a_shared_gpu_carries_nccl_if_asked_to() -> None:
+    shared = GpuInfo("a", shared_nccl=[2, 30, 1])
+    backend, (text,) = backend_of([shared, shared], "auto")
+    assert backend == "cpu:gloo,cuda:nccl"
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in text
+    assert backend_of([shared, shared], "gloo") == ("gloo", [])
+    own = GpuInfo("b", shared_nccl=[2, 28, 9])
+    assert backend_of([shared, own], "auto") == ("cpu:gloo,cuda:nccl", [])  # nothing is shared
+
+
+def test_an_nccl_that_cannot_share_a_gpu_is_refused() -> None:
+    new, old, missing = (GpuInfo("a", shared_nccl=version) for version in ([2, 30, 1], [2, 28, 9], []))
+    with pytest.raises(UnsupportedError, match=r"needs NCCL 2\.30 or newer, but rank 1 has 2\.28\.9"):
+        backend_of([new, old], "auto")
+    with pytest.raises(UnsupportedError, match="but rank 0 has none"):
+        backend_of([missing, missing], "auto")
+
+
+def test_all_ranks_must_want_to_share_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="SMPKIT_SHARED_GPU_NCCL: is 1 on some ranks but not on rank 1"):
+        backend_of([GpuInfo("a", shared_nccl=[2, 30, 1]), GpuInfo("a")], "auto")
+
+
+def test_the_wish_to_share_a_gpu_is_told_with_the_version_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "nccl_version", lambda: (2, 30, 4))
+    assert gpus.probe_gpu(Launch(), {"SMPKIT_SHARED_GPU_NCCL": "1"}).shared_nccl == (2, 30, 4)
+    assert gpus.probe_gpu(Launch(), {}).shared_nccl is None
+
+
+# --- scripts that say `cuda` ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("environ", "installs"),
+    [
+        ({}, False),
+        ({"SMPKIT_CUDA_ON_CPU": "1"}, True),
+        ({"SMPKIT_CUDA_ON_CPU": "0", "CUDA_VISIBLE_DEVICES": ""}, False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, True),
+    ],
+    ids=str,
+)
+def test_cuda_is_not_the_cpu_where_a_gpu_cannot_be_used(environ: dict[str, str], installs: bool) -> None:
+    assert run_ranks(install, 1, environ, gpus.DEVICE_FILES) == [installs]
+
+
+@pytest.mark.parametrize(("environ", "installs"), [({}, True), ({"SM_NUM_GPUS": "1"}, False)], ids=str)
+def test_cuda_is_the_cpu_where_there_is_no_gpu(environ: dict[str, str], installs: bool) -> None:
+    assert run_ranks(install, 1, environ, gpus.DEVICE_FILES) == [installs]
+
+
+def install(environ: dict[str, str], device_files: str) -> bool:
+    gpus.DEVICE_FILES = device_files
+    cuda_on_cpu.install(environ)
+    return cuda_on_cpu.installed()
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def told_at_init(prepare: Callable[[int, str], None], device_files: str) -> tuple[str, list[str], bool]:
+    """Return the error of `smp.init()`, its warnings, and whether it left something behind."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    prepare(int(os.environ["RANK"]), device_files)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            smp.init({"ddp": True})
+            error = ""
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    started = smp.is_initialized()
+    smp.shutdown()
+    return error, [str(warning.message) for warning in caught], started
+
+
+def counted_on_rank_1(rank: int, device_files: str) -> None:
+    gpus.DEVICE_FILES = device_files
+    if rank == 1:
+        os.environ["SM_NUM_GPUS"] = "8"
+
+
+def one_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInfo:
+    return GpuInfo("GPU-a")
+
+
+def seen_on_rank_0(rank: int, device_files: str) -> None:
+    gpus.DEVICE_FILES = device_files
+    if rank == 0:
+        gpus.probe_gpu = one_gpu
+
+
+def unused(rank: int, device_files: str) -> None:
+    gpus.DEVICE_FILES = device_files
+    torch.version.cuda = None
+
+
+@pytest.fixture(params=["launcher", "rank 0"])
+def store_in(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """Return variables that say who serves the store; the port of rank 0 is bound here and left for it to listen on."""
+    if request.param == "launcher":
+        yield {}
+        return
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(reservation.getsockname()[1])}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"), [(counted_on_rank_1, "SM_NUM_GPUS is 8"), (seen_on_rank_0, "rank 0 has one")]
+)
+def test_a_rank_that_misses_its_gpu_ends_all(
+    prepare: Callable[[int, str], None], reason: str, store_in: dict[str, str]
+) -> None:
+    for error, caught, started in run_ranks(told_at_init, 2, prepare, gpus.DEVICE_FILES, env=store_in):
+        assert error.startswith("ConfigError: 1 problem in the GPUs of the job\n")
+        assert f"rank 1 sees no GPU but should have one ({reason})" in error
+        assert (caught, started) == ([], False)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_gpu_that_torch_does_not_know_is_told_once() -> None:
+    first, second = run_ranks(told_at_init, 2, unused, gpus.DEVICE_FILES)
+    assert [first[0], second[0]] == ["", ""]
+    assert len(first[1]) == 1
+    assert "ranks 0 and 1 train on the CPU" in first[1][0]
+    assert second[1] == []

@@ -1,0 +1,132 @@
+"""Communicators are made at `smp.init`, in one order; lanes do not depend on how a script made the default group."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import smpkit.torch as smp
+from smpkit.errors import DeadlineError, RemoteError, UsageError
+from smpkit.torch.core.runtime import state
+from smpkit.torch.distributed import init as initialize
+from smpkit.torch.distributed.groups import Groups
+from smpkit.torch.distributed.init import channel_group
+from smpkit.torch.pipeline.channels import refuse_launch_order
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def warmed_up() -> list[tuple[int, ...]]:
+    """Return the ranks of the groups that are warmed up, in order, as this rank sees them."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True})
+    assert initialize._world is not None
+    assert state.runtime is not None
+    seen = []
+
+    def note(tensor: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+        if async_op:  # what meets nccl; on the hosts, they have met before
+            seen.append(tuple(dist.get_process_group_ranks(group)))
+        return all_reduce(tensor, group=group, async_op=async_op)
+
+    all_reduce = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", note):
+        initialize._world.groups.warm_up(state.runtime.groups, CPU)
+    smp.shutdown()
+    return seen
+
+
+def test_groups_are_connected_in_one_order_each_once() -> None:
+    # WORLD; MP is PP here; DP is RDP.
+    assert run_ranks(warmed_up, 4) == [
+        [(0, 1, 2, 3), (0, 1), (0, 2)],
+        [(0, 1, 2, 3), (0, 1), (1, 3)],
+        [(0, 1, 2, 3), (2, 3), (0, 2)],
+        [(0, 1, 2, 3), (2, 3), (1, 3)],
+    ]
+
+
+def misses_one() -> str:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True, "timeout_seconds": 3})
+    assert initialize._world is not None
+    assert state.runtime is not None
+    if smp.rank() == 1:
+        time.sleep(6)  # alive, and elsewhere
+        return ""
+    with pytest.raises((DeadlineError, RemoteError)) as caught:
+        initialize._world.groups.warm_up(state.runtime.groups, CPU)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_to_a_connection_is_named() -> None:
+    text = run_ranks(misses_one, 2, timeout=60)[0]
+    assert "the connection of" in text
+    assert "rank 1" in text
+
+
+def test_a_gpu_that_does_not_answer_is_named() -> None:
+    groups = Groups(cast("Any", None), 0, timedelta(seconds=0.05), single_host=True)
+    work = SimpleNamespace(is_completed=lambda: False)
+    with (
+        mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 5]),
+        pytest.raises(DeadlineError, match=r"rank 0 waited 0 s in the connection of X for rank 5"),
+    ):
+        groups._wait_for_gpu(cast("Any", work), "the connection of X", cast("Any", None))
+
+
+def bound() -> tuple[list[Any], str, float]:
+    """Make lanes of two of three ranks where the default group is bound to a device."""
+    dist.init_process_group("gloo")
+    smp.init({"ddp": True})
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    seen = []
+    found = torch.zeros(1)
+    if dist.get_rank() < 2:
+        new_group = dist.new_group
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            seen.append(world.bound_device_id)
+            return new_group(*args, **kwargs)
+
+        with mock.patch.object(dist, "new_group", note):
+            group = channel_group((0, 1))
+        if dist.get_rank() == 0:
+            group.send([torch.ones(1)], 1, 0).wait()
+        else:
+            group.recv([found], 0, 0).wait()
+    kept = str(world.bound_device_id)
+    world.bound_device_id = None  # there is no such device here
+    dist.barrier()
+    smp.shutdown()
+    return seen, kept, found.item()
+
+
+def test_lanes_are_made_by_their_own_ranks_where_a_script_has_bound_the_default_group() -> None:
+    (seen, kept, _), (_, _, found), _ = run_ranks(bound, 3)
+    assert (seen, kept, found) == ([None], "cuda:0", 1.0)
+
+
+def test_an_order_of_launches_over_all_communicators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_launch_order()
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    with pytest.raises(UsageError, match="NCCL_LAUNCH_ORDER_IMPLICIT is '1'"):
+        refuse_launch_order()
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without nccl")
+def test_lanes_start_before_what_is_computed_and_take_little_of_the_gpu() -> None:
+    groups = Groups(cast("Any", None), 0, timedelta(seconds=7), single_host=True)
+    options = cast("Any", groups._channel_options("nccl"))
+    assert options.is_high_priority_stream
+    assert options.config.max_ctas == 8
+    assert options._timeout == timedelta(seconds=7)
+    assert groups._channel_options("gloo") is None

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.torch.distributed import objects as comm
+from tests.deadlines import facts
+from tests.ranks import run_ranks
+
+GRID = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "microbatches": 4}
+
+
+class Thing:
+    """Pickles by the name of its class, as a script's own objects do."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def objects() -> dict[str, Any]:
+    torch.manual_seed(0)
+    base = torch.randn(4, 6)
+    return {
+        "float": torch.randn(3),
+        "bool": torch.tensor([True, False, True]),
+        "bfloat16": torch.randn(5).to(torch.bfloat16),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "complex": torch.randn(2, 2, dtype=torch.complex64),
+        "conjugate": torch.randn(2, dtype=torch.complex64).conj(),
+        "int64": torch.arange(5),
+        "uint8": torch.arange(5, dtype=torch.uint8),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "transposed": base.t(),
+        "strided": base[::2, 1::2],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+        "grad": torch.ones(2, requires_grad=True),
+        "none": None,
+        "number": 3,
+        "text": "héllo",
+        "nested": {"list": [torch.ones(1), (torch.zeros(2), {"deep": torch.ones(3)})], 3: {4, 5}},
+        "thing": Thing(torch.full((2,), 7.0)),
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        equal = torch.equal(left.to_dense(), right.to_dense()) if left.is_sparse else bool((left == right).all())
+        kind = (type(left), left.dtype, left.shape, left.requires_grad)
+        return equal and kind == (type(right), right.dtype, right.shape, right.requires_grad)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, Thing):
+        return same(left.tensor, right.tensor)
+    return bool(left == right)
+
+
+def exchange_objects() -> dict[str, bool]:
+    smp.init({"ddp": True})
+    mine = objects()
+    if smp.rank() == 0:
+        for value in mine.values():
+            smp.send(value, 1)
+        smp.send(mine, 1)
+        return {}
+    result = {name: same(value, smp.recv_from(0)) for name, value in mine.items()}
+    result["all at once"] = same(mine, smp.recv_from(0))
+    return result
+
+
+def test_every_kind_of_object_arrives_as_it_was() -> None:
+    arrived = run_ranks(exchange_objects, 2)[1]
+    assert [name for name, good in arrived.items() if not good] == []
+    assert len(arrived) == len(objects()) + 1
+
+
+def share_memory() -> dict[str, bool]:
+    smp.init({"ddp": True})
+    if smp.rank() == 0:
+        tensor = torch.arange(4.0)
+        tied = nn.Linear(2, 2, bias=False)
+        head = nn.Linear(2, 2, bias=False)
+        head.weight = tied.weight
+        smp.send({"once": tensor, "again": tensor, "other": torch.arange(4.0)}, 1)
+        smp.send(nn.Sequential(tied, head).state_dict(), 1)
+        return {}
+    first = smp.recv_from(0)
+    second = smp.recv_from(0)
+    first["once"][0] = 9
+    return {
+        "the same object": first["once"] is first["again"],
+        "no other object": first["other"][0].item() == 0,
+        "tied weights": second["0.weight"].data_ptr() == second["1.weight"].data_ptr(),
+        "owns its memory": second["0.weight"].untyped_storage().nbytes() == 16,
+    }
+
+
+def test_shared_tensors_travel_once_and_share_memory_again() -> None:
+    arrived = run_ranks(share_memory, 2)[1]
+    assert [name for name, good in arrived.items() if not good] == []
+
+
+def broadcast_is_the_senders() -> list[Any]:
+    smp.init(GRID)
+    got: list[Any] = []
+    if smp.rank() == 2:
+        smp.broadcast({"x": torch.ones(2)}, smp.WORLD)
+        smp.broadcast("second", smp.WORLD)
+    else:
+        got += [smp.recv_from(2)["x"].tolist(), smp.recv_from(2, smp.RankType.WORLD_RANK)]
+    if smp.pp_rank() == 1:  # cluster: pipelines are (0, 2) and (1, 3)
+        smp.broadcast(f"from {smp.rank()}", smp.PP_GROUP)
+    else:
+        got.append(smp.recv_from(1, smp.RankType.PP_RANK))
+    if smp.tp_rank() == 0:
+        smp.broadcast(f"tp {smp.rank()}", smp.CommGroup.TP_GROUP)
+    else:
+        got.append(smp.recv_from(0, smp.RankType.TP_RANK))
+    return got
+
+
+def test_trap_16_broadcast_is_called_by_the_sender_and_received_by_recv_from() -> None:
+    got = run_ranks(broadcast_is_the_senders, 4)
+    assert got == [
+        [[1.0, 1.0], "second", "from 2"],
+        [[1.0, 1.0], "second", "from 3", "tp 0"],
+        [],
+        [[1.0, 1.0], "second", "tp 2"],
+    ]
+
+
+def broadcast_and_send_pair_in_order() -> list[Any]:
+    smp.init({"ddp": True})
+    if smp.rank() == 0:
+        smp.broadcast("a", smp.WORLD)
+        smp.send("b", 1)
+        smp.broadcast("c", smp.DP_GROUP)
+        return []
+    count = 3 if smp.rank() == 1 else 2
+    return [smp.recv_from(0) for _ in range(count)]
+
+
+def test_messages_of_one_source_arrive_in_the_order_of_its_calls() -> None:
+    assert run_ranks(broadcast_and_send_pair_in_order, 4)[1:] == [["a", "b", "c"], ["a", "c"], ["a", "c"]]
+
+
+def rank_types() -> list[Any]:
+    smp.init(GRID)
+    got = []
+    for kind in (smp.RankType.TP_RANK, smp.RankType.PP_RANK, smp.RankType.MP_RANK):
+        group = smp.state.group(kind.value)
+        index = group.index(smp.rank())
+        ahead, behind = (index + 1) % len(group), (index - 1) % len(group)
+        if index % 2 == 0:
+            smp.send((kind.name, smp.rank()), ahead, kind)
+            got.append(smp.recv_from(behind, kind))
+        else:
+            message = smp.recv_from(behind, kind)
+            smp.send((kind.name, smp.rank()), ahead, kind)
+            got.append(message)
+    return got
+
+
+def test_trap_13_rank_types_count_within_the_senders_group() -> None:
+    got = run_ranks(rank_types, 4)
+    assert got[0] == [("TP_RANK", 1), ("PP_RANK", 2), ("MP_RANK", 3)]
+    assert got[3] == [("TP_RANK", 2), ("PP_RANK", 1), ("MP_RANK", 2)]
+
+
+def gather_everywhere() -> list[Any]:
+    smp.init(GRID)
+    whole = smp.allgather({"rank": smp.rank(), "data": torch.full((smp.rank(),), float(smp.rank()))}, smp.WORLD)
+    ours = smp.allgather(smp.rank(), smp.DP_GROUP)
+    mine = object()
+    own = smp.allgather(None, smp.RDP_GROUP)
+    return [[item["data"].tolist() for item in whole], ours, own, smp.allgather(mine, smp.RDP_GROUP)[0] is mine]
+
+
+def test_allgather_orders_by_rank_in_the_group() -> None:
+    got = run_ranks(gather_everywhere, 4)
+    for rank, (whole, ours, own, itself) in enumerate(got):
+        assert whole == [[float(other)] * other for other in range(4)]
+        assert ours == ([0, 1] if rank < 2 else [2, 3])
+        assert own == [None]
+        assert itself
+
+
+def barrier_waits() -> tuple[float, float]:
+    smp.init({"ddp": True})
+    smp.barrier()
+    if smp.rank() == 1:
+        time.sleep(0.5)
+    before = time.monotonic()
+    smp.barrier()
+    smp.dp_barrier()
+    smp.mp_barrier()
+    return before, time.monotonic()
+
+
+def test_a_barrier_opens_when_the_last_has_come() -> None:
+    times = run_ranks(barrier_waits, 4)  # the clock is the machine's, so it is comparable between processes
+    assert min(after for _, after in times) >= max(before for before, _ in times)
+
+
+def wrong_arguments() -> list[str]:
+    smp.init(GRID)
+    messages = []
+    for call in (
+        lambda: smp.send(1, 4),
+        lambda: smp.send(1, -1),
+        lambda: smp.recv_from(2, smp.RankType.TP_RANK),
+        lambda: smp.send(1, smp.rank()),
+        lambda: smp.recv_from(smp.tp_rank(), smp.RankType.TP_RANK),
+        lambda: smp.send(1, 0, "WORLD_RANK"),  # type: ignore[arg-type]
+        lambda: smp.broadcast(1, smp.RankType.TP_RANK),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_wrong_ranks_and_kinds_are_named_with_the_valid_ones() -> None:
+    got = run_ranks(wrong_arguments, 4)[1]
+    assert got[0] == "smp.send: there is no WORLD_RANK 4\nhint: valid are 0 to 3"
+    assert "no WORLD_RANK -1" in got[1]
+    assert got[2] == "smp.recv_from: there is no TP_RANK 2\nhint: valid are 0 to 1"
+    assert got[3].startswith("smp.send: rank 1 names itself")
+    assert got[4].startswith("smp.recv_from: rank 1 names itself")
+    assert "'WORLD_RANK' is not a rank type" in got[5]
+    assert "smp.RankType.WORLD_RANK" in got[5]
+    assert "is not a group" in got[6]
+    assert "smp.CommGroup.DP_GROUP" in got[6]
+
+
+MANY_SECONDS = 600
+"""`timeout_seconds`: whoever waits for that has not noticed."""
+
+MISMATCHES: dict[str, Any] = {
+    "barrier and allgather": (smp.barrier, lambda: smp.allgather(1)),
+    "recv_from and barrier": (lambda: smp.recv_from(1), smp.barrier),
+    "barriers of two groups": (lambda: smp.barrier(smp.WORLD), lambda: smp.barrier(smp.DP_GROUP)),
+    "broadcast by both": (smp.barrier, lambda: smp.broadcast(1, smp.WORLD)),
+}
+
+
+def mismatched(name: str) -> str:
+    smp.init({"ddp": True, "timeout_seconds": MANY_SECONDS})
+    try:
+        MISMATCHES[name][smp.rank()]()
+    except Exception as error:
+        if smp.rank() == 0:
+            facts().set("noticed", "")
+        else:  # a rank that notices first must not end before the other has read its header, or that sees a lost peer
+            facts().wait(["noticed"])
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("barrier and allgather", "rank 0 is in barrier of WORLD, but rank 1 is in allgather of WORLD"),
+        ("recv_from and barrier", "rank 0 is in recv_from(rank 1), but rank 1 is in barrier of WORLD"),
+        ("barriers of two groups", "rank 0 is in barrier of WORLD, but rank 1 is in barrier of DP_GROUP"),
+        ("broadcast by both", "rank 0 is in barrier of WORLD, but rank 1 is in send or broadcast"),
+    ],
+    ids=list(MISMATCHES),
+)
+def test_calls_that_do_not_fit_are_named_and_not_waited_for(name: str, words: str) -> None:
+    first, _ = run_ranks(mismatched, 2, name)
+    assert first.startswith(f"UsageError: {words}")
+
+
+def unpicklable() -> list[str]:
+    smp.init({"ddp": True})
+    if smp.rank() == 1:
+        return [smp.recv_from(0)]
+    with pytest.raises(Exception, match="pickle"):
+        smp.send(lambda: 0, 1)
+    smp.send("after", 1)
+    return []
+
+
+def test_an_object_that_cannot_be_pickled_leaves_the_stream_in_order() -> None:
+    assert run_ranks(unpicklable, 2)[1] == ["after"]
+
+
+def big_object() -> bool:
+    smp.init({"ddp": True})
+    if smp.rank() == 0:
+        smp.send({"weights": torch.ones(32 * 2**20, dtype=torch.uint8)}, 1)
+        return True
+    with mock.patch.object(comm, "_receive", wraps=comm._receive) as receive:
+        weights = smp.recv_from(0)["weights"]
+    assert int(weights.sum(dtype=torch.int64)) == 32 * 2**20
+    *others, largest = sorted((call.args[0] for call in receive.call_args_list), key=lambda tensor: tensor.nbytes)
+    return largest.data_ptr() == weights.data_ptr() and sum(tensor.nbytes for tensor in others) < 1000
+
+
+def test_tensors_travel_fast_because_they_are_not_pickled() -> None:
+    """They are received where they stay, and what is pickled is small."""
+    assert run_ranks(big_object, 2) == [True, True]

@@ -1,0 +1,114 @@
+"""Tracebacks show the lines of the script, and all lines where smpkit itself is wrong."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.torch.distributed import tracebacks
+from tests.ranks import run_ranks
+
+WIDTH = 4
+
+
+class Broken(nn.Module):
+    """Raises in a line of its own, in torch's, or nowhere."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "own":
+            raise ValueError("no such layer")
+        result: Tensor = self.linear(x[:, 1:] if self.how == "torch" else x)
+        return result
+
+
+@smp.step
+def train_step(model: Any, x: Tensor, how: str) -> Tensor:
+    y = model(x)
+    loss: Tensor = (y @ x).mean() if how == "between" else y.mean()
+    if how == "refused":
+        loss.backward()
+    model.backward(loss)
+    return loss
+
+
+def shown(how: str) -> list[str]:
+    """Return which functions the traceback names, for rank 0, whose layer it is."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1})
+    module = nn.Sequential(Broken(how), nn.Linear(WIDTH, WIDTH))
+    smp.set_partition(module[0], 0)
+    model = smp.DistributedModel(module)
+    try:
+        train_step(model, torch.ones(4, WIDTH), how)
+    except Exception as error:
+        tracebacks.shorten(error)
+        return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "names"),
+    [
+        pytest.param("own", 0, ["shown", "train_step", "forward"], id="a line of the script"),
+        pytest.param("between", 1, ["shown", "train_step"], id="an operation between units"),
+        pytest.param("refused", 0, ["shown", "train_step"], id="something refused"),
+    ],
+)
+def test_only_the_lines_of_the_script_are_shown(how: str, rank: int, names: list[str]) -> None:
+    assert run_ranks(shown, 2, how)[rank] == names
+
+
+def test_what_torch_did_after_the_last_line_of_the_script_is_shown() -> None:
+    names = run_ranks(shown, 2, "torch")[0]
+    assert names[:3] == ["shown", "train_step", "forward"]
+    assert names[-1] == "forward"
+    assert "run_on_owner" not in names
+
+
+def raised(function: Any, *args: Any) -> BaseException:
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_error_that_was_not_foreseen_keeps_all_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> None:
+        raise KeyError("a mistake of smpkit's")
+
+    error = raised(wrong)
+    monkeypatch.setattr(tracebacks, "_OURS", (__file__,))
+    before = traceback.extract_tb(error.__traceback__)
+    tracebacks.shorten(error)
+    assert traceback.extract_tb(error.__traceback__) == before
+
+
+def test_errors_behind_an_error_are_shortened_too() -> None:
+    def outer() -> None:
+        try:
+            smp.barrier()
+        except UsageError as error:
+            raise ValueError("outer") from error
+
+    error = raised(outer)
+    tracebacks.shorten(error)
+    assert error.__cause__ is not None
+    assert [frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)] == ["outer"]
+
+
+def test_an_error_of_ours_outside_any_step_shows_the_script() -> None:
+    error = raised(smp.barrier)
+    assert isinstance(error, UsageError)
+    tracebacks.shorten(error)
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == ["raised"]

@@ -1,0 +1,324 @@
+"""A rank that waits inside a call of CUDA wakes when another one fails; nccl is played by what only an abort ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType  # torch.distributed's, which its types hide
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.torch.core.context import Launch
+from smpkit.torch.distributed import deadline, watcher
+from smpkit.torch.distributed import init as initialize
+from smpkit.torch.distributed.deadline import waiting
+from smpkit.torch.distributed.watcher import _is_alive
+from tests.deadlines import SECONDS, facts
+from tests.ranks import run_ranks
+from tests.torch.distributed.test_deadline import start, stories
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads from /proc whether a process lives")
+
+
+class Spinning:
+    """What nccl is to a rank whose GPU waits for one that is gone."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error = ErrorType.SUCCESS
+
+    def abort(self) -> None:
+        self.ended.set()
+
+    def get_error(self) -> ErrorType:
+        return self.error
+
+    def item(self) -> None:
+        """Return when the kernel has ended, as `Tensor.item()` does, with garbage."""
+        assert self.ended.wait(SECONDS), "nobody ended the kernel"
+
+
+def begin(look_seconds: float = 0.1) -> Spinning:
+    """Start a job whose ranks are connected by nccl."""
+    backend = Spinning()
+    deadline.device_backends = lambda group: [backend]  # type: ignore[list-item]
+    watcher._POLL_SECONDS = look_seconds  # type: ignore[misc]
+    smp.init({"ddp": True, "timeout_seconds": 600})
+    return backend
+
+
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def one_fails(how: str) -> str:
+    backend = begin()
+    if smp.rank() == 1:
+        deadline.report_failure(ValueError("the loss is not finite"))
+        assert backend.ended.is_set()
+        facts().wait(["heard"])  # or its end would tell as well
+        return "failed"
+    backend.item()
+    assert deadline.failed()
+
+    def collective() -> None:
+        with waiting("the reduction of gradients", [1]):
+            if how != "nothing":
+                raise RuntimeError(how)
+
+    text = message_of(smp.barrier if how == "barrier" else collective)
+    facts().set("heard", "")
+    return text
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["barrier", "nothing", "NCCL communicator was aborted on rank 0.", "CUDA error: unspecified launch failure"],
+)
+def test_a_rank_that_waits_for_its_gpu_hears_which_rank_failed_and_why(how: str) -> None:
+    assert run_ranks(one_fails, 2, how)[0].startswith("RemoteError: rank 1 failed: ValueError: the loss is not finite")
+
+
+def one_condemns() -> str:
+    backend = begin()
+    if smp.rank() == 0:
+        deadline.fail_all_ranks(UsageError("ranks took different ways"))
+        assert backend.ended.is_set()
+        return message_of(smp.barrier)
+    backend.item()
+    return message_of(smp.barrier)
+
+
+def test_a_thread_that_condemns_the_job_wakes_all() -> None:
+    told = run_ranks(one_condemns, 2)
+    assert told[0].startswith("UsageError: ranks took different ways")
+    assert told[1].startswith("RemoteError: rank 0 failed: UsageError: ranks took different ways")
+
+
+def one_loses_its_connection() -> tuple[str, bool]:
+    backend = begin(look_seconds=SECONDS)  # nobody watches: who notices it ends its own kernels
+    if smp.rank() == 1:
+        facts().wait(["told"])
+        return "late", True
+
+    def receive() -> None:
+        with waiting("recv_from(rank 1)", [1]):
+            raise RuntimeError("Connection closed by peer")
+
+    text = message_of(receive)
+    facts().set("told", "")
+    return text, backend.ended.is_set()
+
+
+def test_a_rank_that_loses_another_ends_its_own_kernels() -> None:
+    text, ended = run_ranks(one_loses_its_connection, 2)[0]
+    assert text.startswith("RemoteError: rank 0 lost rank 1 in recv_from(rank 1)")
+    assert ended
+
+
+def interrupt() -> bool:
+    backend = begin(look_seconds=SECONDS)
+    deadline._previous_hook = lambda *error: None
+    deadline._on_uncaught(KeyboardInterrupt, KeyboardInterrupt(), None)
+    return backend.ended.is_set()
+
+
+def test_an_interrupt_ends_kernels() -> None:
+    assert run_ranks(interrupt, 2) == [True, True]
+
+
+def one_times_out(error: str) -> str:
+    backend = begin()
+    if smp.rank() == 1:
+        facts().wait(["told"])
+        return "late"
+    backend.error = ErrorType.__members__[error]
+    backend.item()
+    text = message_of(smp.barrier)
+    facts().set("told", "")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("TIMEOUT", "DeadlineError: rank 0 waited 600 s in an operation between GPUs (default_pg) for rank 1"),
+        ("COMM_ERROR", "RemoteError: rank 0 lost rank 1 in an operation between GPUs (default_pg)"),
+    ],
+)
+def test_an_error_of_nccl_becomes_a_verdict(error: str, words: str) -> None:
+    assert run_ranks(one_times_out, 2, error)[0].startswith(words)
+
+
+def one_leaves() -> tuple[bool, bool]:
+    backend = begin()
+    pid = smp.allgather(os.getpid())[1]
+    if smp.rank() == 1:
+        smp.shutdown()
+        return True, True
+    end = time.monotonic() + SECONDS
+    while _is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    gone = not _is_alive(pid)
+    time.sleep(1)  # ten looks
+    return gone, deadline.failed() or backend.ended.is_set()
+
+
+def test_a_rank_that_has_shut_down_may_end() -> None:
+    assert run_ranks(one_leaves, 2)[0] == (True, False)
+
+
+def watchers_of_two_worlds() -> list[int]:
+    counts = []
+    for _ in range(2):
+        begin()
+        smp.init({"ddp": True, "microbatches": 2, "timeout_seconds": 600})  # once more, in the same world
+        smp.barrier()
+        counts.append(sum(thread.name == "smpkit-watcher" for thread in threading.enumerate()))
+        smp.shutdown()
+        end = time.monotonic() + SECONDS
+        while any(thread.name == "smpkit-watcher" for thread in threading.enumerate()) and time.monotonic() < end:
+            time.sleep(0.01)
+    deadline.device_backends = lambda group: []
+    smp.init({"ddp": True})
+    counts.append(sum(thread.name == "smpkit-watcher" for thread in threading.enumerate()))
+    return counts
+
+
+def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> None:
+    assert run_ranks(watchers_of_two_worlds, 2) == [[1, 1, 0]] * 2
+
+
+def test_kernels_end_before_a_process_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Spinning()
+    monkeypatch.setattr(deadline, "device_backends", lambda group: [backend])
+    monkeypatch.setattr(deadline, "_failed", True)
+    try:
+        smp.init({})
+        monkeypatch.setattr(deadline, "_failed", True)
+        initialize._at_exit()
+        assert backend.ended.is_set()
+        assert dist.is_initialized()  # nothing waited for the others
+    finally:
+        monkeypatch.undo()
+        smp.shutdown()
+
+
+def test_an_abort_that_hangs_holds_up_neither_the_others_nor_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, other, over = Spinning(), Spinning(), threading.Event()
+    monkeypatch.setattr(stuck, "abort", lambda: over.wait(SECONDS))
+    monkeypatch.setattr(deadline, "device_backends", lambda group: [stuck, other])
+    monkeypatch.setattr(deadline, "_ABORT_SECONDS", 0.2)
+    deadline.abort([object()])  # type: ignore[list-item]
+    assert other.ended.is_set()
+    over.set()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "set_before", "expected"),
+    [
+        ("torchrun", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "2"),
+        ("torchrun", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3"),
+        ("Open MPI", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "1"),
+        ("Open MPI", {"NCCL_ASYNC_ERROR_HANDLING": "1"}, None),
+        ("Open MPI", {}, "2"),
+    ],
+)
+def test_torch_leaves_the_last_word_to_the_watcher(
+    launcher: str, set_before: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    for name in (*names, "NCCL_MULTI_RANK_GPU_ENABLE"):
+        monkeypatch.setenv(name, "")  # or nothing would undo what is set below
+        monkeypatch.delenv(name)
+    for name, value in set_before.items():
+        monkeypatch.setenv(name, value)
+    initialize._prepare_nccl(Launch(launcher=launcher))
+    assert os.environ.get(names[0]) == expected
+    assert os.environ[names[2]] == "1"
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
+    monkeypatch.setenv("SMPKIT_SHARED_GPU_NCCL", "1")
+    initialize._prepare_nccl(Launch(launcher=launcher))
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+
+
+# --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
+
+SPINS = """
+    import os, signal
+    import smpkit.torch as smp
+    from tests.torch.distributed.test_watcher import begin
+    backend = begin()
+    if smp.rank() == 1:
+        smp.recv_from(0)
+        DIES
+    smp.send("I am about to wait", 1)
+    backend.item()
+    raise RuntimeError("NCCL communicator was aborted on rank 0.")
+"""
+
+
+@pytest.mark.parametrize("agent", [True, False], ids=["agent", "rank 0 serves"])
+@pytest.mark.parametrize(
+    ("dies", "verdict"),
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "RemoteError: rank 0 lost rank 1, whose process ended without a word\n",
+        ),
+        ("raise ValueError('the mask is empty')", "RemoteError: rank 1 failed: ValueError: the mask is empty\n"),
+    ],
+    ids=["killed", "raises"],
+)
+def test_the_traceback_of_an_aborted_call_ends_with_the_verdict(
+    dies: str, verdict: str, agent: bool, tmp_path: Path
+) -> None:
+    ranks = start(SPINS.replace("DIES", dies), 2, tmp_path, agent)
+    told = stories(ranks)
+    assert verdict in told[0]
+    assert "backend.item()" in told[0] or "raise RuntimeError" in told[0]  # where the script was
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL if "kill" in dies else 1]
+
+
+SERVER_DIES = """
+    import os, signal
+    import smpkit.torch as smp
+    from smpkit.torch.distributed import watcher
+    from tests.torch.distributed.test_watcher import begin
+    watcher.process_namespace = lambda: None  # as if each rank were on a machine of its own
+    backend = begin()
+    smp.barrier()
+    if smp.rank() == 0:
+        smp.recv_from(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    smp.send("I am about to wait", 0)
+    backend.item()
+    raise RuntimeError("NCCL communicator was aborted on rank 1.")
+"""
+
+
+def test_a_server_that_dies_on_another_machine_is_named(tmp_path: Path) -> None:
+    told = stories(start(SERVER_DIES, 2, tmp_path, agent=False))
+    assert "RemoteError: rank 1 lost rank 0, which served the store: " in told[1]
+
+
+def test_processes_are_known_by_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert _is_alive(os.getpid())
+    monkeypatch.setattr(watcher, "_PROCESSES", tmp_path)
+    for pid, status in ((1, "S"), (2, "Z")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a (strange) name) {status} 0 1")
+    assert [_is_alive(pid) for pid in (1, 2, 3)] == [True, False, False]
+    assert watcher.process_namespace() is None

@@ -1,0 +1,148 @@
+"""The norm of a gradient that ranks hold in parts is that of one process, and clipping by it too."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.optim.gradient_norm import global_norm
+from smpkit.torch.placement.shards import TpShard, mark, take_shard
+from tests.ranks import run_ranks
+
+NORMS = [2.0, 1.0, 3.0, float("inf")]
+
+
+def whole_gradients(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"first": (4, 3), "second": (6,), "third": (2, 2), "empty": (0,)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def clip_plainly(norm_type: float, max_norm: float) -> tuple[Tensor, dict[str, Tensor]]:
+    parameters = {name: nn.Parameter(torch.zeros_like(value)) for name, value in whole_gradients().items()}
+    for name, gradient in whole_gradients().items():
+        parameters[name].grad = gradient if gradient.numel() else None
+    norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), max_norm, norm_type)
+    return norm, {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+def clip_in_parts(max_norm: float) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """`first` in pieces over two tensor-parallel ranks, `second` and `third` whole on all of them."""
+    tp_size = 2 if int(os.environ["WORLD_SIZE"]) > 1 else 1
+    smp.init({"ddp": True, "tensor_parallel_degree": tp_size})
+    results = []
+    for norm_type in NORMS:
+        module = nn.Module()
+        for name, gradient in whole_gradients().items():
+            mine = gradient
+            if name == "first" and tp_size > 1:
+                shard = TpShard((4, 3), 0, (), smp.tp_rank(), tp_size, CommGroup.RDP_GROUP, 1 / tp_size)
+                mine = take_shard(gradient, shard)
+            parameter = nn.Parameter(torch.zeros_like(mine))
+            if mine is not gradient:
+                mark(parameter, shard)
+            parameter.grad = mine
+            module.register_parameter(name, parameter)
+        norm = smp.clip_grad_norm_(module if norm_type == 2.0 else module.parameters(), max_norm, norm_type)
+        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+        results.append((norm, gradients))
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_pieces_over_tensor_parallel_ranks_clip_as_in_one_process(size: int, max_norm: float) -> None:
+    ranks = run_ranks(clip_in_parts, size, max_norm)
+    for index, norm_type in enumerate(NORMS):
+        norm, gradients = clip_plainly(norm_type, max_norm)
+        for rank, results in enumerate(ranks):
+            ours, clipped = results[index]
+            assert torch.equal(ours, ranks[0][index][0])
+            torch.testing.assert_close(ours, norm, rtol=1e-14, atol=0)
+            for name, gradient in gradients.items():
+                rows = slice(2 * (rank % 2), 2 * (rank % 2) + 2) if name == "first" and size > 1 else slice(None)
+                torch.testing.assert_close(clipped[name], gradient[rows], rtol=1e-13, atol=0)
+            if size == 1:
+                assert torch.equal(ours, norm)
+                assert all(torch.equal(clipped[name], gradient) for name, gradient in gradients.items())
+
+
+class Layers(nn.Module):
+    """Two layers on two pipeline ranks, with a weight that both use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        with smp.partition(0):
+            self.first = nn.Linear(4, 4).double()
+        with smp.partition(1):
+            self.second = nn.Linear(4, 4).double()
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.second(torch.tanh(self.first(x)))).square().sum()
+
+
+@smp.step
+def layers_step(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    model.backward(loss)
+    return loss
+
+
+def clip_over_a_pipeline() -> dict[str, Any]:
+    smp.init(
+        {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, "auto_partition": False, "default_partition": 0}
+    )
+    model = smp.DistributedModel(Layers())
+    layers_step(model, torch.ones(4, 4, dtype=torch.float64) * (1 + smp.dp_rank()))
+    norms = [smp.clip_grad_norm_(model.local_parameters(), 1e9, norm_type).item() for norm_type in NORMS]
+    clipped = smp.clip_grad_norm_(model, 0.25).item()
+    after = smp.clip_grad_norm_(model, 1e9).item()
+    return {"norms": norms, "clipped": clipped, "after": after}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pipeline_ranks_and_a_weight_on_two_of_them_count_once(size: int) -> None:
+    with mock.patch.object(smp, "partition", contextlib.nullcontext):
+        plain = Layers()
+    replicas = size // 2
+    for replica in range(replicas):
+        (plain(torch.ones(4, 4, dtype=torch.float64) * (1 + replica)) / 2 / replicas).backward()
+    wanted = [torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, norm_type).item() for norm_type in NORMS]
+    for found in run_ranks(clip_over_a_pipeline, size):
+        assert found["norms"] == pytest.approx(wanted, rel=1e-13)
+        assert found["clipped"] == found["norms"][0]
+        assert found["after"] == pytest.approx(0.25, rel=1e-5)
+
+
+def strange_gradients() -> list[float]:
+    smp.init({"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2})
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, float("nan") if smp.rank() == 0 else 2.0, 3.0])
+    found = [smp.clip_grad_norm_(parameter, float("inf"), norm_type).item() for norm_type in NORMS]
+    with pytest.raises(RuntimeError, match="the norm of the gradients is nan"):
+        smp.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+    half = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    half.grad = torch.full((4,), 60000.0, dtype=torch.float16)
+    found.append(smp.clip_grad_norm_([half, half], 1e9).item())
+    found.append(global_norm([(half, torch.ones(4)), (parameter, torch.zeros(3))] if smp.rank() == 0 else []).item())
+    return found
+
+
+def test_not_a_number_reaches_every_rank_and_half_precision_does_not_overflow() -> None:
+    for found in run_ranks(strange_gradients, 2):
+        assert all(math.isnan(norm) for norm in found[: len(NORMS)])
+        assert found[-2] == pytest.approx(math.sqrt(8) * 59968, rel=1e-3)
+        assert found[-1] == pytest.approx(2.0)

@@ -1,0 +1,244 @@
+"""Lanes carry what ranks send in whatever order they need it, and training over them comes to the same.
+
+Between GPUs a lane is a group of nccl, here one of gloo. Both pair sends and receives in the order in which they are
+begun, as long as all of them have one tag.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import DeadlineError
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import spec_of
+from smpkit.torch.distributed.init import channel_group
+from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive, has_channels
+from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TimetableEntry
+from smpkit.torch.pipeline.transport import Transport
+from tests.ranks import RankFailed, run_ranks
+from tests.torch.pipeline.test_rerecorded import stray
+from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps, world
+from tests.transparency.huggingface_models import CASES as HUGGING_FACE
+from tests.transparency.pipeline_models import CASES
+
+VALUES = {
+    0: torch.arange(6.0).view(2, 3),
+    1: torch.arange(6.0).view(2, 3).t(),
+    2: torch.tensor([[1 + 2j]], dtype=torch.complex64).conj(),
+    3: torch.empty(0, 3),
+    4: torch.tensor(True),
+    5: torch.randn(300, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+}
+
+
+def connected(entries: Sequence[tuple[int, bool]], **config: Any) -> Transport:
+    """Return the transport of two ranks that lanes connect, in a step in which values and gradients travel."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **config})
+    ranks = state.group(CommGroup.PP_GROUP)
+    channels = P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, state.device)
+    transport = Transport(state.process_group(CommGroup.PP_GROUP), ranks, state.device, channels)
+    transport.connect([move_of(0), move_of(1)])
+    follow(transport, entries)
+    return transport
+
+
+def follow(transport: Transport, entries: Sequence[tuple[int, bool]]) -> None:
+    """Begin a step with these moves, and gradients of moves, of one microbatch."""
+    transport.follow(Timetable(tuple(TimetableEntry(0, move_of(number), backward) for number, backward in entries), {}))
+
+
+def move_of(number: int) -> P2PTransfer:
+    return P2PTransfer(number, 0, 1, 0, 0, spec_of(VALUES[number]).as_sent, "layers.1")
+
+
+def values_in_any_order() -> Any:
+    """Send values in one order, take them in another, and send gradients back, one of which is None."""
+    transport = connected([(number, False) for number in VALUES] + [(number, True) for number in (0, 1, 5)])
+    if smp.pp_rank() == 0:
+        for number, value in VALUES.items():
+            transport.send(value, 0, move_of(number))
+        back = [transport.receive_gradient(0, move_of(number)) for number in (5, 0, 1)]
+        result: Any = [None if gradient is None else gradient.tolist() for gradient in back[1:]]
+        assert back[0] is not None
+        assert torch.equal(back[0], VALUES[5] * 2)
+    else:
+        for number in (4, 5, 2, 0, 3, 1):
+            arrived = transport.receive(0, move_of(number))
+            assert torch.equal(arrived, VALUES[number])
+            assert (arrived.dtype, arrived.is_contiguous()) == (VALUES[number].dtype, number != 1)
+        transport.send_gradient(VALUES[0] * 2, 0, move_of(0))
+        transport.send_gradient(None, 0, move_of(1))
+        transport.send_gradient(VALUES[5] * 2, 0, move_of(5))
+        result = transport.num_messages
+    transport.end_step()
+    smp.shutdown()
+    return result
+
+
+def test_values_are_taken_in_another_order_than_they_are_sent() -> None:
+    gradients, num_messages = run_ranks(values_in_any_order, 2)
+    assert gradients == [(VALUES[0] * 2).tolist(), None]
+    assert num_messages == 3 + 2  # three headers, and two gradients that there are
+
+
+def after_a_step_that_was_given_up() -> list[float]:
+    sent = [(0, False), (1, False)]
+    transport = connected(sent)
+    found = []
+    for step in range(3):
+        follow(transport, sent)
+        if smp.pp_rank() == 0:
+            for number in (0, 1):
+                transport.send(VALUES[number] + step, 0, move_of(number))
+        elif step != 1:  # takes nothing of the second step
+            found = [transport.receive(0, move_of(number)).sum().item() for number in (1, 0)]
+        transport.abandon(1) if step == 1 else transport.end_step()
+        dist.barrier()
+    smp.shutdown()
+    return found
+
+
+def test_what_a_given_up_step_has_sent_is_not_taken_for_the_next_ones() -> None:
+    assert run_ranks(after_a_step_that_was_given_up, 2)[1] == [27.0, 27.0]
+
+
+def changed_on_its_way(copy: bool) -> None:
+    transport = connected([(5, False)])
+    value = VALUES[5].clone()
+    if smp.pp_rank() == 0:
+        transport.send(value, 0, move_of(5), copy=copy)
+        value.zero_()
+    else:
+        assert torch.equal(transport.receive(0, move_of(5)), VALUES[5]) or not copy
+    transport.end_step()
+    smp.shutdown()
+
+
+def test_a_value_that_is_changed_in_place_on_its_way_is_noticed_or_a_copy_of_it_travels() -> None:
+    run_ranks(changed_on_its_way, 2, True)
+    with pytest.raises(RankFailed, match="changed in place on its way to pipeline rank 1: forward of microbatch 0"):
+        run_ranks(changed_on_its_way, 2, False)
+
+
+def waits_in_vain() -> str:
+    transport = connected([(0, False)], timeout_seconds=3)
+    if smp.pp_rank() == 0:
+        time.sleep(6)  # alive, and silent
+        return ""
+    with pytest.raises(DeadlineError) as caught:
+        transport.receive(0, move_of(0))
+    return str(caught.value)
+
+
+def test_a_wait_for_what_nobody_sends_ends_and_says_for_what() -> None:
+    text = run_ranks(waits_in_vain, 2)[1]
+    assert "forward of microbatch 0 (float32[2, 3] for `layers.1`)" in text
+    assert "rank 0" in text
+
+
+def test_lanes_are_for_gpus_only() -> None:
+    run_ranks(has_none, 2)
+
+
+def has_none() -> None:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    group = state.process_group(CommGroup.PP_GROUP)
+    assert not has_channels(group, state.device)
+    assert not has_channels(group, torch.device("cuda"))  # without nccl
+    smp.shutdown()
+
+
+def over_lanes(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with lanes between all ranks that values travel between."""
+    sending = mock.patch.object(P2PChannels, "send", autospec=True, side_effect=P2PChannels.send)
+    with mock.patch("smpkit.torch.pipeline.pipeline.has_channels", return_value=True), sending as send:
+        result = function(*args)
+    assert send.called
+    return result
+
+
+def trained(degree: int, setups: list[Setup], names: list[str]) -> int:
+    everything = {**CASES, **HUGGING_FACE}
+    return len(run_all({name: everything[name] for name in names}, setups, degree))
+
+
+PICKED = [
+    *("Sequential", "skip connections", "a module used twice", "tied neighbours", "BatchNorm", "tied by a function"),
+    *("frozen and unused parameters", "several losses", "a branch on a value in the model"),
+]
+
+
+def test_models_train_over_lanes() -> None:
+    assert set(PICKED) <= set(CASES)
+    setups = [Setup(4, "interleaved", 13), Setup(4, "simple", -1), Setup(4, "zero_bubble")]
+    run_ranks(over_lanes, 3, trained, 3, setups, PICKED, timeout=170)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_every_model_trains_over_lanes(degree: int) -> None:
+    setups = [Setup(4, pipeline, seed) for pipeline in ("interleaved", "simple") for seed in (None, 11)]
+    names = [*CASES, *HUGGING_FACE]
+    run_ranks(over_lanes, degree, trained, degree, setups, names, timeout=1700)
+
+
+@pytest.mark.parametrize("count", [pytest.param(5, id="5 seeds"), pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.timeout(900)
+def test_delays_change_nothing_over_lanes(count: int) -> None:
+    case, setup = CASES["skip connections"], Setup(8, seed=12)
+    run_ranks(over_lanes, 4, train_with_sleeps, case, setup, range(count), 4, timeout=120 + 5 * count)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_microbatches_that_leave_the_record_leave_the_lanes(degree: int) -> None:
+    run_ranks(over_lanes, degree, stray, degree)
+
+
+def gives_up_in_the_middle(index: int) -> list[float]:
+    """Raise on all ranks in one microbatch of the third step; return the losses of the steps after it."""
+    with world(Setup(4), 2):
+        torch.manual_seed(0)
+        model = smp.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+        broken = [False]
+        count = [0]
+
+        @smp.step
+        def step(model: Any, x: torch.Tensor) -> Any:
+            loss = model(x).pow(2).mean()
+            model.backward(loss)
+            count[0] += 1
+            if broken[0] and count[0] % 4 == index:
+                raise KeyError("on all ranks alike")
+            return loss
+
+        x, losses = torch.ones(8, 8), []
+        for number in range(5):
+            broken[0], count[0] = number == 2, 0
+            try:
+                losses.append(step(model, x).reduce_mean().item())
+            except KeyError:
+                losses.append(0.0)
+        assert model.pipeline is not None
+        transport = model.pipeline._transport
+        assert transport._interrupted == [
+            each for each in transport._interrupted if not isinstance(each, PendingReceive)
+        ]
+    return losses
+
+
+@pytest.mark.parametrize("index", [1, 2, 3])
+def test_a_step_that_all_ranks_give_up_leaves_no_message_without_a_receiver(index: int) -> None:
+    for losses in run_ranks(over_lanes, 2, gives_up_in_the_middle, index):
+        assert losses == [losses[0], losses[0], 0.0, losses[0], losses[0]]
+        assert losses[0] > 0

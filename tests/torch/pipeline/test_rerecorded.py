@@ -1,0 +1,226 @@
+"""Microbatches that leave the recorded path train right if all ranks leave it alike, and are named early if not."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import SmpkitError
+from smpkit.torch.distributed import deadline
+from smpkit.torch.pipeline import replan
+from smpkit.torch.pipeline.divergence import _compare, trace_mismatch
+from tests.ranks import run_ranks
+from tests.torch.pipeline.test_executor import executor
+from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
+from tests.transparency.pipeline_models import WIDTH, Case, mse_step, vectors
+
+MANY_SECONDS = 600
+"""`timeout_seconds`: whoever waits for that has not noticed."""
+
+
+class Skipping(nn.Module):
+    """Leaves layers out as Python's dice say, which the first input seeds, and cuts what it computes at places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dice = random.Random(float(x[0, 0]))
+        for layer in self.layers:
+            if dice.random() < 0.7:
+                x = torch.tanh(layer(x)) + x
+        rows = dice.randrange(1, x.shape[0] + 1)
+        return torch.cat([self.layers[0](x[:rows]), x[rows:]])
+
+
+CASE = Case(Skipping, vectors, mse_step)
+SETUPS = {2: Setup(4, seed=-1), 3: Setup(4, seed=4), 4: Setup(4, "simple", seed=-1)}
+
+
+def stray(degree: int) -> None:
+    setup = SETUPS[degree]
+    check_same(train(CASE, setup, degree), train_plainly(CASE, setup))
+
+
+def test_a_path_that_pythons_dice_choose_alike_on_all_ranks_trains_as_in_one_process() -> None:
+    for degree in SETUPS:
+        run_ranks(stray, degree, degree)
+
+
+def begin(num_ranks: int, **options: Any) -> Any:
+    smp.init(
+        {"pipeline_parallel_degree": num_ranks, "microbatches": 4, "timeout_seconds": MANY_SECONDS, "ddp": True}
+        | {"auto_partition": False, "default_partition": 0}
+        | options
+    )
+    torch.manual_seed(3)
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks + 1)])
+    for index, layer in enumerate(module):
+        smp.set_partition(layer, index % num_ranks)
+    return smp.DistributedModel(module)
+
+
+def told(action: Callable[[], object]) -> tuple[str, float]:
+    started = time.monotonic()
+    try:
+        action()
+    except SmpkitError as error:
+        seconds = time.monotonic() - started
+        deadline.report_failure(error)
+        return str(error), seconds
+    return "", time.monotonic() - started
+
+
+@smp.step
+def own_way(model: Any, x: Tensor, skipping: Any) -> Tensor:
+    layers = list(model.module)
+    if next(skipping):
+        layers.pop(1)
+    for layer in layers:
+        x = layer(x)
+    loss = x.square().mean()
+    model.backward(loss)
+    return loss
+
+
+def diverge(num_ranks: int, microbatch: int) -> tuple[str, float]:
+    """Let one rank leave a layer out in one microbatch of the second step."""
+    model = begin(num_ranks)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    skipping = [False] * 8
+    if microbatch >= 0:
+        skipping[4 + microbatch] = smp.pp_rank() == 1
+    else:
+        skipping[0] = smp.pp_rank() == 1
+    numbers = iter(skipping)
+    return told(lambda: [own_way(model, x, numbers) for _ in range(2)])
+
+
+def test_a_rank_that_leaves_the_others_way_is_named_with_its_call_long_before_the_deadline() -> None:
+    for num_ranks, microbatch in ((2, 2), (3, 0), (2, -1)):
+        for message, seconds in run_ranks(diverge, num_ranks, num_ranks, microbatch, timeout=120):
+            assert f"another way through microbatch {max(microbatch, 0)} than pipeline rank" in message
+            assert "its call 2 was `2`, not `1`" in message or "its call 2 was `1`, not `2`" in message
+            assert seconds < MANY_SECONDS / 4
+
+
+def often_strays() -> list[bool]:
+    """Return for six steps, in each of which a microbatch leaves the record on all ranks, whether there was one."""
+    model = begin(2)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    skipping = iter([False, False, True, False] * 6)
+    planned = []
+    for _ in range(6):
+        own_way(model, x, skipping)
+        planned.append(executor().last_schedule is not None)
+    return planned
+
+
+def test_a_step_that_strays_again_and_again_is_recorded_three_times() -> None:
+    assert run_ranks(often_strays, 2) == [[True] * 3 + [False] * 3] * 2
+
+
+@smp.step
+def as_far(model: Any, x: Tensor, lengths: Any) -> Tensor:
+    for layer in list(model.module)[: next(lengths)]:
+        x = layer(x)
+    loss = x.square().mean()
+    model.backward(loss)
+    return loss
+
+
+def shorter_ways() -> None:
+    """Let all microbatches end before the record does, and then train a larger batch."""
+    model = begin(2)
+    torch.manual_seed(3)
+    plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    lengths = iter([3] * 4 + [2] * 4 + [3] * 4)
+    for rows in (8, 8, 16):
+        model.zero_grad()
+        as_far(model, x[:rows], lengths)
+    for part in x.chunk(4):
+        (plain(part).square().mean() / 4).backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+def test_what_was_received_early_for_a_way_that_ends_sooner_takes_nothing_of_later_steps() -> None:
+    run_ranks(shorter_ways, 2)
+
+
+def stray_in_a_trial() -> list[str]:
+    """Return the schedules of five steps; a deeper one is tried in the third, in which a microbatch strays."""
+    replan._measure_link = lambda stage, num_bytes: (0.01, 0.0)
+    model = begin(2, microbatches=8, active_microbatches=8)
+    x = torch.randn(16, WIDTH)
+    skipping = iter([False] * 20 + [True] + [False] * 19)
+    texts = []
+    for _ in range(5):
+        own_way(model, x, skipping)
+        texts.append(str(executor().last_schedule))
+    return texts
+
+
+def test_a_stray_ends_a_trial() -> None:
+    for texts in run_ranks(stray_in_a_trial, 2):
+        assert texts[2] != texts[0]
+        assert texts[1] == texts[3] == texts[4] == texts[0]
+
+
+def test_ranks_that_have_got_differently_far_do_not_disagree() -> None:
+    ways = {0: {0: ["a", "b"], 1: ["a"]}, 1: {0: ["a"]}, 2: {0: ["a", "b", "c"]}}
+    assert trace_mismatch(ways) is None
+    error = trace_mismatch(ways, ended=True)
+    assert error is not None
+    assert "its call 2 was `nothing more`, not `b`" in error.message
+
+
+def test_all_microbatches_are_compared() -> None:
+    error = trace_mismatch({0: {0: ["a"], 1: ["b"], 2: ["c"]}, 1: {0: ["a"], 1: ["b"], 2: ["d"]}})
+    assert error is not None
+    assert "another way through microbatch 2 than pipeline rank 0: its call 1 was `d`, not `c`" in error.message
+
+
+class Told:
+    """A board that lies in this process."""
+
+    def __init__(self, rank: int, texts: dict[str, str]) -> None:
+        self.rank = rank
+        self.texts = texts
+
+    def write(self, key: str, text: str) -> None:
+        self.texts[key] = text
+
+    def read(self, key: str) -> str | None:
+        return self.texts.get(key)
+
+
+def compared(ways: list[tuple[int, dict[int, list[str]]]]) -> list[str]:
+    """Return what the ranks 4, 5, ... of a job find out that are one pipeline, one after the other."""
+    texts: dict[str, str] = {}
+    ranks = [4 + number for number in range(len(ways))]
+    found = []
+    for rank, (num_steps, way) in zip(ranks, ways, strict=True):
+        microbatches = [SimpleNamespace(index=index, call_trace=call_trace) for index, call_trace in way.items()]
+        stage: Any = SimpleNamespace(num_steps=num_steps, microbatches=microbatches)
+        board: Any = Told(rank, texts)
+        error = _compare(stage, ranks, board)
+        found.append("" if error is None else error.message)
+    return found
+
+
+def test_ways_are_compared_by_pipeline_rank_and_only_those_of_one_step() -> None:
+    first, second, third = compared([(2, {0: ["a"], 1: ["b"]}), (2, {0: ["a"], 1: ["x"]}), (3, {0: ["y"], 1: ["b"]})])
+    assert not first
+    assert "pipeline rank 1 took another way through microbatch 1 than pipeline rank 0: its call 1 was `x`" in second
+    assert not third

@@ -1,0 +1,276 @@
+"""Messages carry exact bytes, early receives are found, and what was taken is let go without a wait."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import smpkit.torch as smp
+from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import TensorSpec, spec_of
+from smpkit.torch.distributed.objects import CommGroup
+from smpkit.torch.pipeline.message_order import P2PTransfer
+from smpkit.torch.pipeline.messages import Tag, pack, packed_bytes, unpack, unpack_copies
+from smpkit.torch.pipeline.transport import Transport
+from tests.ranks import run_ranks
+
+VALUE = torch.arange(6.0).view(2, 3)
+TENSORS = [
+    torch.tensor(True),
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.empty(0, 3),
+    torch.tensor([[1 + 2j]], dtype=torch.complex64),
+    torch.arange(6).view(2, 3).t(),
+    torch.ones(1).expand(3),
+]
+
+CHANNELS_LAST = torch.arange(16.0).view(1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+
+
+def open_transport() -> Transport:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    return Transport(state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device)
+
+
+def move_of(number: int, source: int = 0) -> P2PTransfer:
+    spec = TensorSpec((2, 3), (3, 1), torch.float32, requires_grad=True)
+    return P2PTransfer(number, source, 1 - source, 0, 0, spec)
+
+
+def test_packed_tensors_come_out_as_they_went_in() -> None:
+    packed = pack(TENSORS)
+    specs = [spec_of(tensor) for tensor in TENSORS]
+    assert packed.nbytes == packed_bytes(specs)
+    for before, after in zip(TENSORS, unpack(packed, specs), strict=True):
+        assert after.dtype == before.dtype
+        assert after.is_contiguous()
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("tensor", [*TENSORS, CHANNELS_LAST, torch.eye(3).requires_grad_()])
+def test_tensors_of_one_kind_are_packed_without_gaps(tensor: torch.Tensor) -> None:
+    tensors = [tensor, tensor.detach().clone(), torch.zeros_like(tensor)]
+    specs = [spec_of(each) for each in tensors]
+    packed = pack(tensors)
+    assert packed.nbytes == packed_bytes(specs) == 3 * tensor.numel() * tensor.element_size()
+    for found in (unpack(packed, specs), unpack_copies(packed, specs)):
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, tensors, strict=True))
+
+
+def test_unpacked_copies_are_tensors_of_their_own() -> None:
+    packed = pack([torch.zeros(2), torch.zeros(2)])
+    first, second = unpack_copies(packed, [spec_of(torch.zeros(2))] * 2)
+    first.add_(torch.ones(2, requires_grad=True))
+    assert first.requires_grad
+    assert second.tolist() == [0, 0]
+    assert unpack(packed, [spec_of(second)] * 2)[0].tolist() == [0, 0]
+
+
+def test_packed_tensors_do_not_follow_the_originals() -> None:
+    tensor = torch.zeros(3)
+    packed = pack([tensor])
+    tensor.fill_(7)
+    assert unpack(packed, [spec_of(tensor)])[0].tolist() == [0, 0, 0]
+
+
+def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
+    """Send two values in one order, receive them in the other, and send gradients back."""
+    transport = open_transport()
+    seen: list[tuple[str, int, int]] = []
+    tags: list[int] = []
+
+    def note(direction: str, peer: int, num_bytes: int, tag: int, start_ns: int, end_ns: int) -> None:
+        assert start_ns <= end_ns
+        seen.append((direction, peer, num_bytes))
+        tags.append(tag)
+
+    transport.recorder = note
+    got = []
+    if smp.pp_rank() == 0:
+        for microbatch in (0, 1):
+            transport.send(VALUE.t().contiguous().t() + microbatch, microbatch, move_of(5))
+        back = [transport.receive_gradient(microbatch, move_of(5)) for microbatch in (0, 1)]
+        got = [gradient.tolist() for gradient in back if gradient is not None]
+    else:
+        transport.post(0, move_of(5), backward=False)
+        transport.post(1, move_of(5), backward=False)
+        transport.post(1, move_of(5), backward=False)  # posted already
+        got = [transport.receive(microbatch, move_of(5)).tolist() for microbatch in (1, 0)]
+        for microbatch in (0, 1):
+            transport.send_gradient(VALUE * 10 + microbatch, microbatch, move_of(5))
+    transport.flush()
+    smp.shutdown()
+    return got, seen, len(set(tags))
+
+
+def test_values_go_forward_and_gradients_back_under_tags_of_their_own() -> None:
+    (gradients, sender, tags), (values, receiver, _) = run_ranks(values_and_gradients, 2)
+    assert values == [(VALUE + 1).tolist(), VALUE.tolist()]
+    assert gradients == [(VALUE * 10).tolist(), (VALUE * 10 + 1).tolist()]
+    assert sender == [("send", 1, 24)] * 2 + [("receive", 1, 24)] * 2
+    assert receiver == [("receive", 0, 24)] * 2 + [("send", 0, 24)] * 2
+    assert tags == 4
+
+
+def gradients_that_are_none() -> list[Any]:
+    """Send word that values have no gradient, whose elements lie in one order and in another, and one that has."""
+    transport = open_transport()
+    found: list[Any] = []
+    for index, value in enumerate([VALUE, VALUE.t().contiguous().t()]):
+        transfer = P2PTransfer(index, 0, 1, 0, 0, spec_of(value))
+        for microbatch, gradient in enumerate([None, value * 2, value * math.nan]):
+            if smp.pp_rank() == 0:
+                got = transport.receive_gradient(microbatch, transfer)
+                found.append(None if got is None else (got[0, 1].item(), got.stride()))
+            else:
+                transport.send_gradient(gradient, microbatch, transfer)
+    transport.flush()
+    found.append(transport.num_bytes)
+    smp.shutdown()
+    return found
+
+
+def test_a_value_may_have_no_gradient() -> None:
+    received, sent = run_ranks(gradients_that_are_none, 2)
+    double = VALUE[0, 1].item() * 2
+    assert str(received[:-1]) == str([each for s in ((3, 1), (1, 2)) for each in (None, (double, s), (math.nan, s))])
+    assert sent == [6 * VALUE.nbytes]
+
+
+def use_before_it_arrives() -> list[Any]:
+    """Send values only when the other rank has made of them what it needs."""
+    transport = open_transport()
+    found: list[Any] = []
+    for index, value in enumerate([VALUE, VALUE.t().contiguous().t()]):
+        go, transfer = move_of(0, source=1), P2PTransfer(1, 0, 1, 0, 0, spec_of(value))
+
+        def use(coming: torch.Tensor, index: int = index, go: P2PTransfer = go) -> torch.Tensor:
+            transport.send(VALUE, index, go)
+            return coming.requires_grad_()
+
+        if smp.pp_rank() == 0:
+            transport.receive(index, go)
+            transport.send(value, index, transfer)
+        else:
+            leaf = transport.receive(index, transfer, use)
+            found.append((leaf.tolist(), leaf.stride(), leaf.requires_grad, leaf._is_view()))
+    transport.flush()
+    smp.shutdown()
+    return found
+
+
+def test_what_is_made_of_a_value_is_made_before_it_arrives() -> None:
+    found = run_ranks(use_before_it_arrives, 2)[1]
+    assert found == [(VALUE.tolist(), (3, 1), True, False), (VALUE.tolist(), (1, 2), True, False)]
+
+
+def lets_go() -> list[int]:
+    """Send values of three microbatches; return how many messages are held after each gradient came back."""
+    transport = open_transport()
+    # The list of both ranks: F0 F1 F2 B0 B1 B2.
+    transport.action_indices = {(r, b, 0, m): 3 * b + m for r in (0, 1) for b in (False, True) for m in range(10)}
+    held = []
+    if smp.pp_rank() == 0:
+        transport.send(VALUE, 9, P2PTransfer(7, 0, 1, 0, 0, move_of(7).spec))
+        for microbatch in range(3):
+            transport.send(VALUE, microbatch, move_of(0))
+        held.append(len(transport._sending[1]))
+        transport.receive_gradient(0, move_of(0))
+        held.append(len(transport._sending[1]))
+        transport.receive(9, move_of(8, source=1))
+    else:
+        for microbatch in range(3):
+            transport.receive(microbatch, move_of(0))
+        transport.send_gradient(VALUE, 0, move_of(0))
+        transport.receive(9, move_of(7))
+        transport.send(VALUE, 9, move_of(8, source=1))
+    transport.flush()
+    held.append(len(transport._sending[1 - smp.pp_rank()]))
+    smp.shutdown()
+    return held
+
+
+def test_a_receive_lets_go_of_what_the_sender_has_taken_before() -> None:
+    # The first value is of microbatch 9, which comes after everything in the list, so the gradient says nothing of it.
+    assert run_ranks(lets_go, 2)[0] == [4, 1, 0]
+
+
+def abandons(times: int) -> list[list[list[float]]]:
+    """Give up steps in which a value is sent that nobody takes, and one is awaited that nobody sends; then go on."""
+    transport = open_transport()
+    found = []
+    for turn in range(times):
+        if smp.pp_rank() == 0:
+            transport.send(VALUE + turn, 0, move_of(0))
+        else:
+            transport.post(0, move_of(1), backward=False)
+        transport.abandon(1)
+    if smp.pp_rank() == 0:
+        transport.send(VALUE * 7, 0, move_of(0))
+        transport.send(VALUE * 8, 0, move_of(1))
+        transport.flush()
+    else:
+        found = [transport.receive(0, move_of(number)).tolist() for number in (0, 1)]
+    smp.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("times", [1, 64])
+def test_what_a_step_that_was_given_up_left_behind_does_not_meet_the_next_one(times: int) -> None:
+    assert run_ranks(abandons, 2, times)[1] == [(VALUE * 7).tolist(), (VALUE * 8).tolist()]
+
+
+def gives_up_sooner() -> list[list[float]]:
+    """Let the receiver give up a step first; the sender still sends what the other has begun to receive."""
+    transport = open_transport()
+    found = []
+    if smp.pp_rank() == 0:
+        smp.barrier()
+        transport.send(torch.ones(1 << 20), 0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))))
+        transport.abandon(1)
+        transport.send(VALUE, 0, move_of(0))
+        transport.flush()
+    else:
+        transport.post(0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))), backward=False)
+        transport.abandon(1)
+        smp.barrier()
+        found = transport.receive(0, move_of(0)).tolist()
+    smp.shutdown()
+    return found
+
+
+def test_a_rank_that_gave_up_sooner_still_takes_what_is_on_its_way() -> None:
+    # A receive that had gone away would block the connection, and write into memory that is somebody else's by now.
+    assert run_ranks(gives_up_sooner, 2)[1] == VALUE.tolist()
+
+
+def objects_and_bytes() -> tuple[Any, list[int]]:
+    transport = open_transport()
+    if smp.pp_rank() == 0:
+        transport.broadcast_object({"shape": (2, 3)})
+        transport.send_bytes(torch.arange(5, dtype=torch.uint8), 1, Tag.COSTS)
+        found: tuple[Any, list[int]] = {}, []
+    else:
+        coming = transport.expect_bytes(5, 0, Tag.COSTS, "a test")
+        found = transport.receive_object(0, "a test"), coming().tolist()
+    transport.flush()
+    smp.shutdown()
+    return found
+
+
+def test_objects_and_bytes_arrive() -> None:
+    assert run_ranks(objects_and_bytes, 2)[1] == ({"shape": (2, 3)}, [0, 1, 2, 3, 4])
+
+
+def gives_up() -> None:
+    transport = open_transport()
+    if smp.pp_rank() == 1:
+        transport.receive(4, move_of(2))
+
+
+def test_a_value_that_never_comes_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"forward of microbatch 4 \(float32\[2, 3\]\)"):
+        run_ranks(gives_up, 2)

@@ -1,0 +1,206 @@
+"""Partitioning by measured times and memory: `trace_execution_times` and `trace_memory_usage`."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smpkit.torch as smp
+from smpkit.errors import UsageError
+from smpkit.torch.placement.measure import MeasureOptions, measure
+from smpkit.torch.placement.trace import TrialStep, measure_units, restoring_model, units_of
+from tests.ranks import run_ranks
+from tests.transparency.test_pipeline_failures import told
+
+WIDTH = 16
+CPU = torch.device("cpu")
+
+
+class Slow(nn.Module):
+    """Takes time that no counter of operations sees."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return self.linear(x)
+
+
+class Hoarding(nn.Module):
+    """Keeps much for its backward, but only where the values say so: fake tensors cannot know."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if x.isfinite().all():
+            for _ in range(self.copies):
+                x = torch.sin(x)
+        return x
+
+
+def slow_first() -> nn.Module:
+    return nn.Sequential(*[Slow(seconds) for seconds in (0.02, 0.0, 0.0, 0.0)])
+
+
+def hoarding_last() -> nn.Module:
+    return nn.Sequential(*[Hoarding(copies) for copies in (0, 0, 0, 40)])
+
+
+def measured(module: nn.Module, what: MeasureOptions) -> dict[str, Any]:
+    costs = measure_units(module, units_of(module), None)
+    step = TrialStep(lambda x: module(x).sum(), (torch.ones(4, WIDTH),))
+    return {cost.name: cost for cost in measure(module, costs, what, step, CPU)}
+
+
+def test_times_are_measured_by_unit_and_nothing_else_changes() -> None:
+    costs = measured(slow_first(), MeasureOptions(times=True))
+    assert len(costs) == 4
+    first, *others = costs.values()
+    assert 0.02 <= first.flops < 0.2
+    assert all(other.flops < first.flops / 4 for other in others)
+    assert first.activation_bytes == 0
+
+
+def test_memory_is_what_a_unit_leaves_allocated() -> None:
+    # The linear layer's output and one tensor of the same size for each sine.
+    size = 4 * WIDTH * 4
+    costs = measured(hoarding_last(), MeasureOptions(memory=True))
+    assert [cost.activation_bytes for cost in costs.values()] == [size, size, size, 41 * size]
+
+
+class Counting(nn.Module):
+    """Changes its buffer, an attribute and every generator when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        random.random(), np.random.random(), torch.rand(1)
+        return self.norm(x)
+
+
+def test_measuring_leaves_no_trace() -> None:
+    def chances() -> tuple[Any, ...]:
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    module = nn.Sequential(Counting(), nn.Linear(WIDTH, WIDTH))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    seeds = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = chances()
+    random.setstate(seeds[0])
+    np.random.set_state(seeds[1])
+    torch.set_rng_state(seeds[2])
+    measured(module, MeasureOptions(times=True, memory=True))
+    assert chances() == expected
+    assert module[0].calls == 0
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not module[1]._forward_hooks
+
+
+def test_a_trial_that_fails_leaves_no_trace_either() -> None:
+    module = nn.BatchNorm1d(WIDTH)
+    with pytest.raises(ValueError, match="expected 2D"), restoring_model(module, torch.clone):
+        module(torch.ones(3, 2, 2, 2))
+    assert module.running_mean is not None
+    assert not module.running_mean.any()
+
+
+# --- over a pipeline --------------------------------------------------------------------------------------------------
+
+
+@smp.step
+def train_step(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def partition(module: str, wishes: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
+    lines: list[str] = []
+    logger = logging.getLogger("smpkit.announce")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.setLevel(logging.INFO)
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **options})
+    torch.manual_seed(3)
+    # Every replica is given batches of another size.
+    x = torch.ones(4 * (1 + smp.dp_rank()), WIDTH)
+    model = smp.DistributedModel(globals()[module](), **wishes)
+    train_step(model, x)
+    assert model.pipeline is not None
+    assert model.pipeline.assignment is not None
+    return model.pipeline.assignment.partition_of, lines
+
+
+def sizes(places: dict[str, int]) -> list[int]:
+    return [list(places.values()).count(rank) for rank in (0, 1)]
+
+
+def test_a_slow_unit_gets_a_rank_for_itself_if_times_are_measured() -> None:
+    (places, lines), (others, silent) = run_ranks(partition, 2, "slow_first", {"trace_execution_times": True}, {})
+    assert places == others
+    assert sizes(places) == [1, 3]
+    assert lines[0] == "Partitioned by execution times of one microbatch, measured on rank 0 (cpu)."
+    assert silent == []
+    ((without, lines), _) = run_ranks(partition, 2, "slow_first", {}, {})
+    assert sizes(without) == [2, 2]
+    assert lines[0] == "Partition assignments:"
+
+
+def test_a_unit_that_keeps_much_gets_a_rank_for_itself_if_memory_is_measured() -> None:
+    options = {"memory_weight": 1.0, "optimize": "memory"}
+    ((places, _), _) = run_ranks(partition, 2, "hoarding_last", {"trace_memory_usage": True}, options)
+    assert sizes(places) == [3, 1]
+
+
+def test_replicas_take_the_measurements_of_the_first() -> None:
+    wishes = {"trace_execution_times": True, "trace_memory_usage": True}
+    ranks = run_ranks(partition, 4, "slow_first", wishes, {})
+    assert all(places == ranks[0][0] for places, _ in ranks)
+    assert "execution times and memory" in ranks[0][1][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"skip_tracing": True}, "skip_tracing is on: partitioned by parameter sizes, not by measured memory."),
+        (
+            {"auto_partition": False, "default_partition": 0},
+            "auto_partition is off: modules are placed by hand, not by measured memory.",
+        ),
+    ],
+    ids=["skip_tracing", "auto_partition"],
+)
+def test_a_wish_that_the_configuration_overrules_is_told(options: dict[str, Any], line: str) -> None:
+    ((_, lines), _) = run_ranks(partition, 2, "slow_first", {"trace_memory_usage": True}, options)
+    assert lines[0] == line
+
+
+def measure_without_weights() -> tuple[str, float]:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    with smp.delay_param_initialization():
+        module = slow_first()
+    model = smp.DistributedModel(module, trace_execution_times=True)
+    return told(lambda: train_step(model, torch.ones(4, WIDTH)))
+
+
+def test_a_model_without_weights_cannot_be_measured() -> None:
+    for message, _ in run_ranks(measure_without_weights, 2):
+        assert f"{UsageError.__name__}: execution times cannot be measured" in message

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import smpkit.torch as smp
+from smpkit.plan.mesh import CommGroup
+from smpkit.torch.placement.shards import TpShard, join_shards, mark, shard_of, take_shard
+
+WHOLE = TpShard((6, 4), None, (), 0, 2, CommGroup.RDP_GROUP, 0.5)
+
+
+@pytest.mark.parametrize(("dim", "parts"), [(None, ()), (0, ()), (1, ()), (0, (2, 2, 2)), (0, (4, 2))])
+def test_join_is_the_reverse_of_take(dim: int | None, parts: tuple[int, ...]) -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    shards = [replace(WHOLE, dim=dim, parts=parts, tp_rank=rank) for rank in range(2)]
+    pieces = [take_shard(whole, shard) for shard in shards]
+    assert torch.equal(join_shards(pieces, shards[0]), whole)
+
+
+def test_packed_pieces_are_divided_one_by_one() -> None:
+    whole = torch.arange(6.0)
+    shard = TpShard((6,), 0, (4, 2), 1, 2, CommGroup.RDP_GROUP, 0.5)
+    assert take_shard(whole, shard).tolist() == [2, 3, 5]
+
+
+def test_a_parameter_tells_what_was_written_on_it() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert shard_of(parameter) is None
+    mark(parameter, WHOLE)
+    assert shard_of(parameter) is WHOLE
+    assert not WHOLE.is_distributed
+    assert WHOLE.sees_scaled_batch
+
+
+def test_buffers_stay_marked_when_they_are_moved_or_cast() -> None:
+    smp.init()
+    shard = TpShard((4,), 0, (), 0, 1, CommGroup.RDP_GROUP, 1.0)
+    inner = smp.nn.DistributedLinear(2, 2)
+    inner.register_buffer("scale", torch.ones(4))
+    mark(inner.get_buffer("scale"), shard)
+    model = torch.nn.Sequential(inner)
+    model.double().to("cpu").half()
+    assert inner.get_buffer("scale").dtype is torch.half
+    assert shard_of(inner.get_buffer("scale")) == shard
+    smp.shutdown()

@@ -1,0 +1,309 @@
+"""The tracing pass gives the same on every device, wherever the weights lie when the step begins.
+
+A CPU build of torch knows no operators of a GPU, not even on tensors without data; a CUDA build does, without a GPU. So
+the cases on `cuda` are skipped on the former, and run in any environment with the latter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+import smpkit.torch as smp
+from smpkit.plan.partition.assignment import UnitCost
+from smpkit.plan.partition.search import partition
+from smpkit.torch.describe import describe
+from smpkit.torch.placement.fused_kernels import FusedKernels
+from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
+
+WIDTH, LENGTH, VOCABULARY, HEADS = 32, 16, 64, 4
+
+needs_a_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="a CPU build of torch has no operators of a GPU: needs a CUDA build"
+)
+DEVICES: list[Any] = ["meta", pytest.param("cuda:0", marks=needs_a_cuda_build)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.packed = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.packed(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], dropout_p=0.1, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        grown: Tensor = x + self.dropout(self.down(functional.gelu(self.up(x))))
+        return grown
+
+
+class Language(nn.Module):
+    """A small GPT whose head is its embedding, with a table of positions as a buffer and a scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("positions", torch.randn(LENGTH, WIDTH))
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.positions
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class Checkpointed(Language):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions
+        for block in self.blocks:
+            x = smp.checkpoint(block, x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits.mean()
+
+
+class Grouped(nn.Module):
+    """Attention whose keys and values are fewer than its queries, under a mask; and torch's own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.pair = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key, value = self.pair(x).unflatten(-1, (2, HEADS // 2, -1)).permute(2, 0, 3, 1, 4)
+        mask = x.new_zeros(x.shape[1], x.shape[1])
+        mixed = functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+        made: Tensor = self.layer(mixed.transpose(1, 2).flatten(2))
+        return made
+
+
+def vision() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16)),
+        *(nn.ReLU(), nn.Flatten(), nn.Linear(16 * 5 * 5, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 10)),
+    )
+
+
+def delayed() -> nn.Module:
+    with smp.delay_param_initialization():
+        return Language()
+
+
+def tokens() -> Tensor:
+    return torch.zeros(2, LENGTH, dtype=torch.int64)
+
+
+def images() -> Tensor:
+    return torch.zeros(2, 3, 16, 16)
+
+
+def states() -> Tensor:
+    return torch.zeros(2, LENGTH, WIDTH)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "language": (Language, tokens),
+    "checkpointed": (Checkpointed, tokens),
+    "grouped": (Grouped, states),
+    "vision": (vision, images),
+    "delayed": (delayed, tokens),
+}
+
+
+def on(device: str, argument: Tensor) -> Tensor:
+    """Return the argument on a device; without data on a GPU, which need not be there."""
+    with FakeTensorMode():
+        return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=device)
+
+
+def costs_of(model: nn.Module, argument: Tensor, body: Callable[..., Any] | None = None) -> list[UnitCost]:
+    step = TrialStep(body or model, (argument,))
+    costs = measure_units(model, units_of(model), lambda: run_fake(model, step))
+    assert any(cost.activation_bytes for cost in costs), "the pass has failed"
+    return [strip(cost) for cost in costs]
+
+
+def strip(cost: UnitCost) -> UnitCost:
+    """Return the cost without ids, which differ between two models."""
+    values = {name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}
+    return UnitCost(**{**values, "shared": dict(enumerate(cost.shared.values()))})
+
+
+@pytest.fixture
+def no_failed_pass(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.WARNING, "smpkit")
+    yield
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("no_failed_pass")
+def test_a_pass_on_a_gpu_gives_what_one_on_the_cpu_gives(case: str, device: str) -> None:
+    make, argument = CASES[case]
+    expected = costs_of(make(), argument())
+    found = costs_of(make(), on(device, argument()))
+    assert found == expected
+    places = [partition(costs, 2, 0.8).partition_of for costs in (expected, found)]
+    assert places[0] == places[1]
+
+
+@needs_a_cuda_build
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("no_failed_pass")
+def test_autocast_counts_on_a_gpu(case: str) -> None:
+    make, argument = CASES[case]
+
+    def costs(device: str) -> list[UnitCost]:
+        model = make()
+
+        def body(x: Tensor) -> Tensor:
+            with torch.autocast(torch.device(device).type, dtype=torch.float16):
+                loss: Tensor = model(x)
+                return loss
+
+        return costs_of(model, on(device, argument()), body)
+
+    with patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False):
+        expected, found = costs("cpu"), costs("cuda:0")
+    if case in ("language", "checkpointed", "delayed"):  # autocast keeps some operations in float32 on a GPU only
+        assert found == expected
+    assert partition(found, 2, 0.8).partition_of == partition(expected, 2, 0.8).partition_of
+    plain = costs_of(make(), argument())
+    assert sum(cost.output_bytes for cost in found) <= sum(cost.output_bytes for cost in plain)
+    assert found != plain
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("moved", ["everything", "the first layer"])
+@pytest.mark.usefixtures("no_failed_pass")
+def test_weights_that_lie_on_the_device_already_cost_the_same(moved: str, device: str) -> None:
+    model, argument = vision(), on(device, images())
+    with nullcontext() if device == "meta" else FakeTensorMode(), torch.device(device):
+        there: Any = vision()
+    if moved == "the first layer":
+        model[0] = there[0]
+        there = model
+    assert costs_of(there, argument) == costs_of(vision(), images())
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.usefixtures("no_failed_pass")
+def test_a_step_sees_the_weights_as_they_are_but_for_the_device_and_the_model_stays_as_it_is(device: str) -> None:
+    model = Language()
+    seen: dict[str, Any] = {}
+
+    def body(x: Tensor, weight: Tensor) -> Tensor:
+        seen["tied"] = model.head.weight is model.embed.weight is weight
+        seen["kinds"] = {isinstance(each, nn.Parameter) for each in model.parameters()}
+        seen["places"] = {each.device for each in [*model.parameters(), *model.buffers()]}
+        seen["trainable"] = [name for name, each in model.named_parameters() if not each.requires_grad]
+        seen["mark"] = getattr(model.scale, "mark", None)
+        loss: Tensor = model(x) + weight.sum()
+        model.embed.weight.data.zero_()
+        model.extra = nn.Parameter(weight * 2)
+        return loss
+
+    vars(model.scale)["mark"] = 7
+    before, values = dict(model.named_parameters(remove_duplicate=False)), model.embed.weight.detach().clone()
+    positions = model.positions
+    run_fake(model, TrialStep(body, (on(device, tokens()), model.embed.weight)))
+    expected = {"tied": True, "kinds": {True}, "places": {torch.device(device)}, "trainable": ["scale"], "mark": 7}
+    assert seen == expected
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert model.positions is positions
+    assert model.embed.weight.equal(values)
+
+
+class LooksAtValues(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        return self[1](x) if x.sum() > 0 else x
+
+
+def test_a_pass_that_fails_is_a_warning_with_its_reason_and_what_is_done_instead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = LooksAtValues(nn.Linear(4, 4), nn.Linear(4, 8))
+    with caplog.at_level(logging.WARNING, "smpkit"):
+        costs = measure_units(model, units_of(model), lambda: run_fake(model, TrialStep(model, (torch.ones(2, 4),))))
+    assert [cost.flops for cost in costs] == [20 * 4, 40 * 4]
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert "DataDependentOutputException: aten._local_scalar_dense.default" in message
+    assert "partitioned by the sizes of its parameters" in message
+    assert "skip_tracing: True" in message
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("no_failed_pass")
+def test_a_job_on_a_gpu_gets_the_partition_that_smpkit_plan_shows(device: str) -> None:
+    model = Language()
+    planned = [strip(unit.cost) for unit in describe(lambda: (Language(), tokens())).units]
+    assert costs_of(model, on(device, tokens())) == planned
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.packed(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], dropout_p=0.5)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+def test_attention_costs_its_products_and_keeps_no_scores() -> None:
+    model = nn.Sequential(Attending())
+    (cost,) = costs_of(model, states())
+    values = 2 * LENGTH * WIDTH
+    assert cost.flops == 2 * values * 3 * WIDTH + 2 * 2 * values * LENGTH
+    assert cost.activation_bytes == 4 * (values + 3 * values + values + 2 * HEADS * LENGTH)
+
+
+def test_tensors_with_data_get_torchs_own_operations_meanwhile_and_everything_does_afterwards() -> None:
+    x, layer = torch.randn(2, HEADS, LENGTH, 8), nn.BatchNorm1d(HEADS)
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(0)
+        attended = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        return [attended, functional.dropout(x, 0.5), layer(x[:, :, :, 0])]
+
+    def same(found: list[Tensor]) -> bool:
+        return all(map(torch.equal, found, expected))
+
+    expected = results()
+    kernels = FusedKernels()
+    with kernels.installed():
+        assert same(results())
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(x).requires_grad_()
+            attended = functional.scaled_dot_product_attention(fake, fake, fake)
+            assert torch.autograd.grad(attended.sum(), fake)[0].shape == x.shape
+    assert kernels.flops == 2 * 2 * HEADS * LENGTH * LENGTH * 16
+    assert same(results())
+    assert "_Attention" not in type(functional.scaled_dot_product_attention(x.requires_grad_(), x, x).grad_fn).__name__

@@ -1,0 +1,219 @@
+"""Master weights and the loss scale are saved and loaded, whole or on other ranks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import smpkit.torch as smp
+from smpkit.torch.precision.cast import join_fp16_states, split_fp16_states
+from tests.ranks import run_ranks
+
+SCALE = {"init_scale": 2.0**12, "scale_window": 2}
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+@smp.step
+def train_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(model(inputs), targets)
+    model.backward(loss)
+    return loss
+
+
+class Job:
+    """A training that can be saved and go on elsewhere."""
+
+    def __init__(self, degree: int = 1, half: str = "fp16", microbatches: int = 2, **config: Any) -> None:
+        smp.init({half: True, "pipeline_parallel_degree": degree, "microbatches": microbatches, **config})
+        self.model = smp.DistributedModel(build())
+        self.optimizer = smp.DistributedOptimizer(
+            torch.optim.AdamW(self.model.parameters(), lr=0.01), dynamic_loss_scale=True, dynamic_loss_args=SCALE
+        )
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            self.optimizer.zero_grad()
+            losses.append(train_step(self.model, *batch(step)).reduce_mean().item())
+            self.optimizer.step()
+        return losses
+
+    def end(self) -> tuple[float, dict[str, torch.Tensor]]:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        pairs = zip(self.optimizer.fp16_groups[0], self.optimizer.fp32_from_fp16_groups[0], strict=True)
+        masters = {names[id(weight)]: master.detach().clone() for weight, master in pairs}
+        scale = self.optimizer.loss_scale
+        smp.shutdown()
+        return scale, masters
+
+
+def train_straight() -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    job = Job()
+    losses = job.train(range(6))
+    return losses, *job.end()
+
+
+def save(folder: str, degree: int) -> None:
+    job = Job(degree)
+    job.train(range(3))
+    smp.save_checkpoint(folder, "three")
+    smp.shutdown()
+
+
+def resume(folder: str, degree: int) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    job = Job(degree)
+    smp.resume_from_checkpoint(folder)
+    losses = job.train(range(3, 6))
+    return losses, *job.end()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2)])
+def test_a_checkpoint_goes_on_with_the_same_masters_and_scale(tmp_path: Path, before: int, after: int) -> None:
+    ((losses, scale, masters),) = run_ranks(train_straight, 1)
+    run_ranks(save, before, str(tmp_path), before)
+    ranks = run_ranks(resume, after, str(tmp_path), after)
+    names = {path.name for path in (tmp_path / "three_partial").iterdir()}
+    assert {f"fp16_states_{rank}_0.pt" for rank in range(before)} <= names
+    found: dict[str, torch.Tensor] = {}
+    for ours, our_scale, our_masters in ranks:
+        assert ours == losses[3:]
+        assert our_scale == scale
+        found |= our_masters
+    assert found.keys() == masters.keys()
+    for name, master in found.items():
+        torch.testing.assert_close(master, masters[name], rtol=0, atol=0)
+
+
+def state_dicts_over_a_pipeline() -> bool:
+    """Load into a pipeline that is not partitioned yet: it waits, and is what `state_dict` returns meanwhile."""
+    job = Job(2)
+    job.train(range(3))
+    weights = {name: value.clone() for name, value in job.model.state_dict().items()}
+    kept = copy.deepcopy(job.optimizer.state_dict())
+    losses = job.train(range(3, 5))
+    scale, masters = job.end()
+    again = Job(2)
+    again.model.load_state_dict(weights)
+    again.optimizer.load_state_dict(kept)
+    assert again.optimizer.state_dict()["state"].keys() == kept["state"].keys()
+    assert again.train(range(3, 5)) == losses
+    assert again.optimizer.loss_scale == scale
+    return all(master.equal(masters[name]) for name, master in again.end()[1].items())
+
+
+def test_state_dicts_of_a_pipeline_load_before_its_first_step() -> None:
+    assert run_ranks(state_dicts_over_a_pipeline, 2) == [True, True]
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("world")
+def test_a_state_dict_comes_apart_and_together() -> None:
+    job = Job()
+    job.train(range(2))
+    whole = job.optimizer.local_state_dict()
+    assert all(entry["master"].dtype is torch.float32 for entry in whole["state"].values())
+    plain, fp16_states = split_fp16_states(whole)
+    assert plain.keys() == {"state", "param_groups", "_smp_is_partial"}
+    assert all(entry.keys() == {"step", "exp_avg", "exp_avg_sq"} for entry in plain["state"].values())
+    assert fp16_states.keys() == {"loss_scaler", "masters"}
+    joined = join_fp16_states(plain, fp16_states)
+    assert joined.keys() == whole.keys()
+    assert all(joined["state"][number].keys() == entry.keys() for number, entry in whole["state"].items())
+    assert split_fp16_states(job.optimizer.orig_state_dict())[1] == {}
+    assert join_fp16_states(plain, {}) == plain
+
+
+@pytest.mark.usefixtures("world")
+def test_masters_follow_what_is_loaded_into_the_model_and_keep_what_rounds_to_it() -> None:
+    job = Job()
+    job.train(range(2))
+    (weight, *_), (master, *_) = job.optimizer.fp16_groups[0], job.optimizer.fp32_from_fp16_groups[0]
+    finer = master.detach().clone()
+    assert not finer.equal(weight.float())
+    job.model.load_state_dict({name: value.clone() for name, value in job.model.state_dict().items()})
+    assert master.equal(finer)
+    job.model.load_state_dict({name: value + 1 for name, value in job.model.state_dict().items()})
+    assert master.equal(weight.float())
+    with torch.no_grad():
+        weight.zero_()
+    job.optimizer.reload_model_params()
+    assert not master.any()
+
+
+@pytest.mark.usefixtures("world")
+def test_the_state_of_an_optimizer_in_float32_loads() -> None:
+    smp.init()
+    module = build()
+    plain = torch.optim.AdamW(module.parameters(), lr=0.5)
+    module(batch(0)[0]).sum().backward()
+    plain.step()
+    smp.shutdown()
+    job = Job()
+    job.optimizer.load_state_dict(plain.state_dict())
+    (master, *_) = job.optimizer.fp32_from_fp16_groups[0]
+    assert job.optimizer.param_groups[0]["lr"] == 0.5
+    assert job.optimizer.state[master]["exp_avg"].equal(plain.state[next(module.parameters())]["exp_avg"])
+    job.train(range(1))
+
+
+UNEVEN = (1, 4)
+"""Steps that each replica has batches for."""
+
+
+def join_unevenly() -> tuple[float, dict[str, torch.Tensor]]:
+    job = Job(microbatches=1, ddp=True)
+    with job.model.join():
+        for step in range(UNEVEN[smp.rank()]):
+            job.optimizer.zero_grad()
+            train_step(job.model, *batch(10 * step + smp.rank()))
+            job.optimizer.step()
+    return job.end()
+
+
+def join_by_hand() -> tuple[float, list[torch.Tensor]]:
+    """The same in one process: a replica without batches counts with zeros; no step overflows."""
+    model = build().half()
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=0.01)
+    scale = SCALE["init_scale"]
+    for step in range(max(UNEVEN)):
+        gradients = []
+        for rank, steps in enumerate(UNEVEN):
+            if step < steps:
+                inputs, targets = batch(10 * step + rank)
+                loss = functional.cross_entropy(model(inputs.half()).float(), targets)
+                gradients.append(torch.autograd.grad(loss * scale, list(model.parameters())))
+        for index, master in enumerate(masters):
+            parts = torch.stack([each[index] / len(UNEVEN) for each in gradients])
+            master.grad = parts.sum(0).float() / scale
+        optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(model.parameters(), masters, strict=True):
+                weight.copy_(master)
+        scale *= 2.0 if step % SCALE["scale_window"] == 1 else 1.0
+    return scale, masters
+
+
+def test_replicas_that_ran_out_of_batches_get_the_masters_and_the_scale_of_the_last() -> None:
+    scale, masters = join_by_hand()
+    for our_scale, ours in run_ranks(join_unevenly, 2):
+        assert our_scale == scale > SCALE["init_scale"]
+        for mine, master in zip(ours.values(), masters, strict=True):
+            torch.testing.assert_close(mine, master, rtol=0, atol=0)

@@ -1,0 +1,101 @@
+"""Torch's own checkpoint in a model that offloads: its inputs leave as those of `smp.checkpoint` do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import smpkit.torch as smp
+from smpkit.torch.recompute.torch_checkpoint import _name_of
+from tests.ranks import run_ranks
+
+WIDTH, BATCH, LAYERS = 8, 4, 6
+
+
+class Model(nn.Module):
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)) for _ in range(LAYERS))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.call(layer, x).relu()
+        return x
+
+
+def plainly(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    return y
+
+
+def theirs(layer: nn.Module, x: Tensor, *, use_reentrant: bool = False) -> Any:
+    return checkpoint(layer, x, use_reentrant=use_reentrant)
+
+
+def nested(layer: nn.Module, x: Tensor) -> Any:
+    return checkpoint(lambda y: theirs(layer, y * 1), x, use_reentrant=False)
+
+
+@smp.step
+def train_step(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def train(call: Callable[..., Tensor], config: dict[str, Any]) -> tuple[float, list[Tensor | None], Any]:
+    smp.init(config)
+    model = smp.DistributedModel(Model(call))
+    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    for _ in range(3):
+        model.zero_grad()
+        loss = train_step(model, x).reduce_mean().item()
+    gradients = [parameter.grad for _, parameter in model.local_named_parameters()]
+    report = smp.offload_report() if config.get("offload_activations") else None
+    smp.shutdown()
+    return loss, gradients, report
+
+
+OFFLOADING = {"offload_activations": True, "microbatches": 2}
+
+
+@pytest.mark.parametrize("call", [theirs, functools.partial(theirs, use_reentrant=True), nested])
+def test_inputs_leave_once_each_and_no_bit_changes(world: None, call: Callable[..., Tensor]) -> None:
+    loss, gradients, _ = train(plainly, {"microbatches": 2})
+    found, ours, report = train(call, OFFLOADING)
+    assert found == loss
+    assert all(torch.equal(left, right) for left, right in zip(ours, gradients, strict=True))  # type: ignore[arg-type]
+    boundary_bytes = 4 * WIDTH * BATCH // 2
+    assert [step.bytes_out for step in report.steps] == [2 * LAYERS * boundary_bytes] * 3
+    assert report.bytes_back > 0
+    assert report.peak_device_bytes < LAYERS * boundary_bytes
+
+
+def train_over_ranks(call: Callable[..., Tensor]) -> list[int]:
+    _, _, report = train(call, {**OFFLOADING, "pipeline_parallel_degree": 2, "activation_loading_horizon": 1})
+    return [step.bytes_out for step in report.steps]
+
+
+@pytest.mark.parametrize("call", [theirs, functools.partial(theirs, use_reentrant=True), nested])
+def test_around_calls_that_the_pipeline_places_inputs_leave_too(call: Callable[..., Tensor]) -> None:
+    expected = run_ranks(train_over_ranks, 2, smp.checkpoint)
+    assert sum(expected[0]) > 0
+    assert run_ranks(train_over_ranks, 2, call) == expected
+
+
+def test_names_tell_the_module_that_is_called() -> None:
+    layer = nn.Linear(2, 2)
+    assert _name_of(layer) == "Linear"
+    assert _name_of(layer.forward) == "Linear"
+    assert _name_of(functools.partial(layer.forward, torch.ones(2))) == "Linear"
+    assert _name_of(functools.partial(nn.Linear.forward, layer)) == "Linear"
+    assert _name_of(functools.partial(functools.partial(nn.Linear.forward, layer), x=None)) == "Linear"
+    assert _name_of(plainly) == "plainly"
