@@ -12,8 +12,8 @@ and what each GPU starts next is drawn by dice, so a seed repeats a run. A run i
   leaves open. Without it, all streams run side by side.
 - `World.synchronize` is what allocating memory may do, or `torch.cuda.synchronize()`: the host waits for its whole GPU.
 
-The code under test talks to `World.devices()` in place of `smpkit.torch.core.devices`, and to groups that `World.group` and
-`World.hosts` make.
+The code under test talks to `World.devices()` in place of `smpkit.torch.core.devices`, and to groups that `World.group`
+and `World.hosts` make.
 """
 
 from __future__ import annotations

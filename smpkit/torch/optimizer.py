@@ -40,15 +40,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     `param_groups`, `state`, `step` and `zero_grad`.
 
     With `fp16` or `bf16` the `param_groups` hold float32 master weights from the first step on (see
-    `smpkit.torch.optim.master_weights`). With `fp16` the loss has a scale, and `step` skips, on all ranks alike, where a
-    gradient is not finite: `overflow` is then true, and learning-rate schedulers are not to be stepped.
+    `smpkit.torch.optim.master_weights`). With `fp16` the loss has a scale, and all ranks skip the `step` if a gradient
+    is not finite: `overflow` is then true, and learning-rate schedulers are not to be stepped.
 
     Args:
         optimizer: the optimizer to wrap.
         static_loss_scale: the loss scale, if it is not dynamic; None is 1. Acts with `fp16` only, like the others.
         dynamic_loss_scale: find the scale while training.
-        dynamic_loss_args: of `smpkit.torch.precision.loss_scale.DynamicLossScaler`, as one dict `dynamic_loss_args=` (so SMP v1's
-            scripts pass them) or each by its name.
+        dynamic_loss_args: those of `smpkit.torch.precision.loss_scale.DynamicLossScaler`, as one dict
+            `dynamic_loss_args=` (as scripts for SMP v1 pass them) or each by its name.
 
     Raises:
         UsageError: before `smp.init()`, for something that is no optimizer, or a loss scale that cannot be meant.

@@ -48,13 +48,13 @@ def test_a_step_waits_for_the_device_only_where_it_must(name: str, on_host: bool
     if "pipeline_parallel_degree" in KINDS[name].config:
         # Other ranks need what the last one returns, and a batch that lies on the device of the first: a rank waits for
         # that to have been copied at the latest when it waits for another rank. (Each batch counts as such here.)
-        expected = [{"wait @ outbox": 1}] * 2
+        expected = [{"wait @ transport": 1}] * 2
     assert [waits for waits, _ in found] == expected
-    queued: list[Counts] = [{"copy to the device @ splitting": 1} if on_host else {} for _ in range(ranks)]
+    queued: list[Counts] = [{"copy to the device @ microbatches": 1} if on_host else {} for _ in range(ranks)]
     if "pipeline_parallel_degree" in KINDS[name].config:
-        results = {"copy to the host @ packing": 1}, {"copy to the device @ ending": 1}
-        inputs: Counts = {f"copy to the {'device' if on_host else 'host'} @ inputs": 1}
-        queued = [{**inputs, **results[1]}, {"copy to the device @ inputs": 1, **results[0]}]
+        results = {"copy to the host @ messages": 1}, {"copy to the device @ output_broadcast": 1}
+        inputs: Counts = {f"copy to the {'device' if on_host else 'host'} @ batch_broadcast": 1}
+        queued = [{**inputs, **results[1]}, {"copy to the device @ batch_broadcast": 1, **results[0]}]
     assert [copies for _, copies in found] == queued
 
 

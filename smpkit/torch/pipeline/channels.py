@@ -136,23 +136,23 @@ class ReceivePool:
 # runs on their GPUs, and what it waits for of what they compute needs only messages before it, which are over. So it is
 # next to end, then the one after it, and so on, whatever else waits. It follows that a kernel of nccl may hold up
 # everything else on a GPU, that one queue may serve all its streams, and that a rank may wait for its whole GPU at any
-# time, as memory that is allocated in the middle of a step (cudaMalloc, cudaFree, cudaHostRegister) makes it do: no such
-# wait needs what the rank that waits has not done yet. The order is that of the schedule, so hosts do not wait for each
-# other in a circle either: before what a rank sends there are only messages that other ranks can send without it.
+# time, as memory that is allocated in the middle of a step (cudaMalloc, cudaFree, cudaHostRegister) makes it do: no
+# such wait needs what the rank that waits has not done yet. The order is that of the schedule, so hosts do not wait for
+# each other in a circle either: before what a rank sends there are only messages that other ranks can send without it.
 #
-# *A word before each message.* A header travels between the hosts, over gloo, when a send has been begun, and says which
-# message follows and how long it is. The receiver waits for it and begins the receive then: no kernel spins for a rank
-# that is late or dead, and all waiting for other ranks is waiting for headers, which has a deadline and knows whom for.
-# What a header can say needs no message, such as that there is no gradient. A rank reads the headers of all messages that
-# come before the one that it sends or needs now. So a receive most often begins long before its value is needed, and a
-# send does not stand on the GPU for long. Nothing is polled: what a rank begins, and between which of its own operations,
-# depends on the schedule and not on how fast messages are. So ranks that do the same work on other parts of the model
-# (tensor parallelism) also have their collectives between the same messages.
+# *A word before each message.* A header travels between the hosts, over gloo, when a send has been begun, and says
+# which message follows and how long it is. The receiver waits for it and begins the receive then: no kernel spins for a
+# rank that is late or dead, and all waiting for other ranks is waiting for headers, which has a deadline and knows whom
+# for. What a header can say needs no message, such as that there is no gradient. A rank reads the headers of all
+# messages that come before the one that it sends or needs now. So a receive most often begins long before its value is
+# needed, and a send does not stand on the GPU for long. Nothing is polled: what a rank begins, and between which of its
+# own operations, depends on the schedule and not on how fast messages are. So ranks that do the same work on other
+# parts of the model (tensor parallelism) also have their collectives between the same messages.
 #
-# *Leaving.* Where the order ends (a microbatch diverges from the recorded one, or the step is given up), a rank
-# tells all that it is connected with by a header, `LEFT`. Whoever reads it leaves as well, so all of them do. Each
-# receives what was sent before the word, so no kernel is left without a partner; what is left of the step travels through
-# the hosts.
+# *Leaving.* Where the order ends (a microbatch diverges from the recorded one, or the step is given up), a rank tells
+# all that it is connected with by a header, `LEFT`. Whoever reads it leaves as well, so all of them do. Each receives
+# what was sent before the word, so no kernel is left without a partner; what is left of the step travels through the
+# hosts.
 #
 # A step that runs microbatch after microbatch, because its calls may change, follows the program, which is one order
 # too.
