@@ -48,5 +48,12 @@ def test_every_page_is_in_the_index() -> None:
     assert [page for page in pages if page != "index.md" and f"({page})" not in index] == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_named_files_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "smpkit/torch" / path).exists()] == []
+
+
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
