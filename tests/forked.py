@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smpkit.modules import module_command
-from tests.ranks import CONTEXT
+from tests.ranks import FORKSERVER
 
 __all__ = ["run_module"]
 
@@ -25,7 +25,7 @@ def run_module(command: Sequence[str], *, timeout: float, **_: Any) -> subproces
     words = command[len(module_command("")) - 1 :]
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder) / name for name in ("out", "err"))
-        process = CONTEXT.Process(target=_main, args=(words, str(Path.cwd()), str(out), str(err)), daemon=True)
+        process = FORKSERVER.Process(target=_main, args=(words, str(Path.cwd()), str(out), str(err)), daemon=True)
         process.start()
         process.join(timeout)
         if process.exitcode is None:

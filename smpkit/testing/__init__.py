@@ -22,10 +22,24 @@ here sends nothing whose type the service refuses.
 - `fake.faults` (`Faults`) lets calls fail: throttled, refused, or with their answer lost.
 - `fake.jobs` has each job (`FakeJob`) with its request and history; `fake.storage.objects` has each `FakeObject`.
 
+**Ranks in a test.** `run_ranks` runs a function on real ranks, one process each, and returns what each returned::
+
+    def losses(steps: int) -> list[float]:      # a function of a module
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
+        ...
+
+    def test_losses() -> None:
+        first, second = run_ranks(losses, 2, 3)
+
+A rank that raises, dies or hangs fails the test with every rank's traceback (`RankFailed`). It needs `smpkit[torch]`.
+
 smpkit itself does not import this package; only `--backend fake` loads it, by name.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from smpkit.testing.fake_sagemaker.client import Faults
 from smpkit.testing.fake_sagemaker.clock import FakeClock, FastClock
@@ -34,4 +48,27 @@ from smpkit.testing.fake_sagemaker.script import Line, Script
 from smpkit.testing.fake_sagemaker.session import FakeSageMaker
 from smpkit.testing.fake_sagemaker.storage import FakeObject
 
-__all__ = ["FakeClock", "FakeJob", "FakeObject", "FakeSageMaker", "FastClock", "Faults", "Line", "Script"]
+if TYPE_CHECKING:
+    from smpkit.testing.ranks import RankFailed, run_ranks
+
+__all__ = [
+    "FakeClock",
+    "FakeJob",
+    "FakeObject",
+    "FakeSageMaker",
+    "FastClock",
+    "Faults",
+    "Line",
+    "RankFailed",
+    "Script",
+    "run_ranks",
+]
+
+_WITH_TORCH = {"RankFailed": "smpkit.testing.ranks", "run_ranks": "smpkit.testing.ranks"}
+"""Names and their modules, imported when first used: the fake needs no torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'smpkit.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WITH_TORCH[name]), name)

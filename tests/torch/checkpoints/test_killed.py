@@ -77,7 +77,7 @@ def found_by_the_next_job(path: str) -> tuple[str, list[str]]:
 
 
 def check(path: Path, victim: int, moment: int, after: bool) -> None:
-    with pytest.raises(RankFailed, match=r"died without a word \(exit code -9\)"):
+    with pytest.raises(RankFailed, match=r"died without a traceback \(exit code -9\)"):
         run_ranks(killed_while_saving, 2, str(path), victim, moment, after)
     for content, left in run_ranks(found_by_the_next_job, 2, str(path)):
         assert content == "good" or (content == "next" and "next_partial" in left)
