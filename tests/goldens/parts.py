@@ -44,5 +44,17 @@ PARTS = {
         Part("requests", "`smpkit submit --dry-run` of a spread of jobs", _call("requests", "collect")),
         Part("commands", "command lines and variables of the image's launcher", _call("commands", "collect")),
         Part("errors", "messages and hints for bad input", _call("errors", "collect")),
+        Part(
+            "ratios",
+            "processor time of smpkit / that of a peer, from the benchmarks",
+            _call("ratios", "collect"),
+            _call("counts", "machine"),
+            default=False,
+            may_fall=True,
+            tolerances={
+                "a microbatch of a pipeline, smpkit / torch's 1F1B": 0.05,
+                "a saved tensor, offloaded by smpkit / allocated and copied": 0.2,  # microseconds of allocators
+            },
+        ),
     )
 }
