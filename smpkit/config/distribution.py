@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
-from smpkit.config.explain import validated, validation_error
+from smpkit.config.explain import validation_error
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.config.mpi_options import parse_custom_options
 from smpkit.config.section import KeyPath, Section
@@ -172,18 +172,6 @@ class Distribution(Section):
         if _is_bare(data) and problem.path[:2] == _BLOCK_PATH:
             return Problem(problem.path[2:], problem.message, problem.hint)
         return problem
-
-    @classmethod
-    def from_options(cls, smp_options: Mapping[str, Any], mpi_options: Mapping[str, Any] | None = None) -> Distribution:
-        """Combine the two dicts of SageMaker's notebooks, `smp_options` and `mpi_options`; either form of the first.
-
-        Raises:
-            ConfigError: with all problems.
-        """
-        whole: object = smp_options
-        if mpi_options is not None and isinstance(smp_options, Mapping):
-            whole = {**smp_options, "mpi": mpi_options}
-        return validated(cls, whole, subject="distribution")
 
     def cross_problems(self, _written: Mapping[str, Any], _broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Refuse two launchers."""

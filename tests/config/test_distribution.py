@@ -35,21 +35,22 @@ def test_the_seed_distribution_is_accepted_unchanged() -> None:
     assert made.notices() == []
 
 
-def test_smp_options_and_mpi_options_of_the_notebooks_are_accepted() -> None:
-    made = Distribution.from_options({"enabled": True, "parameters": SEED}, MPI)
-    assert made.model_parallel == Distribution.from_options(block(), MPI).model_parallel
+def test_smp_options_without_the_keys_around_them_are_accepted() -> None:
+    options = {"enabled": True, "parameters": SEED}
+    made = Distribution.model_validate({**options, "mpi": MPI})
+    assert made.model_parallel == Distribution.model_validate({**block(), "mpi": MPI}).model_parallel
     assert made.parameters_as_written == SEED
     assert made.launcher == "mpirun"
-    assert Distribution.from_options({"enabled": True, "parameters": SEED}).launcher == "torchrun"
+    assert Distribution.model_validate(options).launcher == "torchrun"
     with pytest.raises(ConfigError, match="must be a mapping, got null"):
-        Distribution.from_options(None, MPI)  # type: ignore[arg-type]
+        validated(Distribution, None, subject="distribution")
     with pytest.raises(ConfigError, match=r"parameters\.microbatches"):
-        Distribution.from_options({"enabled": True, "parameters": {"microbatches": 0}})
+        validated(Distribution, {"enabled": True, "parameters": {"microbatches": 0}}, subject="distribution")
 
 
 def test_a_configuration_object_is_accepted_as_parameters() -> None:
-    parameters = Distribution.from_options({"enabled": True, "parameters": SEED}).model_parallel
-    made = Distribution.from_options({"enabled": True, "parameters": parameters})
+    parameters = Distribution.model_validate({"enabled": True, "parameters": SEED}).model_parallel
+    made = Distribution.model_validate({"enabled": True, "parameters": parameters})
     assert made.parameters_as_written == SEED
 
 
@@ -85,7 +86,7 @@ def test_empty_parameters_mean_all_defaults() -> None:
 
 def test_the_dict_that_was_given_may_change_afterwards() -> None:
     parameters = {"partitions": 2}
-    made = Distribution.from_options({"enabled": True, "parameters": parameters})
+    made = Distribution.model_validate({"enabled": True, "parameters": parameters})
     parameters["partitions"] = 3
     made.parameters_as_written["partitions"] = 4
     assert made.parameters_as_written == {"partitions": 2}

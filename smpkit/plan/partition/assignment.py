@@ -56,11 +56,6 @@ class Load:
         """As that of `UnitCost`."""
         return self.flops + self.recomputed_flops / 3
 
-    @property
-    def memory_bytes(self) -> int:
-        """Parameters and one microbatch's activations."""
-        return self.parameters_bytes + self.activation_bytes
-
 
 @dataclass(frozen=True)
 class Assignment:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smpkit.errors import ConfigError
-from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.plan.partition.assignment import Assignment, Load, UnitCost
 from smpkit.plan.partition.search import assign, partition
 from tests.counted import lines_of
 from tests.plan.graphs import SETTINGS
@@ -229,8 +229,11 @@ def test_no_contiguous_cut_has_a_cheaper_worst_part(
     num_partitions = min(num_partitions, len(units))
     total = partition(units, 1, 0.5).loads[0]
 
+    def memory_of(load: Load) -> int:
+        return load.parameters_bytes + load.activation_bytes
+
     def worst(found: Assignment) -> float:
-        memory = [load.memory_bytes / total.memory_bytes if total.memory_bytes else 0.0 for load in found.loads]
+        memory = [memory_of(load) / memory_of(total) if memory_of(total) else 0.0 for load in found.loads]
         return max(
             memory_weight * share + (1 - memory_weight) * load.flops / total.flops
             for share, load in zip(memory, found.loads, strict=True)
