@@ -6,6 +6,7 @@ A test that fails leaves no process behind, which could hold a port or the CPU w
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -36,6 +37,20 @@ def pytest_configure() -> None:
     # interrupted jobs would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
+    """Before each file, take what lives on out of Python's sight: torch and all tests are a million objects.
+
+    Tests look for cycles by the thousand, as `smp.shutdown()` does, and each time that took half a second.
+    """
+    if location[0] not in _begun_files:
+        _begun_files.add(location[0])
+        gc.collect()
+        gc.freeze()
+
+
+_begun_files: set[str] = set()
 
 
 @pytest.hookimpl(wrapper=True)
