@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ from torch import nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
+from smpkit.modules import module_command
 from smpkit.plan.memory import ModelFacts
 from smpkit.torch.describe import describe
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
+from tests.forked import run_module
 
 
 class Tied(nn.Module):
@@ -122,9 +123,10 @@ def test_a_factory_that_makes_no_model_is_refused(factory: Any, message: str) ->
         describe(factory)
 
 
-def run(folder: Path, target: str) -> tuple[int, Any]:
-    command = [sys.executable, "-m", "smpkit.torch.describe", target, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+def run(folder: Path, target: str, *, fresh: bool = False) -> tuple[int, Any]:
+    command = [*module_command("smpkit.torch.describe"), target, str(folder)]
+    start: Any = subprocess.run if fresh else run_module
+    done = start(command, capture_output=True, text=True, timeout=150, check=False)
     return done.returncode, done.stdout
 
 
@@ -133,7 +135,7 @@ def test_stdout_is_json_whatever_the_module_prints(tmp_path: Path) -> None:
         "import os\nfrom torch import nn\nprint('hello'); os.system('echo hello')\nbuild = lambda: nn.Linear(2, 2)\n"
     )
     (tmp_path / "zoo.py").write_text(source)
-    code, out = run(tmp_path, "zoo:build")
+    code, out = run(tmp_path, "zoo:build", fresh=True)
     assert code == 0
     assert ModelFacts.from_json(out).name == "Linear"
 

@@ -4,8 +4,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpo
 from smpkit.torch.checkpoints import folder as checkpoint_files
 from smpkit.torch.checkpoints import save as saving
 from smpkit.torch.distributed.init import shutdown
+from tests.forked import Script
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -421,8 +420,9 @@ def test_a_job_killed_while_saving_resumes_from_a_whole_checkpoint(moment: str, 
     script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
     script.write_text(KILLED)
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script), str(folder), moment], env=environment, timeout=150, check=False)
-    assert done.returncode == -signal.SIGKILL
+    job = Script(script, str(folder), moment, env=environment)
+    job.communicate(timeout=150)
+    assert job.returncode == -signal.SIGKILL
     smp.init()
     smp.DistributedModel(nn.Linear(2, 2))
     with warnings.catch_warnings():

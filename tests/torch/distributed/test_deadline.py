@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 import smpkit.torch as smp
 from smpkit.torch.distributed.deadline import waiting
 from tests.deadlines import SECONDS, facts, let_judge, wait_for_notes, wait_shortly
+from tests.forked import Script
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -128,8 +129,15 @@ def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:
 # --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------
 
 
-def start(script: str, size: int, folder: Path, agent: bool, stdin: int | None = None) -> list[subprocess.Popen[str]]:
-    """Start `size` ranks of a script, with a store of ours as torchrun would serve it, or with one in rank 0."""
+def start(
+    script: str, size: int, folder: Path, agent: bool, *, reads: bool = False, fresh: bool = False
+) -> Sequence[Script | subprocess.Popen[str]]:
+    """Start `size` ranks of a script, with a store of ours as torchrun would serve it, or with one in rank 0.
+
+    Args:
+        reads: whether it reads from its standard input.
+        fresh: start interpreters; else it is run in processes that have torch already.
+    """
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     port = _port_of_a_store() if agent else _reserved_port()
@@ -141,16 +149,11 @@ def start(script: str, size: int, folder: Path, agent: bool, stdin: int | None =
     }
     common |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent else {}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=stdin,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    if not fresh:
+        return [Script(path, env=environment, reads=reads) for environment in environments]
+    command = [sys.executable, str(path)]
+    return [subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in environments]
 
 
 _kept: list[TCPStore | socket.socket] = []
@@ -180,7 +183,7 @@ def _ports() -> Iterator[None]:
     _kept.clear()
 
 
-def stories(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+def stories(ranks: Sequence[Script | subprocess.Popen[str]]) -> list[str]:
     try:
         return [rank.communicate(timeout=120)[1] for rank in ranks]
     finally:
@@ -200,7 +203,9 @@ FAILS = """
 
 @pytest.mark.parametrize(("failing", "agent"), [(1, True), (1, False), (0, False)], ids=["agent", "other", "server"])
 def test_the_other_ranks_say_which_rank_failed_first_and_why(failing: int, agent: bool, tmp_path: Path) -> None:
-    told = stories(start(FAILS.replace("FAILING", str(failing)), 3, tmp_path, agent))  # far sooner than their deadline
+    told = stories(
+        start(FAILS.replace("FAILING", str(failing)), 3, tmp_path, agent, fresh=agent)
+    )  # before their deadline
     assert told[failing].strip().endswith("ValueError: the learning rate is negative")
     for rank, story in enumerate(told):
         if rank != failing:
@@ -240,7 +245,7 @@ ENDS_LATER = """
 
 
 def test_a_rank_that_ends_after_the_store_says_nothing(tmp_path: Path) -> None:
-    ranks = start(ENDS_LATER, 2, tmp_path, agent=False, stdin=subprocess.PIPE)
+    ranks = start(ENDS_LATER, 2, tmp_path, agent=False, reads=True)
     try:
         ranks[0].wait(timeout=120)
         told = ranks[1].communicate("x", timeout=120)[1]

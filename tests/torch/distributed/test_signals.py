@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.distributed.init import shutdown
 from smpkit.torch.distributed.signals import on_stop, stop_requested
+from tests.forked import Script
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -30,8 +32,8 @@ def _handlers() -> Iterator[None]:
 
 
 @contextmanager
-def started(script: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a script that waits to be stopped, and send it SIGTERM once it says `ready`."""
+def started(script: str, tmp_path: Path, *, fresh: bool = False) -> Iterator[Script | subprocess.Popen[str]]:
+    """Run a script that waits to be stopped, and send it SIGTERM once it says `ready`; with `fresh` as users do."""
     path = tmp_path / "script.py"
     # Not printed: the signal could come while that lasts, in which a callback must not print.
     head, tail = (
@@ -39,14 +41,13 @@ def started(script: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         "os.write(1, b'ready\\n')\ntime.sleep(600)",
     )
     path.write_text(f"{head}\n{script}\n{tail}\n")
-    process = subprocess.Popen(
-        [sys.executable, str(path)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process: Script | subprocess.Popen[str]
+    if fresh:
+        process = subprocess.Popen([sys.executable, str(path)], env=environment, text=True, **pipes)
+    else:
+        process = Script(path, env=environment, reads=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -57,9 +58,9 @@ def started(script: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def stop_a_script(script: str, tmp_path: Path) -> tuple[int, str, str]:
+def stop_a_script(script: str, tmp_path: Path, *, fresh: bool = False) -> tuple[int | None, str, str]:
     """Return exit code and both outputs of a script that is stopped."""
-    with started(script, tmp_path) as process:
+    with started(script, tmp_path, fresh=fresh) as process:
         out, err = process.communicate(timeout=150)
     return process.returncode, out, err
 
@@ -95,7 +96,7 @@ ready = lambda said=[]: said or said.append(os.write(1, b'ready\\n'))
 smp.init()
 {leave}
 """
-    assert stop_a_script(script, tmp_path)[:2] == (0, "saved\n")
+    assert stop_a_script(script, tmp_path, fresh=True)[:2] == (0, "saved\n")
 
 
 def test_a_callback_that_raises_ends_the_process_with_its_traceback_after_the_others(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.offload.emulated import EmulatedLink
+from tests.forked import Script
 
 CPU = torch.device("cpu")
 everywhere = pytest.mark.usefixtures("place")
@@ -377,10 +377,10 @@ def test_killed_and_resumed_the_curve_is_the_same_to_the_bit(tmp_path: Path) -> 
     script.write_text(SCRIPT)
 
     def curve(checkpoint: Path, die: int) -> list[str]:
-        command = [sys.executable, str(script), str(checkpoint), "8", str(die)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == (0 if die < 0 else -9), done.stderr
-        return done.stdout.splitlines()
+        job = Script(script, str(checkpoint), "8", str(die), env=os.environ)
+        out, err = job.communicate(timeout=120)
+        assert job.returncode == (0 if die < 0 else -9), err
+        return out.splitlines()
 
     whole = curve(tmp_path / "a.pt", -1)
     killed = curve(tmp_path / "b.pt", 5)
