@@ -48,6 +48,12 @@ def make_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
     return make
 
 
+@pytest.fixture(params=["mpirun", pytest.param("torchrun", marks=pytest.mark.full)])
+def make_any_job(request: pytest.FixtureRequest, tmp_path: Path) -> MakeJob:
+    """Make a job for one of the launchers, for what is the same code for both; test_failing_ranks.py takes torchrun."""
+    return lambda source, **settings: Job(tmp_path / "base", request.param, source, **settings)
+
+
 @pytest.fixture
 def make_mpi_job(tmp_path: Path) -> MakeJob:
     """Make a job for mpirun, which starts fast; for what has nothing to do with the launcher."""
@@ -224,7 +230,11 @@ FAILURES = {
 
 @pytest.mark.parametrize(
     ("launcher_name", "kind"),
-    [*(("mpirun", kind) for kind in FAILURES), ("torchrun", "raises"), ("torchrun", "killed")],
+    [
+        *(("mpirun", kind) for kind in FAILURES),
+        ("torchrun", "raises"),
+        pytest.param("torchrun", "killed", marks=pytest.mark.full),
+    ],
 )
 def test_first_failing_rank_wins(tmp_path: Path, launcher_name: str, kind: str) -> None:
     """Rank 1 fails at once; rank 0 would run for long. The run ends in seconds, with rank 1's story and exit code."""
@@ -278,20 +288,20 @@ def test_script_that_is_missing_is_one_sentence(make_mpi_job: MakeJob) -> None:
     assert done.failure is not None and "train.py" in done.failure  # noqa: PT018
 
 
-def test_lost_connections_are_consequences(make_job: MakeJob) -> None:
+def test_lost_connections_are_consequences(make_any_job: MakeJob) -> None:
     """Rank 1 is killed; rank 0, waiting for it in a collective, gets an exception, which is not the story."""
     source = GLOO + "if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()\n"
-    done = make_job(source, environ={"SMPKIT_SETTLE_SECONDS": "60"}).run()
+    done = make_any_job(source, environ={"SMPKIT_SETTLE_SECONDS": "60"}).run()
     assert done.code == 137, done.err
     assert "(rank 1 on algo-1, exit 137)" in done.err
     assert "rank 0 stopped because of it" in done.err
     assert "Traceback" not in done.err
 
 
-def test_rank_that_left_early_is_named(make_job: MakeJob) -> None:
+def test_rank_that_left_early_is_named(make_any_job: MakeJob) -> None:
     """A rank that ends with 0 makes the others fail; their error says nothing about it, so we do."""
     source = GLOO + "if rank == 1: sys.exit()\ndist.barrier()\n"
-    done = make_job(source, environ={"SMPKIT_SETTLE_SECONDS": "60"}).run()
+    done = make_any_job(source, environ={"SMPKIT_SETTLE_SECONDS": "60"}).run()
     assert done.code == 1, done.err
     assert "(rank 0 on algo-1, exit 1)" in done.err
     assert "rank 1 ended with exit code 0 while others still waited for it" in done.err
@@ -365,9 +375,9 @@ def test_script_without_a_handler_is_told_to_have_one(make_mpi_job: MakeJob) -> 
     assert done.failure.startswith("stopped by SIGTERM: ended ranks 0, 1; the script does not handle SIGTERM")
 
 
-def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_job: MakeJob) -> None:
+def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_any_job: MakeJob) -> None:
     source = RANK + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(600)\n"
-    job = make_job(source, environ={"SMPKIT_GRACE_SECONDS": "1.5"})
+    job = make_any_job(source, environ={"SMPKIT_GRACE_SECONDS": "1.5"})
     with job.running() as process:
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
@@ -378,8 +388,8 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_period(make_job
     assert 1.5 <= done.seconds < 300
 
 
-def test_ctrl_c_is_130_even_if_all_was_saved(make_job: MakeJob) -> None:
-    job = make_job(SAVING.replace("sleep(3)", "sleep(0.1)"))
+def test_ctrl_c_is_130_even_if_all_was_saved(make_any_job: MakeJob) -> None:
+    job = make_any_job(SAVING.replace("sleep(3)", "sleep(0.1)"))
     with job.running() as process:
         process.send_signal(signal.SIGINT)
         done = job.finish(process, time.monotonic())

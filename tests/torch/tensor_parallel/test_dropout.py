@@ -16,6 +16,7 @@ import smpkit.torch as smp
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.tensor_parallel.layers.dropout import ParallelDropout
+from tests.pairwise import pairwise
 from tests.ranks import run_ranks
 
 WIDTH, LENGTH, SAMPLES, MICROBATCHES = 16, 4, 2, 2
@@ -118,9 +119,21 @@ def waits(in_step: bool, prescaled: bool, optimize: str, recompute: str) -> list
     return found
 
 
-@pytest.mark.parametrize("recompute", ["smp", "torch"])
-@pytest.mark.parametrize(("prescaled", "optimize"), [(True, "speed"), (False, "speed"), (True, "memory")])
-@pytest.mark.parametrize("in_step", [True, False])
+SETTINGS = [(True, "speed"), (False, "speed"), (True, "memory")]
+PAIRS = pairwise([[True, False], SETTINGS, ["smp", "torch"]])
+
+
+@pytest.mark.parametrize(
+    ("in_step", "prescaled", "optimize", "recompute"),
+    [
+        pytest.param(
+            in_step, *settings, recompute, marks=[] if (in_step, settings, recompute) in PAIRS else pytest.mark.full
+        )
+        for in_step in (True, False)
+        for settings in SETTINGS
+        for recompute in ("smp", "torch")
+    ],
+)
 def test_a_step_with_dropout_asks_and_waits_no_more_than_one_without(
     in_step: bool, prescaled: bool, optimize: str, recompute: str
 ) -> None:
@@ -159,7 +172,7 @@ def masks(in_step: bool, prescaled: bool, optimize: str, recompute: str) -> dict
     return {"masks": seen, "equal": kinds, "gradients": gradients, "unchanged": unchanged}
 
 
-@pytest.mark.parametrize(("prescaled", "optimize"), [(True, "speed"), (False, "speed"), (True, "memory")])
+@pytest.mark.parametrize(("prescaled", "optimize"), SETTINGS)
 @pytest.mark.parametrize("in_step", [True, False])
 def test_equal_values_are_dropped_alike_and_parts_are_not_and_recomputation_repeats_it(
     in_step: bool, prescaled: bool, optimize: str
