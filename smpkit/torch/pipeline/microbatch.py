@@ -1,8 +1,17 @@
-"""One microbatch of a step on this rank: what it computes here, what it sends, receives and leaves for backward.
+"""One microbatch of a step on this rank: what it runs here, sends, receives, and leaves for backward.
 
-All ranks run the same code on the same microbatch, so all see the same calls and transfers in the same order and give
-them the same numbers (see `moves.py`). What differs is who holds data: the owner of a call runs it, everyone else makes
-placeholders.
+All ranks run the user's code for every microbatch, so all of them see the same calls and the same transfers in the same
+order, and number them alike. They differ in who holds data: the owner of a call runs it, and the other ranks make
+placeholders from its output spec.
+
+[Note: segments] A rank's work for one microbatch is cut into segments: a new one begins where the rank receives after
+it has sent. What it receives may depend on what it sent, so it may have to wait, and its backward runs in as many
+parts::
+
+    rank 0   [embedding] --x-->            --y--> [head, loss]      two segments
+    rank 1               --x--> [ layers ] --y-->                   one segment
+
+A value made in one segment and used in a later one is detached there; see `backward.py`.
 """
 
 from __future__ import annotations
@@ -50,35 +59,45 @@ if TYPE_CHECKING:
     from smpkit.torch.pipeline.module_state import ModuleStateTracker
     from smpkit.torch.pipeline.stage_context import StageContext
 
-__all__ = ["Microbatch", "MicrobatchTransfers"]
+__all__ = ["Microbatch"]
+
+_NoTorchFunction: Final = torch._C.DisableTorchFunction
+"""Around the engine's own questions to tensors, which are not operations of the step."""
+
+_LEAF_CHANGED: Final = "a leaf Variable that requires grad is being used in an in-place operation"
+"""Torch's error for an in-place change of a received value, or of a view of one."""
+
+_T: Final = torch.Tensor
+_BRANCHING: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
+"""Questions whose answer usually decides a branch, so that another microbatch may take another path."""
 
 
-# --- What one microbatch sends to and receives from other ranks, and the segments into which that cuts its work -------
-# All ranks see the same transfers in the same order and give them the same numbers.
-#
-# [Note: segments] A rank's work for one microbatch is cut where it receives after it has sent: what it then receives
-# may depend on what it sent, so it may have to wait, and its backward runs in as many parts. A value made in one
-# segment and used in a later one is detached there; see `backward.py`.
-
-
-class MicrobatchTransfers:
-    """What travels for one microbatch, as this rank sees it.
+class Microbatch:
+    """The run of a step function for one microbatch on this rank.
 
     Args:
         stage: what this rank is and holds.
         index: which microbatch of the step.
     """
 
+    # Set on the class, since most microbatches keep these values.
     record: TransferRecord | None = None
     """The transfers that it should make; None if it is the first of its kind, or each may differ."""
     diverged = False
     """Whether it has diverged from the record. All ranks must detect this at the same transfer, or they deadlock."""
+    dynamic = False
+    """Whether Python asked for a value that a branch may depend on."""
     has_mutations = False
-    """Whether a call has changed in place what it was given, on whichever rank."""
+    """Whether a call has changed its arguments in place, on whichever rank."""
+    has_backward = False
+    released = False
+    """Whether nothing is kept for backward any more."""
     before_wait: Callable[[], None] | None = None
     """Called where a new segment begins: lets other work of this rank go first."""
     state_tracker: ModuleStateTracker | None = None
     """Compares the state of modules where a new segment begins; None once that is known."""
+    unit_wrapper: CallWrapper | None = None
+    """Wraps each unit that code between units calls: recomputation by torch's checkpoint."""
     _in_hooks = 0
 
     def __init__(self, stage: StageContext, index: int) -> None:
@@ -87,171 +106,30 @@ class MicrobatchTransfers:
         self.transfers: list[P2PTransfer] = []
         self.call_trace: list[str] = []
         """The names of all calls in order: the same on every rank, or the ranks run different programs."""
-        self._sent_versions: list[tuple[int, torch.Tensor, int]] = []
+        self.unsplittable: set[int] = set()
+        """Segments of this rank in which hooks were used that run in every walk through the graph."""
         self._rank, self._device_type = stage.rank, stage.device.type
         self._segments = [0] * stage.size
         self._sent = [False] * stage.size
+        """By rank, whether it has sent in its present segment: its next receive begins a new one."""
+        self._sent_versions: list[tuple[int, torch.Tensor, int]] = []
+        """While this microbatch is recorded: number, value and version of all that this rank has sent."""
         self.weights = StageParameters(stage, self._segments)
         self.backward_work = BackwardWork(stage.transport, index)
-        self.unsplittable: set[int] = set()
-        """Segments of this rank in which hooks were used that run in every walk through the graph."""
 
     @property
     def num_segments(self) -> tuple[int, ...]:
         """How many segments each rank has had so far."""
         return tuple(segment + 1 for segment in self._segments)
 
-    def segment_of(self, rank: int) -> int:
-        """Return the segment that a rank is in."""
-        return self._segments[rank]
-
     @property
     def num_own_segments(self) -> int:
         """How many of them this rank has had."""
         return self._segments[self._rank] + 1
 
-    def _transfer_once(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
-        """Return the value as rank `owner` has it, transferring it there the first time."""
-        if type(tensor) is not StageTensor:
-            return tensor
-        if (grad_fn := tensor.grad_fn) is not None:
-            refuse_foreign_graph(grad_fn)
-        if tensor.owner == owner:
-            return tensor
-        copy = tensor.copies.get(owner)
-        if copy is None:
-            copy = self._transfer(tensor, owner, tensor.spec)
-            tensor.copies = {**tensor.copies, owner: copy}
-        return copy
-
-    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data of a value on every rank, without its graph."""
-        if type(tensor) is not StageTensor:
-            return tensor
-        spec = tensor.spec.without_gradient
-        copies = [self._transfer(tensor, rank, spec) for rank in range(self.stage.size) if rank != tensor.owner]
-        mine = tensor if tensor.owner == self.stage.rank else next(c for c in copies if c.owner == self.stage.rank)
-        # With the same strides on all ranks.
-        return to_layout(self._local_value(mine).detach(), tensor.spec.as_sent.order)
-
-    def _transfer(self, tensor: StageTensor, target: int, spec: TensorSpec) -> StageTensor:
-        stage, source, spec = self.stage, tensor.owner, spec.as_sent
-        begins = self._sent[target]
-        if begins:
-            self._segments[target] += 1
-            self._sent[target] = False
-        self._sent[source] = True
-        transfer = self._next_transfer(source, target, spec)
-        self.transfers.append(transfer)
-        if source == self._rank:
-            sent = self._local_value(tensor)
-            self._send(sent.detach(), transfer)  # first: somebody waits for it
-            if spec.requires_grad:
-                self.backward_work.add_send(sent, transfer, self._segments[source])
-        elif target == self._rank and begins:
-            if self.state_tracker is not None:
-                self.state_tracker.cut()
-            if self.before_wait is not None:
-                self.before_wait()
-        received = make_stage_tensor(spec, stage.device, target, None, self._segments[target])
-        if target == self._rank:
-            received.value = self._receive(transfer)
-        return received
-
-    def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
-        """Return a value that this rank gets, a leaf of its segment."""
-        work, segment, transport = self.backward_work, self._segments[self._rank], self.stage.transport
-        if self._in_hooks:
-            self.unsplittable.add(segment)
-        if not transfer.spec.requires_grad:
-            return transport.receive(self.index, transfer)
-        is_mutable = self.record is None or self.diverged or self.record.has_mutations
-        return transport.receive(
-            self.index, transfer, lambda value: work.add_receive(value, transfer, segment, is_mutable=is_mutable)
-        )
-
-    def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
-        """Return the transfer as the record has it; where that has another, or none, this microbatch has diverged."""
-        number, record = len(self.transfers), self.record
-        if record is not None and not self.diverged:
-            known = record.transfers[number] if number < len(record.transfers) else None
-            if (
-                known is not None
-                and (known.source, known.target) == (source, target)
-                and (known.spec is spec or known.spec == spec)
-            ):
-                return known
-            self._diverge()
-        # Other numbers, hence other tags: receives that were posted for the record's transfers must not get these.
-        number += DIVERGED * self.diverged
-        consumer = self.call_trace[-1] if self.call_trace else ""
-        return P2PTransfer(number, source, target, self._segments[source], self._segments[target], spec, consumer)
-
-    def _diverge(self) -> None:
-        """Diverge from the record, and let everything run first that follows it."""
-        if self.record is not None and not self.diverged:
-            self.diverged = True
-            self.stage.transport.leave_channels()
-            if self.before_wait is not None:
-                self.before_wait()
-
-    def _send(self, sent: torch.Tensor, transfer: P2PTransfer) -> None:
-        """Send a value; a copy of it where the record does not say that it stays as it is while it travels."""
-        is_unchanged = self.record is not None and not self.diverged and transfer.number not in self.record.mutated
-        if not is_unchanged:
-            self._sent_versions.append((transfer.number, sent, version_of(sent)))
-        self.stage.transport.send(sent, self.index, transfer, copy=not is_unchanged)
-
-    def end_forward(self) -> None:
-        """Note that the code of this microbatch has run to its end."""
-        self.call_trace.append("the end of the step function")
-        if self.record is not None and len(self.transfers) < len(self.record.transfers):
-            self.diverged = True
-            self.stage.transport.leave_channels()
-
-    def make_record(self) -> TransferRecord:
-        """Return the transfers that this microbatch has made, for others to follow."""
-        mutated = [number for number, sent, version in self._sent_versions if version_of(sent) != version]
-        self._sent_versions.clear()
-        return TransferRecord(tuple(self.transfers), frozenset(mutated), self.has_mutations)
-
-    def _local_value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data of a value whose owner this is, detached if an earlier segment made it."""
-        segment = self._segments[self._rank]
-        if type(tensor) is not StageTensor:
-            outside = segment > 0 and tensor.requires_grad and not tensor.is_leaf
-            return self.backward_work.cut(tensor, 0, segment) if outside else tensor
-        value = tensor.value
-        if value is None:
-            raise stale_alias_error(tensor)
-        made_earlier = tensor.segment != segment and value.requires_grad
-        return self.backward_work.cut(value, tensor.segment, segment) if made_earlier else value
-
-
-# --- One microbatch of a step on this rank: what it computes here, what it sends, receives and leaves for backward ----
-
-
-_NoTorchFunction: Final = torch._C.DisableTorchFunction
-"""Around what the engine itself asks of tensors: that is none of the step's operations."""
-
-_LEAF_CHANGED: Final = "a leaf Variable that requires grad is being used in an in-place operation"
-"""What torch says of a change of a value that has arrived, or of a view of one."""
-
-_T: Final = torch.Tensor
-_BRANCHING: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
-"""Questions whose answer is most often a branch, so that another microbatch may take another path."""
-
-
-class Microbatch(MicrobatchTransfers):
-    """The run of a step function for one microbatch on this rank."""
-
-    dynamic = False
-    """Whether Python asked for a value that a branch may depend on."""
-    has_backward = False
-    released = False
-    """Whether nothing is kept for backward any more."""
-    unit_wrapper: CallWrapper | None = None
-    """What code between units asks to be done around each unit that it calls: recomputation by torch's checkpoint."""
+    def segment_of(self, rank: int) -> int:
+        """Return the segment that a rank is in."""
+        return self._segments[rank]
 
     @property
     def is_done(self) -> bool:
@@ -264,9 +142,13 @@ class Microbatch(MicrobatchTransfers):
     def run_operation(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object = None
     ) -> Any:
-        """Run one torch operation where its data is; `mode` is what else decides the shape of its result."""
+        """Run one torch operation on the rank that has its data.
+
+        Args:
+            mode: what else decides the shape of its result.
+        """
         if self.stage.inside_unit:
-            raise UsageError(
+            raise UsageError(  # inside a unit only its owner runs, so no other rank would take part in this operation
                 f"`{name}` was called inside a layer on a value that another pipeline rank may hold: it came in an"
                 " object (a cache of keys and values, say), in which smpkit does not look, or in a weight's place"
                 " (torch.func.functional_call)",
@@ -290,7 +172,7 @@ class Microbatch(MicrobatchTransfers):
         kwargs: dict[str, Any],
         targets: Sequence[torch.Tensor],
     ) -> Any:
-        """Change tensors that every rank holds (running averages) by values of one, which gives them to the others.
+        """Change tensors that every rank holds (running averages) by values of one rank, which broadcasts the result.
 
         Raises:
             UsageError: not every rank holds them, or the values need gradients.
@@ -325,7 +207,7 @@ class Microbatch(MicrobatchTransfers):
         """Run `function` on rank `owner` and make placeholders of its result everywhere else.
 
         Args:
-            target: what the cache knows the call by.
+            target: what identifies the call in the cache of output specs.
             name: the module or operation, for messages and for its stream of random numbers.
             mode: what else decides the result, such as a module's `training`.
             stream: whether its stream of random numbers is a closed one; None if it has none of its own.
@@ -333,14 +215,19 @@ class Microbatch(MicrobatchTransfers):
         """
         stage, caller_args = self.stage, (args, kwargs)
         with _NoTorchFunction():
-            self.call_trace.append(name)  # before anything is waited for, which may be because of this very call
+            # Before any wait: if ranks differ in this very call, the trace of a waiting rank must show it.
+            self.call_trace.append(name)
+            # Every rank makes the same transfers, whether it sends, receives or only counts them.
             call, args, kwargs = self._look_up_call(owner, target, args, kwargs, mode)
             if call.output_spec is MISSING:
-                self._diverge()  # a first result is broadcast, in program order
+                # The owner broadcasts a first result, which all ranks must reach in program order. While other work ran
+                # in `_diverge`, another microbatch may have made the same call.
+                self._diverge()
                 stage.output_specs.look_up(call)
+
             if owner != self._rank:
                 if stream is not None:
-                    stage.random.skip()
+                    stage.random.skip()  # the number that the owner takes, so that streams stay equal on all ranks
                 if call.output_spec is MISSING:
                     received = stage.transport.receive_object(owner, f"the first result of `{name}`")
                     stage.output_specs.remember(call, *received)
@@ -348,6 +235,7 @@ class Microbatch(MicrobatchTransfers):
                 if call.mutation_info is not None:
                     apply_mutations(call.mutation_info, self, owner, name, caller_args, (args, kwargs), result)
                 return result
+
             if self.state_tracker is not None:
                 self.state_tracker.on_call(target)
             if stream:
@@ -359,7 +247,7 @@ class Microbatch(MicrobatchTransfers):
             args, kwargs, tensors = self._as_local_data(call, args, kwargs)
             arguments = TrackedArguments(tensors, changes_first=changes_first)
             if call.output_spec is MISSING and torch.is_inference_mode_enabled():
-                function = tracking_writes(function, arguments)
+                function = tracking_writes(function, arguments)  # inference tensors have no version counters
         try:
             output = (
                 function(*args, **kwargs) if stream is None else stage.random.run(name, stream, function, args, kwargs)
@@ -367,7 +255,7 @@ class Microbatch(MicrobatchTransfers):
             with _NoTorchFunction():
                 result = self._publish_output(call, name, output, arguments)
         except Exception as error:
-            stage.failed_alone = True
+            stage.failed_alone = True  # no other rank runs this, so the others wait for a message that does not come
             if isinstance(error, RuntimeError) and _LEAF_CHANGED in str(error):
                 self._refuse_change(name, tensors, error)
             raise
@@ -379,7 +267,10 @@ class Microbatch(MicrobatchTransfers):
     def _look_up_call(
         self, owner: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: object
     ) -> tuple[CachedCall, tuple[Any, ...], dict[str, Any]]:
-        """Look up a call by its arguments; return it, and the arguments as rank `owner` has them."""
+        """Look up a call by its arguments, and transfer those; return the call, and the arguments as `owner` has them.
+
+        Two fast paths compare with the latest call of `target`; the slow one describes the arguments as a key.
+        """
         output_specs, device_type = self.stage.output_specs, self._device_type
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         mode_key = (mode, torch.is_grad_enabled(), autocast)
@@ -389,11 +280,8 @@ class Microbatch(MicrobatchTransfers):
                 return call, (self._transfer_once(argument, owner),), kwargs
         call = None if kwargs else output_specs.find_latest(target, mode_key, args)
         if call is not None:
-            return (
-                call,
-                tuple([self._transfer_once(part, owner) if type(part) is StageTensor else part for part in args]),
-                kwargs,
-            )
+            moved = [self._transfer_once(part, owner) if type(part) is StageTensor else part for part in args]
+            return call, tuple(moved), kwargs
         key = [target, *mode_key]
 
         def visit(tensor: torch.Tensor) -> torch.Tensor:
@@ -412,7 +300,7 @@ class Microbatch(MicrobatchTransfers):
     def _as_local_data(
         self, call: CachedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Return the arguments of a call that runs here as their data, and the tensors among them in order."""
+        """Return the local data of a call's arguments, and the tensors among them in order."""
         tensors: list[torch.Tensor] = []
         if call.arguments is not None:  # most calls: tensors and numbers, no need to look into containers
             parts = list(args)
@@ -429,19 +317,27 @@ class Microbatch(MicrobatchTransfers):
         args = map_tensors(real, args)
         return args, map_tensors(real, kwargs) if kwargs else kwargs, tensors
 
+    def _local_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's data of a value that it owns, detached if an earlier segment made it."""
+        segment = self._segments[self._rank]
+        if type(tensor) is not StageTensor:
+            # Every rank makes a plain tensor by itself. One with a graph counts as made in the first segment.
+            if segment > 0 and tensor.requires_grad and not tensor.is_leaf:
+                return self.backward_work.cut(tensor, 0, segment)
+            return tensor
+        value = tensor.value
+        if value is None:
+            raise stale_alias_error(tensor)
+        if tensor.segment != segment and value.requires_grad:
+            return self.backward_work.cut(value, tensor.segment, segment)
+        return value
+
     def _make_mutable(self, given: Any) -> None:
         """Allow a call to change received values in place."""
         segment = self._segments[self._rank]
         for tensor in tensors_in(given):
             if type(tensor) is StageTensor and (value := tensor.value) is not None and value.is_leaf:
                 tensor.value = self.backward_work.make_mutable(value, segment)
-
-    def _refuse_change(self, name: str, tensors: Sequence[torch.Tensor], error: RuntimeError) -> None:
-        """Raise if a call that was not known to change what has arrived has tried to."""
-        segment = self._segments[self._rank]
-        for number, tensor in enumerate(tensors):
-            if self.backward_work.is_received(tensor if tensor._base is None else tensor._base, segment):
-                raise unrecorded_mutation_error(name, number, spec_of_unwrapped(tensor)) from error
 
     def _publish_output(self, call: CachedCall, name: str, output: Any, arguments: TrackedArguments) -> Any:
         """Return the result of a call that ran here as stage tensors; broadcast its spec if the call is new."""
@@ -454,7 +350,7 @@ class Microbatch(MicrobatchTransfers):
                 hint="make it and use it in one torch.nn.Module, or return its values and offsets",
             )
         if not is_new and (unrecorded_aliases := arguments.unrecorded_aliases(call.mutation_info, name, tensors)):
-            # The other ranks take it for a tensor with memory of its own: copy it, so that it is one.
+            # The other ranks know of no alias here: copy the result, so that it has memory of its own.
             output = map_tensors(lambda tensor: tensor.clone() if id(tensor) in unrecorded_aliases else tensor, output)
         if is_one:  # most calls
             output_spec: Any = spec_of_unwrapped(output)
@@ -476,20 +372,145 @@ class Microbatch(MicrobatchTransfers):
             )
         return stage_tensors
 
+    def _refuse_change(self, name: str, tensors: Sequence[torch.Tensor], error: RuntimeError) -> None:
+        """Raise if torch's error comes from an in-place change of a received value that the record does not know."""
+        segment = self._segments[self._rank]
+        for number, tensor in enumerate(tensors):
+            if self.backward_work.is_received(tensor if tensor._base is None else tensor._base, segment):
+                raise unrecorded_mutation_error(name, number, spec_of_unwrapped(tensor)) from error
+
     def value_for_python(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give every rank the value, because Python needs it (`.item()`, `if tensor:`)."""
+        """Answer Python's question for a value (`.item()`, `if tensor:`) on every rank."""
         self.dynamic = self.dynamic or func in _BRANCHING
         self.stage.count_python_value(func)
         args, kwargs = map_tensors(self.replicate, (args, kwargs))
         return func(*args, **kwargs)
 
+    # --- transfers -----------------------------------------------------------------------------------------------
+
+    def _transfer_once(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+        """Return the value as rank `owner` has it; transfer it there the first time."""
+        if type(tensor) is not StageTensor:
+            return tensor
+        if (grad_fn := tensor.grad_fn) is not None:
+            refuse_foreign_graph(grad_fn)
+        if tensor.owner == owner:
+            return tensor
+        copy = tensor.copies.get(owner)
+        if copy is None:
+            copy = self._transfer(tensor, owner, tensor.spec)
+            tensor.copies = {**tensor.copies, owner: copy}
+        return copy
+
+    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the data of a value on every rank, without its graph."""
+        if type(tensor) is not StageTensor:
+            return tensor
+        spec = tensor.spec.without_gradient
+        copies = [self._transfer(tensor, rank, spec) for rank in range(self.stage.size) if rank != tensor.owner]
+        mine = tensor if tensor.owner == self.stage.rank else next(c for c in copies if c.owner == self.stage.rank)
+        # The owner's strides may differ from those of the copies: give all ranks the same.
+        return to_layout(self._local_value(mine).detach(), tensor.spec.as_sent.order)
+
+    def _transfer(self, tensor: StageTensor, target: int, spec: TensorSpec) -> StageTensor:
+        """Send a value from its owner to `target`; all ranks call this alike, and count segments and transfers."""
+        stage, source, spec = self.stage, tensor.owner, spec.as_sent
+        begins_segment = self._sent[target]  # see [Note: segments]
+        if begins_segment:
+            self._segments[target] += 1
+            self._sent[target] = False
+        self._sent[source] = True
+        transfer = self._next_transfer(source, target, spec)
+        self.transfers.append(transfer)
+        if source == self._rank:
+            value = self._local_value(tensor)
+            # Send first, since the target waits for it; the bookkeeping can come later.
+            sent = value.detach()
+            # The value may be changed in place while it travels, unless the record says that it is not.
+            is_unchanged = self.record is not None and not self.diverged and transfer.number not in self.record.mutated
+            if not is_unchanged:
+                self._sent_versions.append((transfer.number, sent, version_of(sent)))
+            stage.transport.send(sent, self.index, transfer, copy=not is_unchanged)
+            if spec.requires_grad:
+                self.backward_work.add_send(value, transfer, self._segments[source])
+        elif target == self._rank and begins_segment:
+            if self.state_tracker is not None:
+                self.state_tracker.cut()
+            if self.before_wait is not None:
+                self.before_wait()  # let other microbatches run instead of waiting for this value
+        received = make_stage_tensor(spec, stage.device, target, None, self._segments[target])
+        if target == self._rank:
+            received.value = self._receive(transfer)
+        return received
+
+    def _receive(self, transfer: P2PTransfer) -> torch.Tensor:
+        """Return a value that this rank receives, as a leaf of its segment."""
+        work, segment, transport = self.backward_work, self._segments[self._rank], self.stage.transport
+        if self._in_hooks:
+            self.unsplittable.add(segment)
+        if not transfer.spec.requires_grad:
+            return transport.receive(self.index, transfer)
+        # A leaf cannot be changed in place: allow it unless the record says that no call does so.
+        is_mutable = self.record is None or self.diverged or self.record.has_mutations
+        return transport.receive(
+            self.index, transfer, lambda value: work.add_receive(value, transfer, segment, is_mutable=is_mutable)
+        )
+
+    def _next_transfer(self, source: int, target: int, spec: TensorSpec) -> P2PTransfer:
+        """Return the next transfer of the record; diverge where that is another one, or there is none."""
+        number, record = len(self.transfers), self.record
+        if record is not None and not self.diverged:
+            known = record.transfers[number] if number < len(record.transfers) else None
+            if (
+                known is not None
+                and (known.source, known.target) == (source, target)
+                and (known.spec is spec or known.spec == spec)
+            ):
+                return known
+            self._diverge()
+        if self.diverged:
+            # Other numbers, hence other tags: receives that were posted for the record's transfers must not match.
+            number += DIVERGED
+        consumer = self.call_trace[-1] if self.call_trace else ""
+        return P2PTransfer(number, source, target, self._segments[source], self._segments[target], spec, consumer)
+
+    def _diverge(self) -> None:
+        """Diverge from the record, and first run everything that follows it."""
+        if self.record is not None and not self.diverged:
+            self.diverged = True
+            self.stage.transport.leave_channels()
+            if self.before_wait is not None:
+                self.before_wait()
+
+    def end_forward(self) -> None:
+        """Note that the code of this microbatch has run to its end."""
+        # An entry of its own, so that a rank whose program ends earlier than its neighbour's is reported.
+        self.call_trace.append("the end of the step function")
+        if self.record is not None and len(self.transfers) < len(self.record.transfers):
+            # As `_diverge`, but no code is left that could wait for others.
+            self.diverged = True
+            self.stage.transport.leave_channels()
+
+    def make_record(self) -> TransferRecord:
+        """Return the transfers that this microbatch has made, for later ones to follow."""
+        mutated = [number for number, sent, version in self._sent_versions if version_of(sent) != version]
+        self._sent_versions.clear()
+        return TransferRecord(tuple(self.transfers), frozenset(mutated), self.has_mutations)
+
+    # --- backward and the end ------------------------------------------------------------------------------------
+
     def backward(self, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float = 1.0) -> None:
-        """Note where backward starts, and with which gradients times `scale`; the schedule decides when it runs."""
+        """Note where backward starts, and with which gradients times `scale`; the schedule decides when it runs.
+
+        Args:
+            roots: the losses.
+            grads: for each root its gradient, None for one that is a scalar.
+        """
         self.has_backward = True
         self.call_trace.append("model.backward")  # a rank that leaves it out would train on without these gradients
         with _NoTorchFunction():
             for root, grad in zip(roots, grads, strict=True):
-                # A loss that no unit took part in is known to all ranks; it must count once.
+                # All ranks hold a loss that no unit took part in; it must count once.
                 owner = root.owner if isinstance(root, StageTensor) else 0
                 self._transfer_once(root, owner)
                 start = None if grad is None else self._transfer_once(grad, owner)
@@ -498,10 +519,12 @@ class Microbatch(MicrobatchTransfers):
                     start = self.stage.root_gradients.scaled(value, given, scale)
                     self.backward_work.add_root(value, start, self._segments[self._rank])
 
-    # --- backward ------------------------------------------------------------------------------------------------
-
     def note_hooks(self, change: int) -> None:
-        """Note that the present segment uses hooks that run in every walk; `change` in how many the code now is."""
+        """Note that the present segment uses hooks that run in every walk through the graph.
+
+        Args:
+            change: 1 where code enters hooks on saved tensors, -1 where it leaves them, 0 for any other hook.
+        """
         self._in_hooks += change
         self.unsplittable.add(self._segments[self._rank])
 
