@@ -46,7 +46,8 @@ class Offloader(Protocol):
         """Have host memory for blocks of these sizes."""
 
 
-_engine: Offloader | None = None  # one per process, like the model; parked microbatches see it from their own threads
+_engine: Offloader | None = None
+"""One per process, like the model; suspended microbatches see it from their own threads."""
 _NOTHING: Final = contextlib.nullcontext()
 
 

@@ -1,11 +1,22 @@
-"""Run the microbatches of a step over the ranks of a pipeline, in the order that the schedule says.
+"""Run the microbatches of a step over the ranks of a pipeline, in the order of the schedule.
 
-The first microbatch of a new kind of step runs straight through all ranks and is recorded; from its transfers each rank
-derives the same segment graph and schedule, and runs its own list of actions of it. After the second step the schedule
-is made again from measured times, and tried (see `replan`). A step in which Python asked for a value that a branch may
-need keeps going straight through, microbatch after microbatch: there the next microbatch may take another path, and
-following the program's own order cannot deadlock whatever path that is. So does one whose microbatches would share
-state that modules keep between calls (see `carried`).
+The first microbatch of a new kind of step runs straight through all ranks and is recorded. From its transfers each rank
+derives the same segment graph and the same schedule, and runs its own list of actions from it (`step_plan.py`). After
+the second step the schedule is made again from measured times, and tried (`replan.py`).
+
+Two kinds of step never get a schedule; their microbatches run one after the other, in program order. In the first,
+Python asked for a value that a branch may depend on: the next microbatch may take another path, and the program's own
+order cannot deadlock whatever the path. In the second, microbatches would share state that modules keep between calls
+(`module_state.py`).
+
+A rank that a microbatch visits more than once must be able to suspend it in the middle of the user's code and work on
+another one meanwhile::
+
+    rank 0   [embedding of 0]  suspended               [head of 0]
+                             [embedding of 1]  suspended         [head of 1]
+
+Each live microbatch then runs in a thread of its own (`MicrobatchCoroutine`), but only one thread runs at a time:
+coroutines, with interruption and without concurrency.
 """
 
 from __future__ import annotations
@@ -17,7 +28,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -27,12 +38,10 @@ from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 from smpkit.errors import DeadlineError
-from smpkit.plan.schedule.actions import Action, Costs, Schedule
+from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.checker import check
-from smpkit.plan.schedule.graph import Kind, SegmentGraph
-from smpkit.plan.schedule.search import interleaved, simple
-from smpkit.torch.core import devices
-from smpkit.torch.core import offload_hooks as active
+from smpkit.plan.schedule.graph import Kind
+from smpkit.torch.core import devices, offload_hooks
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import add_error_context
 from smpkit.torch.pipeline.message_order import P2PTransfer, backward_timetable
@@ -44,167 +53,23 @@ from smpkit.torch.pipeline.replan import Meter, Trial, replan
 from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current
-from smpkit.torch.pipeline.step_plan import StepPlan, graph_of
+from smpkit.torch.pipeline.step_plan import Policy, StepPlan, graph_of
 
-__all__ = ["ActionRecorder", "Executor", "MicrobatchCoroutine", "Policy"]
+__all__ = ["ActionRecorder", "Executor", "MicrobatchCoroutine"]
 
-
-# --- Suspend a microbatch in the middle of the user's code while this rank works on another ---------------------------
-# Only ranks that a microbatch visits more than once need it. Each live microbatch then runs in a thread of its own, but
-# only one of them runs at a time: coroutines, with no concurrency to reason about, only interruption.
-
-
-class _Abandoned(BaseException):
-    """Unwinds a suspended microbatch whose step has failed; no `except Exception` of the user's may catch it."""
-
-
-class MicrobatchCoroutine:
-    """The run of `body` in a thread that stops where it calls `suspend` and goes on where `resume` is called.
-
-    Args:
-        body: what to run.
-        random: the generators, which belong to the process: each thread finds them as it left them.
-        device: whose current stream, like modes and hooks, belongs to a thread and is that of the one that starts it.
-    """
-
-    def __init__(self, body: Callable[[], Any], random: RandomStreams, device: torch.device) -> None:
-        self.done = False
-        self.output: Any = None
-        self._body = body
-        self._random = random
-        self._torch_thread_state = _torch_thread_state(device)
-        self._context = contextvars.copy_context()
-        self._resumed = threading.Semaphore(0)
-        self._yielded = threading.Semaphore(0)
-        self._abandoned = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="smpkit-microbatch", daemon=True)
-
-    def resume(self) -> None:
-        """Run until the body suspends itself or ends; raises what it raised."""
-        if not self._thread.is_alive():
-            self._thread.start()
-        self._resumed.release()
-        # The body's own waits have deadlines, and Python code in it may take its time; this one catches neither.
-        self._yielded.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def suspend(self) -> None:
-        """Yield to the thread that resumed this one, from inside the body, and wait to be resumed."""
-        kept = self._random.state()
-        self._yielded.release()
-        if not self._resumed.acquire(timeout=10 * state.timeout.total_seconds()):
-            raise DeadlineError("a parked microbatch was never resumed")
-        if self._abandoned:
-            raise _Abandoned
-        self._random.restore(kept)
-
-    def abandon(self) -> None:
-        """End the thread of a step that has failed."""
-        if self._thread.is_alive() and not self.done:
-            self._abandoned = True
-            self._resumed.release()
-            self._thread.join(timeout=10)
-
-    def _main(self) -> None:
-        self._resumed.acquire()
-        try:
-            if not self._abandoned:
-                with self._torch_thread_state():
-                    self.output = self._context.run(self._body)
-        except _Abandoned:
-            pass
-        except BaseException as error:  # handed to the thread that resumed this one
-            self._error = error
-        self.done = True
-        self._yielded.release()
-
-
-def _torch_thread_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context that gives another thread this one's thread-local state of torch.
-
-    Torch has no public way to hand all of it on at once, as its autograd engine does for threads of its own.
-    """
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    kinds = {device.type, "cpu"}
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    caches = torch.is_autocast_cache_enabled()
-    stream = devices.current_stream(device)
-    # The default device is one of these modes (torch.set_default_device, `with torch.device(...)`).
-    function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    dispatch_modes = _dispatch_modes()
-    # Only the innermost ones take part.
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    hooked = contextlib.nullcontext if hooks is None else functools.partial(saved_tensors_hooks, *hooks)
-
-    @contextlib.contextmanager
-    def thread_state() -> Iterator[None]:
-        for kind, enabled, dtype in autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(caches)
-        if any(enabled for _, enabled, _ in autocast):
-            torch.autocast_increment_nesting()  # the caller's autocast is around: its end empties the cache, no other
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(devices.on_stream(stream))
-            if inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(grad))
-            stack.enter_context(hooked())
-            # Innermost: whatever is done above is none of the step's operations.
-            for mode in dispatch_modes:
-                push_dispatch_mode(mode)
-                stack.callback(pop_dispatch_mode)
-            for mode in function_modes:
-                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
-                stack.callback(torch.overrides._pop_mode)
-            yield
-
-    return thread_state
-
-
-# --- Run the microbatches of a step over the ranks of a pipeline, in the order that the schedule says -----------------
-
-
-_LOOKAHEAD: Final = 2  # actions whose receives are posted before their turn
-_AHEAD_BYTES: Final = 1 << 20  # of receives that are posted before the first one is waited for
-_MAX_DIVERGED_STEPS: Final = (
-    3  # steps with microbatches that diverged from the record, after which none is recorded any more
-)
-_REPLAN_AFTER: Final = 2  # steps; the first one is slow for other reasons, the last of them is measured
+_LOOKAHEAD: Final = 2
+"""Actions whose receives are posted before their turn."""
+_AHEAD_BYTES: Final = 1 << 20
+"""Bytes of receives that are posted before the first wait."""
+_MAX_DIVERGED_STEPS: Final = 3
+"""After so many steps with microbatches that diverged from the record, that kind of step is not recorded again."""
+_REPLAN_AFTER: Final = 2
+"""Steps before the schedule is made again. The first one also warms up caches; the last of them is measured."""
 
 _T = TypeVar("_T")
 
 ActionRecorder = Callable[[str, int, int, int, int], object]
 """Called with `(kind, segment, microbatch, start_ns, end_ns)`; times are `time.perf_counter_ns()`, waits included."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How to order a step: `pipeline` and `active_microbatches` of the configuration."""
-
-    pipeline: str
-    active_microbatches: int
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether a backward may run in two halves."""
-        return self.pipeline == "zero_bubble"
-
-    def schedule(self, graph: SegmentGraph, count: int, costs: Costs | None = None) -> Schedule:
-        """Choose the order; the same on every rank, since it follows from the graph and the costs alone."""
-        if self.pipeline == "simple" or not graph.has_backward:
-            return simple(graph, count)
-        return interleaved(graph, count, self.active_microbatches, costs, split_backward=self.splits_backward)
-
-    def can_replan(self, schedule: Schedule) -> bool:
-        """Whether there is a choice: other depths fit under `active_microbatches`, and several ranks take part."""
-        graph = schedule.graph
-        limit = min(self.active_microbatches, schedule.num_microbatches)
-        deeper = any(live < limit for live in schedule.peak_live_microbatches)
-        has_choice = deeper or self.splits_backward
-        return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and has_choice
 
 
 class Executor:
@@ -225,18 +90,16 @@ class Executor:
         self._num_conflicting: Counter[Hashable] = Counter()
         self._coroutines: dict[int, MicrobatchCoroutine] = {}
         self._footprints: dict[Hashable, list[int]] = {}
-        """The host memory that activations of one microbatch take, in blocks."""
+        """By kind of step, the sizes of the blocks of host memory that one microbatch's activations take."""
 
     def run(
         self, kind: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
     ) -> list[Any]:
-        """Run `body(index)` for each microbatch, backward where it was asked for, and return what the bodies returned.
-
-        Returned values are on every rank, with the data of their owner.
+        """Run `body(index)` and its backward for each microbatch; return the outputs, with their data on every rank.
 
         Args:
-            kind: what must be equal for a recorded schedule to serve again: function, shapes, modes.
-            before_last_backward: called when the backward that comes next is this rank's last of the step.
+            kind: what must be equal for a recorded schedule to fit: function, shapes, modes.
+            before_last_backward: called just before this rank's last backward of the step.
         """
         started = time.perf_counter()
         meter = Meter() if self._steps[kind] == _REPLAN_AFTER - 1 else None
@@ -244,12 +107,14 @@ class Executor:
         self._coroutines = step.coroutines
         self.stage.begin_step(step.microbatches)
         if kind not in self._plans:
+            # Record the first microbatch of this kind: its forward runs straight through all ranks.
             microbatch = step.microbatches[0]
             microbatch.state_tracker = self.stage.track_module_state()
             with watching(microbatch.note_hooks) if self._policy.splits_backward else contextlib.nullcontext():
                 step.run_forward(0)
+            # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
             reserve(self.stage, step.outputs[0], count)
-            self._footprints[kind] = active.footprint()
+            self._footprints[kind] = offload_hooks.footprint()
             self._plans[kind] = self._make_plan(kind, microbatch, count)
             self._reserve_host_memory(kind, self._plans[kind], count)
             self.stage.transport.connect(microbatch.transfers)
@@ -267,25 +132,24 @@ class Executor:
         self.stage.transport.end_step()
         self._steps[kind] += 1
         if kind in self._trials:
-            self.stage.synchronize()
+            self.stage.synchronize()  # a trial compares steps: time the GPU's work, not its launch
         if any(microbatch.diverged for microbatch in step.microbatches):
             self._record_again(kind)
         elif self._num_conflicting[kind] == 1 and plan is None:
-            del self._plans[
-                kind
-            ]  # look again: what is made only once (a table of positions) is no conflict the second time
+            # Record the second step too: what modules make only once (a table of positions) is no conflict there.
+            del self._plans[kind]
         elif plan is not None:
             self._choose_next_plan(kind, plan, meter, time.perf_counter() - started)
         return outputs
 
     def _reserve_host_memory(self, kind: Hashable, plan: StepPlan | None, count: int) -> None:
-        """Have the host memory for what a plan holds at a time."""
+        """Reserve host memory for the microbatches that a plan holds at a time; without a plan, for all of them."""
         live = count if plan is None else plan.schedule.peak_live_microbatches[self.stage.rank]
-        active.reserve(self._footprints[kind], live)
+        offload_hooks.reserve(self._footprints[kind], live)
 
     def _record_again(self, kind: Hashable) -> None:
         """Record a step again whose microbatches have diverged: perhaps it has changed for good."""
-        # Receives that were posted for the record's transfers wait for nothing.
+        # Nothing will ever arrive in the receives that were posted for the record's transfers.
         self.stage.transport.abandon(len(self.stage.microbatches))
         self._trials.pop(kind, None)
         self._diverged_steps[kind] += 1
@@ -295,7 +159,7 @@ class Executor:
             self._plans[kind] = None
 
     def _choose_next_plan(self, kind: Hashable, plan: StepPlan, meter: Meter | None, seconds: float) -> None:
-        """Plan the next step of a kind: again, if this one was measured, or as a trial says."""
+        """Choose the plan of the next step of this kind: the next of a trial, or a new one from measured times."""
         trial = self._trials.get(kind)
         if trial is not None:
             trial.note(seconds)
@@ -305,27 +169,29 @@ class Executor:
         elif meter is not None and self._policy.can_replan(plan.schedule):
             schedule = replan(self.stage, plan.schedule, self._policy.schedule, meter)
             if schedule is not plan.schedule:
-                self._trials[kind] = Trial(plan, plan.follow(schedule, self.stage.rank), seconds)
+                self._trials[kind] = Trial(plan, replace(plan, schedule=schedule), seconds)
 
     def abandon(self, *, on_all_ranks: bool) -> None:
-        """Forget a step that an exception ended, on this rank or on all of them `on_all_ranks`."""
+        """Forget a step that an exception ended.
+
+        Args:
+            on_all_ranks: whether it ended on all ranks, or on this one alone.
+        """
         for coroutine in self._coroutines.values():
             coroutine.abandon()
         self._coroutines = {}
-        self._trials.clear()  # the times of a step that was tried are gone; what ran before goes on
+        self._trials.clear()  # the step that was tried has no time: the schedules before it stay
         Current.microbatch = None
         self.stage.inside_unit = False
         self.stage.transport.abandon(len(self.stage.microbatches), on_all_ranks=on_all_ranks)
 
     def _make_plan(self, kind: Hashable, microbatch: Microbatch, count: int) -> StepPlan | None:
-        """Make the schedule of a kind of step from its first microbatch.
-
-        None: the calls may change, or modules keep state that microbatches would share.
-        """
+        """Return the plan of a kind of step from its first microbatch, None if it must run in program order."""
         if microbatch.dynamic:
             return None
         if conflicts := gather_conflicts(microbatch, self.stage):
             self._num_conflicting[kind] += 1
+            # Warn the second time only: what changes in the first step may have been made there once and for all.
             if self._num_conflicting[kind] > 1:
                 warn_of_conflicts(conflicts)
             return None
@@ -358,12 +224,12 @@ class _StepRunner:
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
         """How many backwards and weight halves have begun."""
-        self._num_expected = -1
+        self._num_expected = 0
         """How many there will be; known when all forwards have run."""
         self._num_posted = 0
-        """For how many of this rank's actions all receives have been posted ahead."""
+        """For how many of this rank's first actions all receives have been posted."""
         self._num_split = 0
-        """How many segments of a microbatch have both."""
+        """How many segments of a microbatch have a weight half."""
         self._is_output_broadcast_due = False
         """Whether all forwards have run, and the broadcast of the outputs has not begun."""
 
@@ -373,7 +239,7 @@ class _StepRunner:
         self._keep_output(index, output)
 
     def run_in_program_order(self) -> None:
-        """Run all forwards, then all backwards, in the program's own order."""
+        """Run all forwards, then all backwards, microbatch after microbatch."""
         transport = self.stage.transport
         transport.follow(None)
         for index in range(len(self.microbatches)):
@@ -387,13 +253,13 @@ class _StepRunner:
             self._finish_backward(microbatch)
 
     def run_plan(self, plan: StepPlan) -> None:
-        """Run this rank's actions."""
+        """Run this rank's actions; receives are posted a little ahead of the action that needs them."""
         self.stage.transport.action_indices = plan.action_indices
         if self.stage.transport.has_channels:
             self.stage.transport.follow(plan.timetable, over=self.outputs)
-        active.follow(plan.actions)
+        offload_hooks.follow(plan.actions)
         for microbatch in self.microbatches:
-            if microbatch.index not in self.outputs:
+            if microbatch.index not in self.outputs:  # the one that was recorded has run its forward
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
         upcoming = list(zip(plan.actions, plan.receives, strict=True))
@@ -406,12 +272,15 @@ class _StepRunner:
                 self._post(*upcoming[position])
             if transfers and not self._num_posted:
                 self._post_ahead(upcoming)
-            # Run what others wait for first if it needs no wait: a backward that follows the last forward.
+            # Broadcast the outputs after the last forward. But if the action that follows it needs no receive, it is a
+            # backward that another rank waits for: run that one action first.
             if self._is_output_broadcast_due and (transfers or postponed):
                 self._begin_output_broadcast()
             postponed = self._is_output_broadcast_due
             microbatch, kind, segment = microbatches[action.microbatch], action.kind, action.segment
-            if microbatch.diverged:  # not in the schedule: it runs after all scheduled actions, or ranks deadlock
+            if microbatch.diverged:
+                # The schedule does not know its transfers. `_run_rest` runs it after all scheduled actions, in an order
+                # that is the same on all ranks: else they deadlock.
                 continue
             if kind is Kind.FORWARD:
                 self._forward(microbatch, segment, has_revisits)
@@ -423,7 +292,7 @@ class _StepRunner:
         self.stage.transport.action_indices = {}
 
     def _run_rest(self, has_revisits: bool) -> None:
-        """Run what the schedule has left, in the program's own order, which is the same on all ranks."""
+        """Run what the schedule has left, microbatch after microbatch, which is the same order on all ranks."""
         for microbatch in self.microbatches:
             while microbatch.index not in self.outputs:
                 self._forward(microbatch, microbatch.num_own_segments, has_revisits)
@@ -434,9 +303,9 @@ class _StepRunner:
                 self._finish_backward(microbatch)
 
     def _post_ahead(self, upcoming: Sequence[tuple[Action, tuple[P2PTransfer, ...]]]) -> None:
-        """Start small receives of what comes later too: there is time now, and on some ranks never again.
+        """Start the receives of the first actions, up to `_AHEAD_BYTES`: a rank about to wait has the time now.
 
-        Between actions, or buffers would be made in whatever mode the step's code has set.
+        Call it between actions, or the buffers are made in whatever mode the step's code has set.
         """
         num_bytes, self._num_posted = 0, 1
         for position, (action, transfers) in enumerate(upcoming):
@@ -448,7 +317,7 @@ class _StepRunner:
                 self._post(action, transfers)
 
     def _post(self, action: Action, transfers: Sequence[P2PTransfer]) -> None:
-        """Start to receive what an action that comes soon will wait for."""
+        """Start the receives of an action that comes soon."""
         microbatch, backward = self.microbatches[action.microbatch], action.kind is not Kind.FORWARD
         if microbatch.diverged or (not backward and microbatch.index in self.outputs):
             return
@@ -472,27 +341,27 @@ class _StepRunner:
             self._keep_output(index, coroutine.output)
 
     def _keep_output(self, index: int, output: Any) -> None:
-        """Keep what a microbatch returned."""
+        """Keep the output of a microbatch whose forward has ended; after the last one, count the backwards to come."""
         self.outputs[index] = output
         self.microbatches[index].end_forward()
         if len(self.outputs) == len(self.microbatches):
             self._is_output_broadcast_due = True
-            num_weight_backwards = self._num_split * sum(not each.diverged for each in self.microbatches)
-            self._num_expected = num_weight_backwards + sum(each.num_own_segments for each in self.microbatches)
+            for microbatch in self.microbatches:
+                self._num_expected += microbatch.num_own_segments
+                if not microbatch.diverged:
+                    self._num_expected += self._num_split
 
     def _begin_output_broadcast(self) -> None:
-        """Begin to broadcast what the microbatches have returned."""
         self._is_output_broadcast_due = False
-        self.output_broadcast = OutputBroadcast(
-            self.stage, self.microbatches, [self.outputs[i] for i in range(len(self.outputs))]
-        )
+        outputs = [self.outputs[index] for index in range(len(self.outputs))]
+        self.output_broadcast = OutputBroadcast(self.stage, self.microbatches, outputs)
 
     def _run_body(self, index: int) -> Any:
         self.stage.random.begin_microbatch(index)
         return self.body(index)
 
     def _finish_backward(self, microbatch: Microbatch) -> None:
-        """Run what is left of a microbatch's backward, last segment first, and let go of it."""
+        """Run what is left of a microbatch's backward, last segment first, and release it."""
         if microbatch.has_backward:
             for segment in reversed(range(microbatch.num_own_segments)):
                 if segment not in microbatch.backward_work.done:
@@ -524,7 +393,7 @@ class _StepRunner:
         """Run an action of a microbatch, and report its times to the recorder and the meter."""
         transport = self.stage.transport
         start_ns, waited_ns = time.perf_counter_ns(), transport.waited_ns
-        active.begin_action(kind, segment, microbatch.index)
+        offload_hooks.begin_action(kind, segment, microbatch.index)
         if kind is Kind.FORWARD:
             Current.microbatch = microbatch
         try:
@@ -532,20 +401,21 @@ class _StepRunner:
         except Exception as error:
             inside = {} if kind is Kind.FORWARD else microbatch.backward_work.error_context(segment)
             add_error_context(error, **{kind.name.lower(): f"of microbatch {microbatch.index}"}, **inside)
-            if (
-                kind is Kind.FORWARD
-                and not self.stage.failed_alone
-                and (hooked := self.stage.remote_modules_with_hooks())
-            ):
-                # A list or dict that they fill is empty here; it does not look like anything to do with ranks.
+            hooked = []
+            if kind is Kind.FORWARD and not self.stage.failed_alone:
+                hooked = self.stage.remote_modules_with_hooks()
+            if hooked:
+                # A list or dict that they fill is empty here, and the error would not mention ranks.
                 add_error_context(error, **{"after forward hooks that ran on other ranks only, on": f"`{hooked[0]}`"})
-            self.stage.failed_alone = self.stage.failed_alone or kind is not Kind.FORWARD
+            if kind is not Kind.FORWARD:  # no rank but this one runs this backward
+                self.stage.failed_alone = True
             refuse_kept_graph(error, microbatch)
             raise
         finally:
             Current.microbatch = None
         transport.outbox.poll()
         if self._recorder is not None or self._meter is not None:
+            # Synchronize the compute stream, not the device: a stream that sends may wait for another rank.
             self.stage.synchronize()
             end_ns = time.perf_counter_ns()
             if self._meter is not None:
@@ -553,3 +423,117 @@ class _StepRunner:
             if self._recorder is not None:
                 self._recorder(kind.value, segment, microbatch.index, start_ns, end_ns)
         return result
+
+
+class _Abandoned(BaseException):
+    """Unwinds a suspended microbatch whose step has failed; no `except Exception` in user code may catch it."""
+
+
+class MicrobatchCoroutine:
+    """The run of `body` in a thread of its own, which `suspend` interrupts and `resume` continues.
+
+    Only one of the two threads runs at a time. Both see the same modes, hooks, autocast and CUDA stream, which torch
+    keeps by thread, and the same context variables.
+
+    Args:
+        body: what to run.
+        random: the generators belong to the process: a suspended body saves their state and finds it again.
+        device: its current stream is that of the thread that makes this object.
+    """
+
+    def __init__(self, body: Callable[[], Any], random: RandomStreams, device: torch.device) -> None:
+        self.done = False
+        self.output: Any = None
+        self._body = body
+        self._random = random
+        self._torch_thread_state = _torch_thread_state(device)
+        self._context = contextvars.copy_context()
+        self._resumed = threading.Semaphore(0)
+        self._yielded = threading.Semaphore(0)
+        self._abandoned = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="smpkit-microbatch", daemon=True)
+
+    def resume(self) -> None:
+        """Run until the body suspends itself or ends; raises what it raised."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._resumed.release()
+        # Without a timeout: waits of the body for other ranks have deadlines, and its own code may take any time.
+        self._yielded.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def suspend(self) -> None:
+        """Let the thread that resumed the body run, until it resumes the body again; called inside the body."""
+        kept = self._random.state()
+        self._yielded.release()
+        if not self._resumed.acquire(timeout=10 * state.timeout.total_seconds()):
+            raise DeadlineError("a suspended microbatch was never resumed")
+        if self._abandoned:
+            raise _Abandoned
+        self._random.restore(kept)
+
+    def abandon(self) -> None:
+        """End the thread: its step has failed. The body's `finally` blocks run."""
+        if self._thread.is_alive() and not self.done:
+            self._abandoned = True
+            self._resumed.release()
+            self._thread.join(timeout=10)
+
+    def _main(self) -> None:
+        self._resumed.acquire()
+        try:
+            if not self._abandoned:
+                with self._torch_thread_state():
+                    self.output = self._context.run(self._body)
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = error  # `resume` raises it in the thread that waits
+        self.done = True
+        self._yielded.release()
+
+
+def _torch_thread_state(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context manager that gives another thread this one's thread-local state of torch.
+
+    Torch has no public function for it; its autograd engine copies such state in C++ (`at::ThreadLocalState`).
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = {device.type, "cpu"}
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    caches = torch.is_autocast_cache_enabled()
+    stream = devices.current_stream(device)
+    # The default device is one of these modes (torch.set_default_device, `with torch.device(...)`).
+    function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    dispatch_modes = _dispatch_modes()
+    # Only the innermost hooks on saved tensors have an effect.
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooked = contextlib.nullcontext if hooks is None else functools.partial(saved_tensors_hooks, *hooks)
+
+    @contextlib.contextmanager
+    def thread_state() -> Iterator[None]:
+        for kind, enabled, dtype in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(caches)
+        if any(enabled for _, enabled, _ in autocast):
+            # The caller's autocast is still open: only its end may empty the cache, not one that the body ends.
+            torch.autocast_increment_nesting()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(devices.on_stream(stream))
+            if inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(hooked())
+            # Push modes last: what the lines above do is not an operation of the step.
+            for mode in dispatch_modes:
+                push_dispatch_mode(mode)
+                stack.callback(pop_dispatch_mode)
+            for mode in function_modes:
+                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(torch.overrides._pop_mode)
+            yield
+
+    return thread_state

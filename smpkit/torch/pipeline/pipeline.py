@@ -23,7 +23,7 @@ from smpkit.torch.distributed.recorder import current_recorder
 from smpkit.torch.pipeline.batch_broadcast import InputBroadcast
 from smpkit.torch.pipeline.channels import P2PChannels, has_channels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
-from smpkit.torch.pipeline.executor import Executor, Policy
+from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_parameters import (
@@ -33,6 +33,7 @@ from smpkit.torch.pipeline.stage_parameters import (
     parameters_as_stage_tensors,
 )
 from smpkit.torch.pipeline.stage_tensor import current_microbatch
+from smpkit.torch.pipeline.step_plan import Policy
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled
 from smpkit.torch.placement.delayed import is_delayed

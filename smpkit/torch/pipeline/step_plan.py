@@ -1,26 +1,60 @@
-"""What one kind of step does on this rank: the actions of the schedule, with what each receives."""
+"""The plan of a step: in which order a rank runs its actions, and what each of them receives.
+
+The first microbatch of a kind of step makes transfers. They cut its work into segments, and the segments and what
+travels between them are a graph (`graph_of`). A `Policy` makes a schedule of it: the same on all ranks, since all have
+the same graph. A `StepPlan` is what one rank needs to run its list of actions in that schedule.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from smpkit.plan.schedule.actions import Action, Schedule
+from smpkit.plan.schedule.actions import Action, Costs, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
+from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TransferRecord, timetable_of
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.transport import ActionKey
 
-__all__ = ["StepPlan", "graph_of"]
+__all__ = ["Policy", "StepPlan", "graph_of"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How to order a step: `pipeline` and `active_microbatches` of the configuration."""
+
+    pipeline: str
+    active_microbatches: int
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward may run in two halves."""
+        return self.pipeline == "zero_bubble"
+
+    def schedule(self, graph: SegmentGraph, count: int, costs: Costs | None = None) -> Schedule:
+        """Choose the order; the same on every rank, since it follows from the graph and the costs alone."""
+        if self.pipeline == "simple" or not graph.has_backward:
+            return simple(graph, count)
+        return interleaved(graph, count, self.active_microbatches, costs, split_backward=self.splits_backward)
+
+    def can_replan(self, schedule: Schedule) -> bool:
+        """Whether there is a choice: other depths fit under `active_microbatches`, and several ranks take part."""
+        graph = schedule.graph
+        limit = min(self.active_microbatches, schedule.num_microbatches)
+        deeper = any(live < limit for live in schedule.peak_live_microbatches)
+        has_choice = deeper or self.splits_backward
+        return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and has_choice
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one kind of step does on this rank."""
+    """What one kind of step does on this rank; `dataclasses.replace` its schedule to run it in another order."""
 
     schedule: Schedule
-    actions: tuple[Action, ...]
+    rank: int
+    """This one."""
     has_revisits: bool
     """Whether some rank is visited more than once: then microbatches must be able to wait for one another."""
     forward_receives: Mapping[int, tuple[P2PTransfer, ...]]
@@ -30,81 +64,69 @@ class StepPlan:
     record: TransferRecord
     unsplit: frozenset[int]
     """Segments of this rank whose backward is never split, whatever the schedule says."""
-    split: frozenset[int]
-    """Segments of this rank whose backward runs in two halves."""
-    action_indices: Mapping[ActionKey, int]
-    """The index in its rank's list of each action that sends or receives."""
-    receives: tuple[tuple[P2PTransfer, ...], ...]
-    """What each action receives: transfers, or their gradients."""
-    rank: int
-    """This one."""
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, schedule: Schedule) -> StepPlan:
+        """Return the plan of a step like its first microbatch, which has run forward, in the order of a schedule."""
+        rank = microbatch.stage.rank
+        forward: dict[int, list[P2PTransfer]] = {segment: [] for segment in range(microbatch.num_own_segments)}
+        backward: dict[int, list[P2PTransfer]] = {segment: [] for segment in forward}
+        for transfer in microbatch.transfers:
+            if transfer.target == rank:
+                forward[transfer.target_segment].append(transfer)
+            if transfer.source == rank and transfer.spec.requires_grad and microbatch.has_backward:
+                backward[transfer.source_segment].append(transfer)
+        return cls(
+            schedule=schedule,
+            rank=rank,
+            has_revisits=max(microbatch.num_segments) > 1,
+            forward_receives={segment: tuple(received) for segment, received in forward.items()},
+            backward_receives={segment: tuple(received) for segment, received in backward.items()},
+            record=microbatch.make_record(),
+            unsplit=frozenset(microbatch.unsplittable),
+        )
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of this rank, in order."""
+        return self.schedule.actions[self.rank]
+
+    @cached_property
+    def receives(self) -> tuple[tuple[P2PTransfer, ...], ...]:
+        """What each action receives: transfers, or their gradients."""
+        of_kind = {Kind.FORWARD: self.forward_receives, Kind.BACKWARD: self.backward_receives}
+        # A weight half receives nothing.
+        return tuple(of_kind.get(action.kind, {}).get(action.segment, ()) for action in self.actions)
+
+    @cached_property
+    def split(self) -> frozenset[int]:
+        """Segments of this rank whose backward runs in two halves."""
+        return _split(self.actions, self.unsplit)
+
+    @cached_property
+    def action_indices(self) -> dict[ActionKey, int]:
+        """The index in its rank's list of each action that sends or receives."""
+        return _action_indices(self.schedule)
 
     @cached_property
     def timetable(self) -> Timetable:
         """What this rank sends and receives, in the order that all ranks follow."""
         return timetable_of(self.schedule, self.record.transfers, self.rank)
 
-    @classmethod
-    def of(cls, microbatch: Microbatch, schedule: Schedule) -> StepPlan:
-        """Return the plan of a step that goes as its first microbatch, which has run forward, in the given order."""
-        rank = microbatch.stage.rank
-        segments = range(microbatch.num_own_segments)
-        with_gradient = [
-            transfer for transfer in microbatch.transfers if transfer.spec.requires_grad and microbatch.has_backward
-        ]
-        unsplit = frozenset(microbatch.unsplittable)
-        actions = schedule.actions[rank]
-        forward = {
-            s: tuple(m for m in microbatch.transfers if (m.target, m.target_segment) == (rank, s)) for s in segments
-        }
-        backward = {s: tuple(m for m in with_gradient if (m.source, m.source_segment) == (rank, s)) for s in segments}
-        return cls(
-            schedule,
-            actions,
-            max(microbatch.num_segments) > 1,
-            forward,
-            backward,
-            microbatch.make_record(),
-            unsplit,
-            _split(actions, unsplit),
-            _action_indices(schedule),
-            _receives(actions, forward, backward),
-            rank,
-        )
-
-    def follow(self, schedule: Schedule, rank: int) -> StepPlan:
-        """Return the plan of the same step in another order."""
-        actions = schedule.actions[rank]
-        return replace(
-            self,
-            schedule=schedule,
-            actions=actions,
-            split=_split(actions, self.unsplit),
-            action_indices=_action_indices(schedule),
-            receives=_receives(actions, self.forward_receives, self.backward_receives),
-        )
-
 
 def _split(actions: tuple[Action, ...], unsplit: frozenset[int]) -> frozenset[int]:
     return frozenset(action.segment for action in actions if action.kind is Kind.WEIGHT) - unsplit
 
 
-def _receives(
-    actions: tuple[Action, ...],
-    forward: Mapping[int, tuple[P2PTransfer, ...]],
-    backward: Mapping[int, tuple[P2PTransfer, ...]],
-) -> tuple[tuple[P2PTransfer, ...], ...]:
-    of_kind = {Kind.FORWARD: forward, Kind.BACKWARD: backward}  # weight halves receive nothing
-    return tuple(of_kind.get(action.kind, {}).get(action.segment, ()) for action in actions)
-
-
 def _action_indices(schedule: Schedule) -> dict[ActionKey, int]:
-    return {
-        (rank, action.kind is not Kind.FORWARD, action.segment, action.microbatch): index
-        for rank, actions in enumerate(schedule.actions)
-        for index, action in enumerate(actions)
-        if action.kind is not Kind.WEIGHT  # nothing travels by it
-    }
+    found = {}
+    for rank, actions in enumerate(schedule.actions):
+        for index, action in enumerate(actions):
+            # A weight half sends nothing. If one counted, a rank would believe that its peer has taken more by then
+            # than it has, and would wait for a send whose receiver waits for this rank.
+            if action.kind is not Kind.WEIGHT:
+                found[rank, action.kind is not Kind.FORWARD, action.segment, action.microbatch] = index
+    return found
 
 
 def graph_of(microbatch: Microbatch) -> SegmentGraph:
@@ -120,5 +142,6 @@ def graph_of(microbatch: Microbatch) -> SegmentGraph:
         )
         for transfer in microbatch.transfers
     ]
+    # What a rank keeps from one of its segments to the next travels nowhere, but orders them.
     kept = [Transfer(Segment(s.rank, s.index - 1), s) for s in segments if s.index > 0]
     return SegmentGraph(size, tuple(segments), tuple(edges + kept), microbatch.has_backward)

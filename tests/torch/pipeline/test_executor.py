@@ -18,10 +18,11 @@ from smpkit.plan.schedule.actions import Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
 from smpkit.torch.core.runtime import state
-from smpkit.torch.pipeline.executor import Executor, Policy
+from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast
 from smpkit.torch.pipeline.replan import Meter, _better_schedule, _costs, _is_kept
+from smpkit.torch.pipeline.step_plan import Policy
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import RankFailed, run_ranks
 
@@ -223,10 +224,10 @@ def test_sent_tensors_are_let_go_while_the_step_runs() -> None:
 
 def slow_second_step(degree: int, microbatches: int, kept: bool) -> list[str]:
     """Return the schedules of seven steps: the link is slow by what rank 0 measures, and what it then plans is kept."""
-    import smpkit.torch.pipeline.replan as room
+    from smpkit.torch.pipeline import replan
 
-    room._measure_link = lambda stage, num_bytes: (0.01, 0.0)
-    room._is_kept = lambda before_seconds, after_seconds: kept
+    replan._measure_link = lambda stage, num_bytes: (0.01, 0.0)
+    replan._is_kept = lambda before_seconds, after_seconds: kept
     model = start(degree, microbatches, active_microbatches=8)
     inputs = torch.randn(4 * microbatches, WIDTH, generator=torch.Generator().manual_seed(1))
     gradients: list[Any] = []

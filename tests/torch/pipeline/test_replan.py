@@ -34,13 +34,13 @@ def test_a_schedule_that_was_told_is_proven_before_it_runs() -> None:
 
 
 def plan_wrongly() -> str:
-    import smpkit.torch.pipeline.executor as room
+    from smpkit.torch.pipeline import step_plan
 
     def wrong(*arguments: Any, **more: Any) -> Schedule:
         found = interleaved(*arguments, **more)
         return Schedule(found.name, found.graph, found.num_microbatches, found.actions[::-1], found.caps)
 
-    room.interleaved = wrong  # type: ignore[attr-defined]
+    step_plan.interleaved = wrong  # type: ignore[attr-defined]
     model = start(2, 4)
     with pytest.raises(ScheduleError) as caught:
         train_step(model, torch.zeros(8, WIDTH))
@@ -130,9 +130,9 @@ def test_what_an_action_waits_for_is_not_its_cost() -> None:
 
 def replan_after_an_error() -> list[str]:
     """Return the schedules around a step that fails on all ranks while a deeper schedule is tried."""
-    import smpkit.torch.pipeline.replan as room
+    from smpkit.torch.pipeline import replan
 
-    room._measure_link = lambda stage, num_bytes: (0.01, 0.0)
+    replan._measure_link = lambda stage, num_bytes: (0.01, 0.0)
     model = start(2, 8, active_microbatches=8)
     inputs = torch.randn(16, WIDTH)
     texts = []

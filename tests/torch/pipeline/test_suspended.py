@@ -1,4 +1,4 @@
-"""A microbatch that may be parked runs in a thread of its own, in which everything is as in the one that starts it."""
+"""A microbatch that may be suspended runs in a thread of its own, in the modes and hooks of the one that starts it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Operators(TorchDispatchMode):
 
 
 def in_thread(body: Callable[[], Any]) -> Any:
-    """Return what a body returns that runs as a microbatch which may be parked."""
+    """Return what a body returns that runs as a microbatch which may be suspended."""
 
     def checked() -> Any:
         assert threading.current_thread() is not threading.main_thread()
