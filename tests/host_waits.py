@@ -170,7 +170,7 @@ def counted_waits() -> Iterator[HostWaits]:
             (Tensor, "to", to),
             (Tensor, "cpu", lambda self: to(self, "cpu")),
             (Tensor, "tolist", tolist),
-            (HostBuffers, "take", lambda self, spec: waits.unmark(take(self, spec))),  # as if it had come in a lane
+            (HostBuffers, "take", lambda self, spec: waits.unmark(take(self, spec))),  # as if it had come on a channel
             (torch.cuda, "synchronize", functools.partial(waited, lambda *_: None)),
             (torch.accelerator, "synchronize", functools.partial(waited, lambda *_: None)),
         ):

@@ -1,13 +1,14 @@
 """Send values and gradients between the ranks of one pipeline.
 
-All ranks number the transfers of a microbatch alike, so a tag (microbatch, transfer, direction) is all a message needs:
-no headers, no shapes, no handshakes. Compute never waits for a send; receives may be posted before they are needed.
-Between GPUs that nccl connects, values and gradients take channels, which need an order and headers: see `lanes.py`.
+Messages take one of two ways. Through the hosts (gloo), a tag of microbatch, transfer and direction is all that a
+message needs, since all ranks number the transfers of a microbatch alike: no headers, no shapes, no handshakes. Between
+GPUs that nccl connects, values and gradients take channels, which need one order and headers: see `channels.py`.
+Compute never waits for a send; receives may be posted before they are needed.
 
-[Note: letting go of what was sent] gloo reads a tensor from another thread until the receiver has it, and cannot be
-asked whether it is done; waiting for it could wait for a rank that waits for us. But who receives a message from a rank
+[Note: releasing sent tensors] gloo reads a tensor from another thread until the receiver has it, and cannot be asked
+whether it is done; waiting for it could wait for a rank that waits for us. But whoever receives a message from a rank
 knows what that rank has done before it sent it: everything earlier in its list of actions, hence all receives of those.
-So each receive lets go of the sends to that rank that it must have taken before, without waiting for anything.
+So each receive releases the sends to that rank that it must have taken before, without waiting for anything.
 """
 
 from __future__ import annotations
@@ -48,85 +49,7 @@ if TYPE_CHECKING:
     from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
     from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable
 
-__all__ = ["ActionKey", "HostBuffers", "MessageRecorder", "Outbox", "Transport"]
-
-
-# --- Memory that messages arrive in, used again as soon as the last tensor in it is gone ------------------------------
-# A large block that is freed goes back to the system, and its next use costs a page fault per 4 KiB: for a message of 8
-# MiB about as long as copying it. Nobody can know how long a received value is needed: its graph saves it, the user's
-# code keeps it, a view of it is returned. So each block is lent as an array of its own, which torch holds as long as
-# any tensor uses its memory, and which gives the block back when it dies.
-
-
-_SMALLEST_BYTES: Final = 256 * 1024
-"""Below that, memory comes from what the process has at hand anyway."""
-
-
-class HostBuffers:
-    """The memory of one rank's received messages."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Any]] = {}
-        self._used: set[int] = set()
-        """Sizes in bytes that were asked for since the last `trim`."""
-
-    def take(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a tensor of this shape and dtype, with whatever is in it."""
-        num_bytes = spec.num_bytes
-        if num_bytes < _SMALLEST_BYTES:
-            return torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
-        self._used.add(num_bytes)
-        free = self._free.setdefault(num_bytes, [])
-        block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
-        lent = block.view()
-        weakref.finalize(lent, free.append, block).atexit = False
-        return torch.from_numpy(lent).view(spec.dtype).view(spec.shape)
-
-    def trim(self) -> None:
-        """Give up free memory of sizes that were not asked for since the last time: batches have changed."""
-        self._free = {num_bytes: blocks for num_bytes, blocks in self._free.items() if num_bytes in self._used}
-        self._used.clear()
-
-
-# --- Messages that wait until the device has copied their bytes to the host, which goes on with other work meanwhile --
-# They go out in the order in which they were given: at the next action that finds their copy over, or at the latest
-# when this rank is about to wait for another one, which may be waiting for just these. Where the bytes are there
-# already, as they always are on a CPU, a message goes out at once.
-
-
-class Outbox:
-    """What one rank has still to send.
-
-    Args:
-        send: called with `(packed, target, tag)`.
-    """
-
-    def __init__(self, send: Callable[[torch.Tensor, int, int], None]) -> None:
-        self._send = send
-        self._waiting: deque[tuple[torch.Event | None, torch.Tensor, int, int]] = deque()
-
-    def send(self, packed: torch.Tensor, target: int, tag: int, ready: torch.Event | None) -> None:
-        """Send a tensor of the host as soon as the device has come to `ready`; None: at once."""
-        if ready is None and not self._waiting:
-            self._send(packed, target, tag)
-        else:
-            self._waiting.append((ready, packed, target, tag))
-
-    def poll(self) -> None:
-        """Send what is ready, without waiting for anything."""
-        while self._waiting and devices.has_happened(self._waiting[0][0]):
-            self._send(*self._waiting.popleft()[1:])
-
-    def flush(self) -> None:
-        """Wait for the device, and send everything."""
-        while self._waiting:
-            ready, packed, target, tag = self._waiting.popleft()
-            devices.wait_for_event(ready)
-            self._send(packed, target, tag)
-
-
-# --- Send values and gradients between the ranks of one pipeline ------------------------------------------------------
-
+__all__ = ["ActionKey", "HostBuffers", "Outbox", "Transport"]
 
 _log = logging.getLogger("smpkit")
 
@@ -142,18 +65,22 @@ ActionKey = tuple[int, bool, int, int]
 """An action that sends or receives: its pp_rank, whether it is a backward, its segment and its microbatch."""
 
 _GRACE_SECONDS: Final = 5.0
-"""How long a rank that gives up a step waits for the others to do so, too, before it goes on with the exception."""
+"""How long a rank that abandons a step waits for the others to do so, too, before it raises its exception."""
 _UNWRITTEN: Final = -(1 << 62)
-"""In a header that has not come."""
+"""In the buffer of a header that has not arrived."""
 _END: Final = "the end of a step that was given up"
 _NUM_SLOTS: Final = 1 << 17
-"""Microbatches that have tags of their own; those of steps that were given up count too, see `Transport.abandon`."""
+"""Microbatches that have tags of their own; those of abandoned steps count too, see `Transport.abandon`."""
+_SMALLEST_BYTES: Final = 256 * 1024
+"""Below that, memory comes from what the process has at hand anyway."""
 
 
 def _in_original_layout(received: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return a received tensor with the memory layout that it had on the sender."""
-    # Detached, it is no view of the buffer: torch treats changes of views in ways of their own.
-    return received if spec.order is None else as_layout(received, spec.shape, spec.order, spec.stride).detach()
+    if spec.order is None:
+        return received
+    # Detach it: autograd treats in-place changes of a view differently, and this would be a view of the buffer.
+    return as_layout(received, spec.shape, spec.order, spec.stride).detach()
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,19 +107,19 @@ class Transport:
         self._on_cpu = device.type == "cpu"
         self._channels = channels
         self._begun_receives: dict[int, PendingReceive | None] = {}
-        """By tag, what is in flight on a channel to this rank or has arrived; None where the header says it all."""
+        """By tag, receives on channels that have begun; None where the header says it all."""
         self._positions: dict[int, int] | None = None
-        """By tag, where in the timetable of this rank a message stands; None: whatever is sent, when it is sent."""
+        """By tag, a message's position in this rank's timetable; None: messages take channels in the order of sends."""
         self._expected: deque[tuple[int, int, Message]] = deque()
-        """Sender, tag and message of what will come on channels and has not begun, in the order of the timetable."""
+        """Sender, tag and message of the receives on channels that have not begun, in the order of the timetable."""
         self._uses_channels = False
         """Whether a step runs in which messages take channels."""
         self._has_left = False
-        """Whether this rank has left them."""
+        """Whether this rank sends nothing more on them in this step."""
         self._peers_left: set[int] = set()
-        """Ranks whose word that they have left has been read."""
+        """Ranks that have announced the same."""
         self._needs_drain = False
-        """Whether a step was given up, and ranks have not been heard that may have sent something in it."""
+        """Whether a step was abandoned, and headers of other ranks in it are still to be read."""
         self._header_receives: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         """By rank, the receive of its next header, if that has begun."""
         self._timeout = state.timeout
@@ -200,24 +127,24 @@ class Transport:
         self._sending: list[list[SentMessage]] = [[] for _ in self._ranks]
         self._interrupted: list[object] = []
         self._num_abandoned = 0
-        """Microbatches of steps that were given up; all ranks count alike, for none gives up a step alone."""
+        """Microbatches of abandoned steps; all ranks count alike, since no rank abandons a step alone."""
         self._posted: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self._buffers = HostBuffers()
         self.outbox = Outbox(self.send_bytes)
         self.action_indices: Mapping[ActionKey, int] = {}
-        """Where in the lists of their ranks the actions of the step that runs stand, as far as the executor knows."""
+        """Indices of the present step's actions in the lists of their ranks; set by the executor."""
         self.num_messages = 0
         self.num_bytes = 0
         self.waiting_since: float | None = None
         """Since when this rank has been waiting for another, of `time.monotonic()`."""
         self.failure: UsageError | None = None
-        """Why the wait cannot end, if somebody has found out."""
+        """Why the wait cannot end, once the watch for divergence has found out."""
         self.waited_ns = 0
         """How long compute has waited for values and gradients."""
         self.recorder: MessageRecorder | None = None
         """Called for every value and gradient that is sent or received; None costs nothing."""
         self.awaits_data = False
-        """Whether a receive lasts until its data are on the GPU: then it can be told from what is computed."""
+        """Whether a receive waits until its data are on the GPU, so that waits can be timed apart from compute."""
 
     def connect(self, transfers: Iterable[P2PTransfer]) -> None:
         """Connect the GPUs between which values travel; all ranks call this with the same transfers."""
@@ -233,13 +160,13 @@ class Transport:
         """Let messages take channels from now on to the end of the step; all ranks call this alike.
 
         Args:
-            timetable: what this rank sends and receives. None: these messages take channels in the order of
-                the calls, which is that of the program on all ranks.
+            timetable: what this rank sends and receives. None: messages take channels in the order of the calls, which
+                is that of the program on all ranks.
             over: microbatches whose forward is over.
         """
         if self._channels is None or not self._channels.peers:
             return
-        if self._needs_drain:
+        if self._needs_drain:  # messages of an abandoned step come before any of this one
             self._drain()
             self._discard_untaken()
         if not self._uses_channels:
@@ -262,9 +189,10 @@ class Transport:
                 self._expected.append((peer, tag, (entry.microbatch, entry.transfer, entry.backward)))
 
     def leave_channels(self) -> None:
-        """Let what is left of the step travel through the hosts: it has diverged from the timetable.
+        """Send the rest of the step through the hosts: it has diverged from the timetable.
 
-        All ranks do so when one does. Returns when all that others have sent before is on its way.
+        All ranks do so when one does. Returns when receives have begun of all that the others sent before they left, so
+        that no nccl kernel stays without its partner.
         """
         if not self._uses_channels or self._has_left:
             return
@@ -272,7 +200,7 @@ class Transport:
         self._drain()
 
     def _goes_on_channel(self, peer: int, tag: int) -> bool:
-        """Return whether a message to or from a rank travels from GPU to GPU, as far as this rank knows."""
+        """Return whether a message to or from a rank travels on a channel, unless the two ranks have left them."""
         if not self._uses_channels or self._channels is None or not self._channels.is_connected_to(peer):
             return False
         return self._positions is None or tag in self._positions
@@ -286,12 +214,12 @@ class Transport:
             copy: it may be changed in place before it has arrived.
         """
         tensor = permute_to_memory(tensor, transfer.spec.order)
-        if copy and (self._on_cpu or self._uses_channels):  # through the hosts, a copy is what travels
+        if copy and (self._on_cpu or self._uses_channels):  # from a GPU through the hosts, a copy travels anyway
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._send_transfer(tensor, microbatch, transfer, backward=False)
 
     def send_gradient(self, gradient: torch.Tensor | None, microbatch: int, transfer: P2PTransfer) -> None:
-        """Send the gradient of a value back to where it came from, or word that it has none."""
+        """Send the gradient of a value back to the rank that sent the value; None: it has no gradient."""
         if gradient is None:
             on_channel = self._uses_channels and self._sends_on_channel(
                 transfer.source, self._tag(microbatch, transfer, backward=True)
@@ -302,7 +230,7 @@ class Transport:
         self._send_transfer(outgoing, microbatch, transfer, backward=True)
 
     def post(self, microbatch: int, transfer: P2PTransfer, *, backward: bool) -> None:
-        """Start a receive before its data is needed; what takes a channel is in flight already."""
+        """Start a receive before its data is needed; messages on channels begin in the order of the timetable."""
         tag = self._tag(microbatch, transfer, backward)
         if tag in self._posted:
             return
@@ -318,10 +246,11 @@ class Transport:
         """Return a value that another rank sends.
 
         Args:
-            use: makes of it what is returned. On a CPU before the data are there, so that it delays nobody.
+            use: applied to the tensor, and its result returned. On a CPU it runs before the data have arrived, so that
+                it delays nobody.
         """
         value = self._receive_transfer(microbatch, transfer, use, backward=False)
-        assert value is not None, "only gradients may be absent"
+        assert value is not None, "only gradients may be None"
         return value
 
     def receive_gradient(self, microbatch: int, transfer: P2PTransfer) -> torch.Tensor | None:
@@ -336,7 +265,7 @@ class Transport:
         started = time.monotonic()
         try:
             return self._group.recv([buffer], source, tag)
-        except RuntimeError as error:  # the connection is closed already
+        except RuntimeError as error:  # the peer has closed the connection
             raise explain_error(error, what(), [self._ranks[source]], started) from None
 
     def _send_transfer(
@@ -353,7 +282,7 @@ class Transport:
         if self._channels is not None and self._sends_on_channel(target, tag):
             self._send_on_channel(self._channels, tensor, target, tag, what, receive_index)
         else:
-            if tensor is None:  # this rank left just now
+            if tensor is None:  # `send_gradient` expected a channel, which this rank has left since
                 tensor = none_gradient_message(transfer.spec)
             self._send(tensor, target, tag, what, receive_index)
         if recorder is not None:
@@ -375,6 +304,7 @@ class Transport:
             work, buffer = (
                 self._posted.pop(tag) if tag in self._posted else self._start_receive(tag, transfer, backward)
             )
+            # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
             result = use(_in_original_layout(buffer, transfer.spec)) if self._on_cpu else None
             start_ns = time.perf_counter_ns()
             self._wait(work, source, what)
@@ -410,18 +340,18 @@ class Transport:
     # --- channels -----------------------------------------------------------------------------------------------------
 
     def _sends_on_channel(self, target: int, tag: int) -> bool:
-        """Return whether a message goes from GPU to GPU, when all that comes before it has begun to arrive."""
+        """Return whether a message goes on a channel; first begin all receives that come before it in the order."""
         if not self._goes_on_channel(target, tag):
             return False
         if self._positions is not None:
             self._begin_receives_until(self._positions[tag])
-        return not self._has_left
+        return not self._has_left  # one of those headers may have announced that a peer has left
 
     def _awaits_channel(self, source: int, tag: int) -> bool:
         return self._goes_on_channel(source, tag) and source not in self._peers_left
 
     def _comes_on_channel(self, source: int, tag: int, what: Message) -> bool:
-        """Read headers until a message begins to arrive; return False if it comes through the hosts."""
+        """Begin receives up to this message; return False if it comes through the hosts."""
         if tag not in self._begun_receives and self._awaits_channel(source, tag):
             if self._positions is not None:
                 self._begin_receives_until(self._positions[tag] + 1)
@@ -431,13 +361,13 @@ class Transport:
         return tag in self._begun_receives
 
     def _begin_receives_until(self, position: int) -> None:
-        """Begin to receive all that comes before a position of the timetable."""
+        """Begin all receives before a position of the timetable."""
         assert self._positions is not None, "there is a timetable"
         while self._expected and self._positions[self._expected[0][1]] < position:
             self._begin_next_receive()
 
     def _begin_next_receive(self) -> None:
-        """Begin to receive what comes next, when its header says that it is on its way."""
+        """Wait for the header of the next message, and begin to receive what it announces."""
         source, tag, what = self._expected.popleft()
         if source in self._peers_left:
             return
@@ -446,16 +376,13 @@ class Transport:
             self._peers_left.add(source)
             self.leave_channels()
         elif announced == tag:
-            self._begin_receive(source, tag, num_bytes)
+            assert self._channels is not None, "a header came without channels"
+            self._begun_receives[tag] = self._channels.receive(num_bytes, source) if num_bytes > 0 else None
         else:
             raise UsageError(
                 f"pipeline rank {source} has sent message {announced} where {describe_message(what)} was due ({tag})",
                 hint="the ranks of a pipeline run the same step, with the same configuration",
             )
-
-    def _begin_receive(self, source: int, tag: int, num_bytes: int) -> None:
-        assert self._channels is not None, "a message came in a lane"
-        self._begun_receives[tag] = self._channels.receive(num_bytes, source) if num_bytes > 0 else None
 
     def _post_header_receive(self, source: int, what: MessageLabel) -> tuple[dist.Work, torch.Tensor]:
         """Begin to receive the next header of a rank."""
@@ -476,15 +403,15 @@ class Transport:
         return tag, num_bytes
 
     def _announce_leaving(self) -> None:
-        """Tell all ranks that this one is connected with that nothing more comes from it."""
-        assert self._channels is not None, "a step runs in lanes"
+        """Announce to all connected ranks that nothing more comes from this one."""
+        assert self._channels is not None, "only a step that uses channels can leave them"
         self._has_left = True
         for peer in self._channels.peers:
             self._send(torch.tensor([LEFT, 0], device="cpu"), peer, Tag.HEADERS, _END)
 
     def _next_source(self) -> int | None:
         """Return whose header is next; None if all ranks have left."""
-        assert self._channels is not None, "a step ran in lanes"
+        assert self._channels is not None, "only a step that used channels has headers"
         while self._expected and self._expected[0][0] in self._peers_left:
             self._expected.popleft()
         if self._expected:
@@ -492,7 +419,7 @@ class Transport:
         return next((peer for peer in self._channels.peers if peer not in self._peers_left), None)
 
     def _drain(self) -> None:
-        """Read headers until all connected ranks have left, and begin to receive what they announce."""
+        """Read headers until all connected ranks have left, and begin the receives that they announce."""
         while (source := self._next_source()) is not None:
             self._read_next(source)
         self._needs_drain = False
@@ -510,22 +437,21 @@ class Transport:
         self._peers_left.add(source)
 
     def _abandon_channels(self) -> None:
-        """Leave the channels of a step that all ranks give up, so that no GPU waits for a partner for ever.
+        """Leave the channels of a step that all ranks abandon, so that no GPU waits for a partner for ever.
 
-        Each receives what the others have sent, unless one is long in coming: then it does so when the next step
-        begins.
+        Each rank receives what the others have sent. If one takes long, the rest is received when the next step begins.
         """
         if not self._has_left:
             self._needs_drain = True
             self._announce_leaving()
         ends = time.monotonic() + min(_GRACE_SECONDS, self._timeout.total_seconds() / 4)
         while self._needs_drain and (source := self._next_source()) is not None:
-            # gloo cannot be asked whether a message is there, and a wait that ends too soon closes the connection.
+            # Poll the buffer: gloo has no test for a message, and a wait that times out closes the connection.
             header = self._post_header_receive(source, _END)[1]
             if _UNWRITTEN not in header.tolist():
                 self._read_next(source)
             elif time.monotonic() > ends:
-                _log.debug("A step was given up, and pipeline rank %s has not said so yet.", source)
+                _log.debug("A step was abandoned, and pipeline rank %s has not announced it yet.", source)
                 return
             else:
                 time.sleep(0.001)
@@ -533,7 +459,7 @@ class Transport:
         self._discard_untaken()
 
     def _discard_untaken(self) -> None:
-        """Let go of what has come and nobody has taken."""
+        """Release what has arrived and nobody has taken."""
         for pending in self._begun_receives.values():
             if pending is not None and self._channels is not None:
                 self._channels.discard(pending)
@@ -548,7 +474,7 @@ class Transport:
         what: MessageLabel,
         receive_index: int | None,
     ) -> None:
-        """Send a header and what it announces; the header alone where there is nothing to send."""
+        """Send a header and the message that it announces; the header alone if the message has no bytes."""
         num_bytes = NO_GRADIENT if tensor is None else tensor.nbytes
         header = torch.tensor([tag, num_bytes], device="cpu")
         self._send(header, target, Tag.HEADERS, what, receive_index)
@@ -569,7 +495,7 @@ class Transport:
         use: Callable[[torch.Tensor], torch.Tensor],
         start_ns: int,
     ) -> torch.Tensor | None:
-        """Return what a message that has begun to arrive brings."""
+        """Return the value or gradient of a receive that has begun."""
         pending = self._begun_receives.pop(tag)
         if pending is not None:
             value = channels.received(pending).view(spec.dtype).view(spec.shape)
@@ -583,7 +509,7 @@ class Transport:
         return use(_in_original_layout(value.detach(), spec))
 
     def _wait(self, work: dist.Work, peer: int, what: MessageLabel) -> None:
-        self.outbox.flush()
+        self.outbox.flush()  # the rank that this one waits for may wait for a message in the outbox
         self.waiting_since = started = time.monotonic()
         try:
             work.wait(self._timeout)
@@ -594,7 +520,10 @@ class Transport:
         self.waiting_since = None
 
     def _release_sent(self, peer: int, index: int | None) -> None:
-        """Forget what `peer` took before the action that it has just sent from: see [Note: letting go]."""
+        """Release what `peer` took before action `index` of its list, from which it has just sent a message.
+
+        See [Note: releasing sent tensors].
+        """
         if index is None:
             return
         kept = []
@@ -607,7 +536,7 @@ class Transport:
 
     def _finish(self, sent: SentMessage, peer: int) -> None:
         self._wait(sent.work, peer, sent.what)
-        if sent.on_channel is not None:  # who has taken the header has begun to receive
+        if sent.on_channel is not None:  # the peer has taken the header, so it has begun to receive
             sent.on_channel[0].wait()
         if version_of(sent.tensor) != sent.version:
             raise UsageError(
@@ -625,6 +554,7 @@ class Transport:
 
     def end_step(self) -> None:
         """Wait until everything that was sent has arrived, and keep no more memory than the step needed."""
+        # Messages that nobody has taken must be received all the same: their senders wait for it.
         while self._uses_channels and self._expected:
             self._begin_next_receive()
         self.flush()
@@ -636,12 +566,9 @@ class Transport:
         self._uses_channels = False
 
     def abandon(self, num_microbatches: int, *, on_all_ranks: bool = True) -> None:
-        """Forget what was interrupted; what is under way must not be taken for the next step's.
+        """Forget an interrupted step, so that none of its messages is taken for one of the next step.
 
-        An exception interrupts, and microbatches that diverge from their record. All ranks must call this alike.
-        Messages under way keep their memory, and nobody waits for them: another rank may have got less far and still
-        take what was sent here; and a receive that goes away after gloo has announced it blocks its connection. It
-        would also take a later message of its tag, so the tags of this step's microbatches are not used again.
+        An exception interrupts a step, as do microbatches that diverge from their record. All ranks must call this.
 
         Args:
             num_microbatches: of the step that was interrupted.
@@ -650,15 +577,18 @@ class Transport:
         if self._uses_channels:
             self._uses_channels = False
             if on_all_ranks:
-                # Another error is on its way to the user already.
+                # The user gets the error that ended the step, not one of these.
                 with contextlib.suppress(SmpkitError, RuntimeError):
                     self._abandon_channels()
         if on_all_ranks:
-            self.outbox.flush()  # others, which may have got further, count on it
+            self.outbox.flush()  # ranks that got further than this one wait for it
+        # Keep the memory of messages under way, without waiting for them: a rank that got less far may still take what
+        # was sent here, and a receive that goes away after gloo has announced it blocks its connection.
         self._interrupted += [sent for sending in self._sending for sent in sending]
         self._interrupted += [*self._posted.values(), *self._begun_receives.values()]
         for sending in self._sending:
             sending.clear()
+        # Such a receive would also take a later message of its tag: never use the tags of these microbatches again.
         self._num_abandoned += num_microbatches
         self._posted.clear()
         self._begun_receives.clear()
@@ -667,7 +597,7 @@ class Transport:
     # --- anything else of known size ---------------------------------------------------------------------------------
 
     def send_bytes(self, packed: torch.Tensor, target: int, tag: int) -> None:
-        """Send a CPU tensor to one rank, which calls `receive_bytes` or `expect_bytes`; it must not change any more."""
+        """Send a CPU tensor, which must not change any more, to a rank that calls `receive_bytes` or `expect_bytes`."""
         self._send(packed, target, tag, "bytes of the engine's own")
 
     def expect_bytes(self, num_bytes: int, source: int, tag: int, what: str) -> Callable[[], torch.Tensor]:
@@ -706,3 +636,72 @@ class Transport:
         size = self.receive_bytes(8, source, tag, what).view(torch.int64)
         data = self.receive_bytes(int(size.item()), source, tag + 1, what)
         return pickle.loads(data.numpy().tobytes())  # noqa: S301 - our own job's rank
+
+
+class HostBuffers:
+    """The host memory of one rank's received messages, reused as soon as the last tensor in it is gone.
+
+    A large block that is freed goes back to the system, and its next use costs a page fault per 4 KiB: for a message of
+    8 MiB about as long as copying it.
+
+    Nobody can know how long a received value is needed: its graph saves it, the user's code keeps it, a view of it is
+    returned. So each block is lent as an array of its own. Torch holds the array as long as any tensor uses its memory,
+    and the array gives the block back when it dies.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Any]] = {}
+        self._used: set[int] = set()
+        """Sizes in bytes that were asked for since the last `trim`."""
+
+    def take(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor of this shape and dtype, with whatever is in it."""
+        num_bytes = spec.num_bytes
+        if num_bytes < _SMALLEST_BYTES:
+            return torch.empty_strided(spec.shape, spec.dense_stride, dtype=spec.dtype, device="cpu")
+        self._used.add(num_bytes)
+        free = self._free.setdefault(num_bytes, [])
+        block = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+        lent = block.view()
+        weakref.finalize(lent, free.append, block).atexit = False
+        return torch.from_numpy(lent).view(spec.dtype).view(spec.shape)
+
+    def trim(self) -> None:
+        """Give up free memory of sizes that were not asked for since the last time: batches have changed."""
+        self._free = {num_bytes: blocks for num_bytes, blocks in self._free.items() if num_bytes in self._used}
+        self._used.clear()
+
+
+class Outbox:
+    """Messages that wait until the device has copied their bytes to the host, which does other work meanwhile.
+
+    They go out in the order in which they were given: at the next action that finds their copy done, or at the latest
+    when this rank is about to wait for another one, which may be waiting for just these. Bytes that are on the host
+    already, as always on a CPU, go out at once.
+
+    Args:
+        send: called with `(packed, target, tag)`.
+    """
+
+    def __init__(self, send: Callable[[torch.Tensor, int, int], None]) -> None:
+        self._send = send
+        self._waiting: deque[tuple[torch.Event | None, torch.Tensor, int, int]] = deque()
+
+    def send(self, packed: torch.Tensor, target: int, tag: int, ready: torch.Event | None) -> None:
+        """Send a tensor of the host as soon as the device has come to `ready`; None: at once."""
+        if ready is None and not self._waiting:
+            self._send(packed, target, tag)
+        else:
+            self._waiting.append((ready, packed, target, tag))
+
+    def poll(self) -> None:
+        """Send what is ready, without waiting for anything."""
+        while self._waiting and devices.has_happened(self._waiting[0][0]):
+            self._send(*self._waiting.popleft()[1:])
+
+    def flush(self) -> None:
+        """Wait for the device, and send everything."""
+        while self._waiting:
+            ready, packed, target, tag = self._waiting.popleft()
+            devices.wait_for_event(ready)
+            self._send(packed, target, tag)

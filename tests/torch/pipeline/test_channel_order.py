@@ -1,6 +1,6 @@
 """Messages between GPUs cannot hang, even if a GPU runs one kernel at a time and hosts wait for it anywhere.
 
-The transport and the lanes are the real ones, over a model of nccl's rules, for models, placements, schedules and
+The transport and the channels are the real ones, over a model of nccl's rules, for models, placements, schedules and
 delays that dice draw.
 """
 
@@ -42,16 +42,16 @@ Make = Callable[[World, int], Transport]
 def drawn_moves(dice: random.Random, size: int) -> tuple[list[P2PTransfer], tuple[int, ...]]:
     """Return what travels in a model whose units lie anywhere and use what others before them have made."""
     loops = dice.random() < 0.5
-    homes = [index % size if loops else index for index in range(size * (2 if loops else 1))]
-    homes += [dice.randrange(size) for _ in range(dice.choice((0, 0, 1, 3)))]
+    owners = [index % size if loops else index for index in range(size * (2 if loops else 1))]
+    owners += [dice.randrange(size) for _ in range(dice.choice((0, 0, 1, 3)))]
     if dice.random() < 0.3:
-        dice.shuffle(homes)
+        dice.shuffle(owners)
     segments, sent = [0] * size, [False] * size
     transfers: list[P2PTransfer] = []
-    there = {(0, homes[0])}
-    for unit in range(1, len(homes)):
+    there = {(0, owners[0])}
+    for unit in range(1, len(owners)):
         for used in sorted({unit - 1, *(dice.sample(range(unit), 1) if dice.random() < 0.3 else ())}):
-            source, target = homes[used], homes[unit]
+            source, target = owners[used], owners[unit]
             if source == target or (used, target) in there:
                 continue
             there.add((used, target))
@@ -62,7 +62,7 @@ def drawn_moves(dice: random.Random, size: int) -> tuple[list[P2PTransfer], tupl
             length = dice.choice((0, 1, 2, 2, 2))
             spec = TensorSpec((length,), (1,), torch.float64, dice.random() < 0.9)
             transfers.append(P2PTransfer(len(transfers), source, target, segments[source], segments[target], spec))
-        there.add((unit, homes[unit]))
+        there.add((unit, owners[unit]))
     return transfers, tuple(segment + 1 for segment in segments)
 
 
@@ -100,7 +100,7 @@ class Driver:
         """By microbatch, what autograd would save, and what must be in it."""
 
     def step(self, ends_in: int | None, *, gives_up: bool = False) -> None:
-        """Run a step; in the forward of a microbatch, all ranks leave the lanes, or give up the step."""
+        """Run a step; in the forward of a microbatch, all ranks leave the channels, or give up the step."""
         timetable = timetable_of(self.schedule, self.transfers, self.rank)
         self.transport.follow(timetable)
         self.transport.action_indices = _action_indices(self.schedule)
@@ -214,7 +214,7 @@ def over(world: World) -> Iterator[None]:
 
 
 def lanes_of(world: World, rank: int) -> Transport:
-    channels = P2PChannels(world.group(rank, "lanes"), range(world.size), rank, CPU)
+    channels = P2PChannels(world.group(rank, "channels"), range(world.size), rank, CPU)
     return Transport(world.hosts(rank), range(world.size), CPU, channels)
 
 
@@ -224,7 +224,7 @@ def play(
     """Run some steps of a drawn model; return in how many, on all ranks, messages found no memory ready.
 
     Args:
-        leaves: in the second, all ranks leave the lanes.
+        leaves: in the second, all ranks leave the channels.
         gives_up: in the second, all ranks raise alike.
     """
     dice = random.Random(seed)

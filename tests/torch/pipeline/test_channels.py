@@ -1,6 +1,6 @@
-"""Lanes carry what ranks send in whatever order they need it, and training over them comes to the same.
+"""Channels carry messages in whatever order ranks need them, and training over them gives the same results.
 
-Between GPUs a lane is a group of nccl, here one of gloo. Both pair sends and receives in the order in which they are
+Between GPUs a channel is a group of nccl, here one of gloo. Both pair sends and receives in the order in which they are
 begun, as long as all of them have one tag.
 """
 
@@ -26,7 +26,7 @@ from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive, has_chan
 from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TimetableEntry
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import RankFailed, run_ranks
-from tests.torch.pipeline.test_rerecorded import stray
+from tests.torch.pipeline.test_rerecorded import train_diverging
 from tests.torch.pipeline.training import Setup, run_all, train_with_sleeps, world
 from tests.transparency.huggingface_models import CASES as HUGGING_FACE
 from tests.transparency.pipeline_models import CASES
@@ -42,7 +42,7 @@ VALUES = {
 
 
 def connected(entries: Sequence[tuple[int, bool]], **config: Any) -> Transport:
-    """Return the transport of two ranks that lanes connect, in a step in which values and gradients travel."""
+    """Return the transport of two ranks that channels connect, in a step in which values and gradients travel."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **config})
     ranks = state.group(CommGroup.PP_GROUP)
     channels = P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, state.device)
@@ -158,8 +158,8 @@ def has_none() -> None:
     smp.shutdown()
 
 
-def over_lanes(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with lanes between all ranks that values travel between."""
+def over_channels(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with channels between all ranks that values travel between."""
     sending = mock.patch.object(P2PChannels, "send", autospec=True, side_effect=P2PChannels.send)
     with mock.patch("smpkit.torch.pipeline.pipeline.has_channels", return_value=True), sending as send:
         result = function(*args)
@@ -178,31 +178,31 @@ PICKED = [
 ]
 
 
-def test_models_train_over_lanes() -> None:
+def test_models_train_over_channels() -> None:
     assert set(PICKED) <= set(CASES)
     setups = [Setup(4, "interleaved", 13), Setup(4, "simple", -1), Setup(4, "zero_bubble")]
-    run_ranks(over_lanes, 3, trained, 3, setups, PICKED, timeout=170)
+    run_ranks(over_channels, 3, trained, 3, setups, PICKED, timeout=170)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("degree", [2, 4])
-def test_every_model_trains_over_lanes(degree: int) -> None:
+def test_every_model_trains_over_channels(degree: int) -> None:
     setups = [Setup(4, pipeline, seed) for pipeline in ("interleaved", "simple") for seed in (None, 11)]
     names = [*CASES, *HUGGING_FACE]
-    run_ranks(over_lanes, degree, trained, degree, setups, names, timeout=1700)
+    run_ranks(over_channels, degree, trained, degree, setups, names, timeout=1700)
 
 
 @pytest.mark.parametrize("count", [pytest.param(5, id="5 seeds"), pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
-def test_delays_change_nothing_over_lanes(count: int) -> None:
+def test_delays_change_nothing_over_channels(count: int) -> None:
     case, setup = CASES["skip connections"], Setup(8, seed=12)
-    run_ranks(over_lanes, 4, train_with_sleeps, case, setup, range(count), 4, timeout=120 + 5 * count)
+    run_ranks(over_channels, 4, train_with_sleeps, case, setup, range(count), 4, timeout=120 + 5 * count)
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
-def test_microbatches_that_leave_the_record_leave_the_lanes(degree: int) -> None:
-    run_ranks(over_lanes, degree, stray, degree)
+def test_microbatches_that_leave_the_record_leave_the_channels(degree: int) -> None:
+    run_ranks(over_channels, degree, train_diverging, degree)
 
 
 def gives_up_in_the_middle(index: int) -> list[float]:
@@ -239,6 +239,6 @@ def gives_up_in_the_middle(index: int) -> list[float]:
 
 @pytest.mark.parametrize("index", [1, 2, 3])
 def test_a_step_that_all_ranks_give_up_leaves_no_message_without_a_receiver(index: int) -> None:
-    for losses in run_ranks(over_lanes, 2, gives_up_in_the_middle, index):
+    for losses in run_ranks(over_channels, 2, gives_up_in_the_middle, index):
         assert losses == [losses[0], losses[0], 0.0, losses[0], losses[0]]
         assert losses[0] > 0

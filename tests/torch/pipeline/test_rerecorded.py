@@ -45,14 +45,14 @@ CASE = Case(Skipping, vectors, mse_step)
 SETUPS = {2: Setup(4, seed=-1), 3: Setup(4, seed=4), 4: Setup(4, "simple", seed=-1)}
 
 
-def stray(degree: int) -> None:
+def train_diverging(degree: int) -> None:
     setup = SETUPS[degree]
     check_same(train(CASE, setup, degree), train_plainly(CASE, setup))
 
 
 def test_a_path_that_pythons_dice_choose_alike_on_all_ranks_trains_as_in_one_process() -> None:
     for degree in SETUPS:
-        run_ranks(stray, degree, degree)
+        run_ranks(train_diverging, degree, degree)
 
 
 def begin(num_ranks: int, **options: Any) -> Any:
@@ -112,7 +112,7 @@ def test_a_rank_that_leaves_the_others_way_is_named_with_its_call_long_before_th
             assert seconds < MANY_SECONDS / 4
 
 
-def often_strays() -> list[bool]:
+def often_diverges() -> list[bool]:
     """Return for six steps, in each of which a microbatch leaves the record on all ranks, whether there was one."""
     model = begin(2)
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -124,8 +124,8 @@ def often_strays() -> list[bool]:
     return planned
 
 
-def test_a_step_that_strays_again_and_again_is_recorded_three_times() -> None:
-    assert run_ranks(often_strays, 2) == [[True] * 3 + [False] * 3] * 2
+def test_a_step_that_diverges_again_and_again_is_recorded_three_times() -> None:
+    assert run_ranks(often_diverges, 2) == [[True] * 3 + [False] * 3] * 2
 
 
 @smp.step
@@ -158,8 +158,8 @@ def test_what_was_received_early_for_a_way_that_ends_sooner_takes_nothing_of_lat
     run_ranks(shorter_ways, 2)
 
 
-def stray_in_a_trial() -> list[str]:
-    """Return the schedules of five steps; a deeper one is tried in the third, in which a microbatch strays."""
+def diverge_in_a_trial() -> list[str]:
+    """Return the schedules of five steps; a deeper one is tried in the third, in which a microbatch diverges."""
     replan._measure_link = lambda stage, num_bytes: (0.01, 0.0)
     model = begin(2, microbatches=8, active_microbatches=8)
     x = torch.randn(16, WIDTH)
@@ -171,8 +171,8 @@ def stray_in_a_trial() -> list[str]:
     return texts
 
 
-def test_a_stray_ends_a_trial() -> None:
-    for texts in run_ranks(stray_in_a_trial, 2):
+def test_a_divergence_ends_a_trial() -> None:
+    for texts in run_ranks(diverge_in_a_trial, 2):
         assert texts[2] != texts[0]
         assert texts[1] == texts[3] == texts[4] == texts[0]
 

@@ -151,13 +151,13 @@ def place(module: nn.Module, seed: int, degree: int) -> None:
     """Put every unit somewhere, and something everywhere."""
     names = [unit.name for unit in units_of(module).units]
     dice = random.Random(seed)
-    homes = [index * degree // len(names) for index in range(len(names))]
+    owners = [index * degree // len(names) for index in range(len(names))]
     if seed >= 0:
-        homes = [dice.randrange(degree) for _ in names]
-        for home, index in enumerate(dice.sample(range(len(names)), min(degree, len(names)))):
-            homes[index] = home
-    for name, home in zip(names, homes, strict=True):
-        smp.set_partition(module.get_submodule(name), home)
+        owners = [dice.randrange(degree) for _ in names]
+        for owner, index in enumerate(dice.sample(range(len(names)), min(degree, len(names)))):
+            owners[index] = owner
+    for name, owner in zip(names, owners, strict=True):
+        smp.set_partition(module.get_submodule(name), owner)
 
 
 def train(case: Case, setup: Setup, degree: int) -> Trace:
