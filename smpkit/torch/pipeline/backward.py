@@ -1,7 +1,14 @@
-"""What a microbatch leaves for backward on this rank, segment by segment, and the backward itself.
+"""The backward of one microbatch on this rank, segment by segment.
 
-A value made in one segment and used in a later one is detached there: its gradient, that of a leaf, becomes a
-root of the segment that made it. So no graph is walked twice and no autograd node ever waits for another rank.
+A segment's graph begins at leaves and ends at roots (see [Note: segments] in `microbatch.py`)::
+
+    leaves                                                roots
+      received values --> gradients are sent back           losses
+      cuts: values of earlier segments, detached            sent values <-- gradients are received
+                                                            cuts that later segments have made of values of this one
+
+A value made in one segment and used in a later one is detached there: the gradient of that leaf becomes a root of the
+segment that made the value. So no graph is walked twice, and no autograd node ever waits for another rank.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ __all__ = ["BackwardWork"]
 
 _unsafe_view: Final = torch.ops.aten._unsafe_view.default
 _PYTHON: Final[Any] = torch._C._FunctionBase
-"""Nodes of Functions written in Python: whoever holds such a node does not hold its graph."""
+"""Nodes of Functions written in Python: holding such a node does not keep its graph alive."""
 
 
 @dataclass(slots=True)
@@ -41,7 +48,7 @@ class BackwardWork:
     """The backward of one microbatch on this rank.
 
     Args:
-        transport: brings the gradients of what left, and takes those of what came in.
+        transport: receives the gradients of sent values, and sends those of received ones.
         index: which microbatch of the step.
     """
 
@@ -58,7 +65,7 @@ class BackwardWork:
 
     @property
     def has_weight_backwards(self) -> bool:
-        """Whether gradients of weights are left to make."""
+        """Whether weight halves are left to run."""
         return bool(self._weight_backwards)
 
     def error_context(self, segment: int) -> dict[str, str]:
@@ -76,50 +83,51 @@ class BackwardWork:
 
     def add_send(self, value: torch.Tensor, transfer: P2PTransfer, segment: int) -> None:
         """Add a value that a segment has sent: its gradient will be received."""
-        # Keep the GradientEdge, not the tensor, so that the activation can be freed after the send.
+        # Lifetime: keep the GradientEdge, not the tensor, so that the activation can be freed after the send.
         edge = _edge_of(value) if value.requires_grad else None
         self._segments[segment].sends.append((edge, transfer))
 
     def add_receive(
         self, value: torch.Tensor, transfer: P2PTransfer, segment: int, *, is_mutable: bool
     ) -> torch.Tensor:
-        """Add a received value, whose gradient must be sent back; return it as the segment may use it.
+        """Add a received value, whose gradient must be sent back; return the tensor that the segment uses.
 
         Args:
-            is_mutable: it may be changed in place, which neither a leaf nor a view of one allows.
+            is_mutable: whether it may be changed in place, which torch allows for neither a leaf nor a view of one.
         """
         leaf = value.requires_grad_()
         self._segments[segment].receives.append((leaf, transfer))
         if not is_mutable:
             return leaf
-        # To autograd this is no view. Nobody else has these data, so the version counter need not be shared.
+        # Autograd does not count this as a view. Nobody else uses the data, so its version counter need not be shared.
         result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
-        # Dimensions of size 1 may have arbitrary strides: `_unsafe_view` would change the output spec.
-        result = result if result.stride() == leaf.stride() else _mutable_alias(leaf)
+        if result.stride() != leaf.stride():
+            # Dimensions of size 1 may have arbitrary strides: `_unsafe_view` would change the output spec.
+            result = _mutable_alias(leaf)
         self._segments[segment].mutable.append((result, transfer))
         return result
 
     def make_mutable(self, value: torch.Tensor, segment: int) -> torch.Tensor:
-        """Return a value that is already in use as one that may be changed in place."""
+        """Return a tensor with the data of a value in use that may be changed in place."""
         return _mutable_alias(value) if self.is_received(value, segment) else value
 
     def is_received(self, value: torch.Tensor, segment: int) -> bool:
-        """Return whether a value is a leaf that was received."""
+        """Return whether a value is one of the leaves that the segment has received."""
         return any(leaf is value for leaf, _ in self._segments[segment].receives)
 
     def cut(self, source: torch.Tensor, made_in: int, segment: int) -> torch.Tensor:
-        """Return what an earlier segment made as a leaf of this one, the same each time."""
+        """Return a value of an earlier segment as a leaf of this one, the same leaf each time."""
         key = (id(source), segment)
         if key not in self._cut_leaves:
             leaf = source.detach().requires_grad_()
-            self._cut_leaves[key] = (source, leaf)  # holds the source, so that its id is not given away
+            self._cut_leaves[key] = (source, leaf)  # with the source, so that no other tensor gets its id
             self._segments[made_in].cuts.append((source, leaf))
         return _mutable_alias(self._cut_leaves[key][1])
 
     # --- backward ------------------------------------------------------------------------------------------------
 
     def run(self, segment: int, split: bool) -> None:
-        """Run backward through one segment: receive the gradients of what left it, send those of what came in.
+        """Run backward through one segment: receive the gradients of sent values, send those of received ones.
 
         Args:
             split: leave the gradients of weights to `run_weights`, where that is possible.
@@ -147,47 +155,43 @@ class BackwardWork:
                 roots.append(source)
                 gradients.append(leaf.grad)
                 matches = matches and _matches_root(leaf.grad, source)
-        receives = state.receives
         if roots and split:
-            inputs = [*(leaf for leaf, _ in receives), *self._cut_leaves_of(segment)]
+            inputs = [leaf for leaf, _ in state.receives]
+            inputs += [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
             weight_backward = backward_inputs(roots, gradients, inputs)
             if weight_backward is not None:
                 self._weight_backwards[segment] = weight_backward
         elif roots and matches:
-            # What torch.autograd.backward comes to: its checks of every root take longer than a small graph.
+            # The engine without torch.autograd.backward: its checks of every root take longer than a small graph.
             _engine_run_backward(
                 tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         elif roots:
             torch.autograd.backward(roots, gradients)
-        for leaf, transfer in receives:
+        for leaf, transfer in state.receives:
             gradient = leaf.grad
             if gradient is not None and gradient.untyped_storage().nbytes() > transfer.spec.num_bytes:
-                # A part of the gradient of a `cat`, say, whose other parts may be gradients of weights: adding to those
-                # would look like a change of this one on its way.
+                # It shares memory, as the parts of the gradient of a `cat` do. Other parts may be gradients of weights:
+                # adding to those raises the version, and this gradient would seem to change while it travels.
                 gradient = gradient.clone()
             transport.send_gradient(gradient, index, transfer)
 
     def run_weights(self, segment: int) -> None:
-        """Run what a split backward through a segment has left; nothing if that was all of it."""
+        """Run the weight half of a split backward through a segment, if there is one."""
         weight_backward = self._weight_backwards.pop(segment, None)
         if weight_backward is not None:
             weight_backward.run()
 
     def release(self) -> None:
-        """Let go of everything that is kept for backward."""
+        """Release everything that is kept for backward."""
         self._segments.clear()
         self._cut_leaves.clear()
         self._weight_backwards.clear()
         self.units.clear()
 
-    def _cut_leaves_of(self, segment: int) -> list[torch.Tensor]:
-        """Return the leaves by which a segment uses what earlier ones made."""
-        return [leaf for (_, user), (_, leaf) in self._cut_leaves.items() if user == segment]
-
 
 def _refuse_detached(received: list[tuple[torch.Tensor, P2PTransfer]]) -> None:
-    """Raise if what came in was cut off here: a leaf loses its gradient, and where it came from nobody knows."""
+    """Raise if a received value was detached in place: its leaf has no gradient, and the sender cannot know."""
     for value, transfer in received:
         if not value.requires_grad:
             raise UsageError(
@@ -198,18 +202,19 @@ def _refuse_detached(received: list[tuple[torch.Tensor, P2PTransfer]]) -> None:
 
 
 def _edge_of(value: torch.Tensor) -> GradientEdge:
-    """Return where the gradient of a value goes in; holds the graph."""
+    """Return the edge where the gradient of a value enters its graph, and keep that graph alive."""
     node = value.grad_fn
     if node is None:
         return get_gradient_edge(value)
     if isinstance(node, _PYTHON):
-        node = value.view_as(value).grad_fn  # what `get_gradient_edge` holds beside it
+        # The node of a view holds it; `get_gradient_edge` does the same, and keeps the activation alive besides.
+        node = value.view_as(value).grad_fn
         return get_gradient_edge(value) if node is None else GradientEdge(node, 0)
     return GradientEdge(node, value.output_nr)
 
 
 def _matches_root(gradient: torch.Tensor | None, root: torch.Tensor) -> bool:
-    """Return whether a backward may start there without the checks, and the hook for subclasses, of torch's own."""
+    """Return whether a backward may start here without torch's checks of roots, and its hook for subclasses."""
     if gradient is None or type(root) is not torch.Tensor:
         return False
     return gradient.dtype is root.dtype and gradient.shape == root.shape
@@ -218,14 +223,14 @@ def _matches_root(gradient: torch.Tensor | None, root: torch.Tensor) -> bool:
 class _MutableAlias(torch.autograd.Function):
     """Gives the data of a leaf to a graph in which they may be changed in place, as modules change their inputs.
 
-    Neither a leaf nor a view of one may be; what a Function says it has changed in place is neither, and no copy. The
-    count of changes stays that of the data, so that a graph which has saved them finds out.
+    Torch allows that for neither a leaf nor a view of one. The result of a Function that marks its input dirty is
+    neither, and no copy. It shares the version counter of the data, so that a graph which has saved them notices.
     """
 
     @staticmethod
     def forward(ctx: Any, _leaf: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(data)
-        ctx.set_materialize_grads(False)  # where a user of the value makes no gradient, the value has none
+        ctx.set_materialize_grads(False)  # keep a gradient of None as None, not zeros
         return data
 
     @staticmethod
@@ -234,8 +239,8 @@ class _MutableAlias(torch.autograd.Function):
 
 
 def _mutable_alias(leaf: torch.Tensor) -> torch.Tensor:
-    # mark_dirty bumps the version counter although nothing has changed: graphs and pending sends that hold these data
-    # would report an in-place change.
+    # mark_dirty raises the version although nothing has changed: graphs and pending sends that hold these data would
+    # report an in-place change.
     with torch.autograd._unsafe_preserve_version_counter(leaf):  # type: ignore[attr-defined]
         result: torch.Tensor = _MutableAlias.apply(leaf, leaf.detach())  # type: ignore[no-untyped-call]
     return result

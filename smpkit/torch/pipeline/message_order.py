@@ -1,4 +1,10 @@
-"""The transfers of a microbatch between ranks, and the record of them that later microbatches follow."""
+"""The transfers of a microbatch between ranks, and the order in which those of a whole step travel between GPUs.
+
+All microbatches of a kind make the same transfers, which the first one records (`TransferRecord`). Between GPUs they
+need one order that all ranks know beforehand; `channels.py` says why. It follows from the schedule, which every rank
+has: what an action sends counts from the action's end, if actions last as long as the simulator's default costs say.
+Nobody looks at a clock: real times may differ, the order stays.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ __all__ = [
 
 TRANSFERS_PER_MICROBATCH: Final = 1 << 12
 DIVERGED: Final = 1 << 11
-"""Added to the numbers of transfers of a microbatch that has diverged from the record."""
+"""Added to the transfer numbers of a microbatch that has diverged from the record."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +48,18 @@ class P2PTransfer:
     """What needed the value: a unit or an operation."""
 
     def __post_init__(self) -> None:
-        assert self.number < TRANSFERS_PER_MICROBATCH, "more moves in one microbatch than tags"
+        assert self.number < TRANSFERS_PER_MICROBATCH, "more transfers in one microbatch than tags"
 
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """The transfers of the first microbatch of a kind, which the schedule relies on."""
+    """The transfers of the first microbatch of a kind, which the schedule and later microbatches follow."""
 
     transfers: tuple[P2PTransfer, ...]
     mutated: frozenset[int]
     """Numbers of transfers from this rank whose value was changed in place after the send: they are sent as copies."""
     has_mutations: bool
-    """Whether any call has changed its arguments in place: then received values must allow that."""
-
-
-# --- In which order the values and gradients of a step travel between GPUs: one order, which all ranks know beforehand
-# It follows from the schedule, which every rank has: what an action sends counts from when the action ends, if actions
-# last as long as they do by default. Nobody looks at a clock: real times may be others, the order stays. See `lanes.py`
-# for why it must be one.
+    """Whether any call has changed its arguments in place: then received values must allow in-place changes."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class Timetable:
     entries: tuple[TimetableEntry, ...]
     """In the order that all ranks follow."""
     blocks: Mapping[int, int]
-    """By number of bytes, how many received values and gradients of that size the order makes a rank hold at a time."""
+    """By number of bytes, the largest number of received values and gradients of that size alive at a time."""
 
 
 def timetable_of(schedule: Schedule, transfers: Sequence[P2PTransfer], rank: int) -> Timetable:
     """Return what a rank sends and receives in a step that follows a schedule.
 
     Args:
-        transfers: of a microbatch; all make the same.
+        transfers: those of one microbatch; all make the same.
     """
     sent: defaultdict[tuple[int, bool, int], list[P2PTransfer]] = defaultdict(list)
     received: defaultdict[tuple[bool, int], list[P2PTransfer]] = defaultdict(list)
@@ -105,7 +105,7 @@ def timetable_of(schedule: Schedule, transfers: Sequence[P2PTransfer], rank: int
             sent[transfer.target, True, transfer.target_segment].append(transfer)
             if rank == transfer.source:
                 received[True, transfer.source_segment].append(transfer)
-    # Of what ends at once, the lower rank's goes first. An action sends in the order of the transfers' numbers.
+    # Of actions that end at the same time, the lower rank's goes first: any rule will do that is the same everywhere.
     ends = sorted(
         (span.end_seconds, place, number)
         for place, spans in enumerate(simulate(schedule).spans)
@@ -116,10 +116,11 @@ def timetable_of(schedule: Schedule, transfers: Sequence[P2PTransfer], rank: int
         action = schedule.actions[sender][number]
         if action.kind is not Kind.WEIGHT:  # nothing travels by it
             backward = action.kind is Kind.BACKWARD
-            found = [
-                TimetableEntry(action.microbatch, each, backward) for each in sent[sender, backward, action.segment]
+            entries += [
+                TimetableEntry(action.microbatch, transfer, backward)
+                for transfer in sent[sender, backward, action.segment]  # in the order of their numbers
+                if rank in (transfer.source, transfer.target)
             ]
-            entries += [each for each in found if rank in (each.sender, each.receiver)]
     return Timetable(tuple(entries), _blocks(schedule.actions[rank], entries, received, sent, rank))
 
 
@@ -127,7 +128,7 @@ def backward_timetable(transfers: Mapping[int, Sequence[P2PTransfer]], rank: int
     """Return the backward of a step whose microbatches run one after the other.
 
     Args:
-        transfers: of microbatches that have a backward, in their order.
+        transfers: by microbatch that has a backward, in their order.
     """
     entries = []
     for index, each in transfers.items():
@@ -135,11 +136,12 @@ def backward_timetable(transfers: Mapping[int, Sequence[P2PTransfer]], rank: int
         for transfer in each:
             if transfer.spec.requires_grad:
                 arrivals[transfer.target, transfer.target_segment].append(transfer)
-        # What a segment sends has higher numbers than what it got, so its gradients are there when its turn comes.
-        for found in sorted(arrivals.values(), key=lambda found: -found[-1].number):
+        # Last segment first. What a segment sends has higher numbers than what it received, so the gradients of all
+        # that it has sent come before those that it sends itself.
+        for received in sorted(arrivals.values(), key=lambda received: -received[-1].number):
             entries += [
                 TimetableEntry(index, transfer, True)
-                for transfer in found
+                for transfer in received
                 if rank in (transfer.source, transfer.target)
             ]
     return Timetable(tuple(entries), {})
@@ -152,12 +154,8 @@ def _blocks(
     sent: Mapping[tuple[int, bool, int], list[P2PTransfer]],
     rank: int,
 ) -> dict[int, int]:
-    """Play the list of a rank as `Transport` does, and return how many blocks of each size are in use at most.
-
-    Before anything is sent or taken, all receives begin that come before it. A value is needed until its microbatch is
-    over on this rank, for autograd may have saved it; so is a gradient, for a weight's may be made of it later.
-    """
-    places = {entry: place for place, entry in enumerate(entries)}
+    """Simulate the receives of a rank as `Transport` begins them; return the peak number of blocks of each size."""
+    positions = {entry: position for position, entry in enumerate(entries)}
     last = {action.microbatch: number for number, action in enumerate(actions)}
     begun = 0
     live: Counter[tuple[int, int]] = Counter()
@@ -165,10 +163,13 @@ def _blocks(
     for number, action in enumerate(actions):
         if action.kind is not Kind.WEIGHT:
             backward = action.kind is Kind.BACKWARD
-            here = [*received.get((backward, action.segment), ()), *sent.get((rank, backward, action.segment), ())]
-            until = max(
-                (places[TimetableEntry(action.microbatch, transfer, backward)] + 1 for transfer in here), default=0
-            )
+            until = 0
+            for transfer in (
+                *received.get((backward, action.segment), ()),
+                *sent.get((rank, backward, action.segment), ()),
+            ):
+                until = max(until, positions[TimetableEntry(action.microbatch, transfer, backward)] + 1)
+            # Before a message is sent or taken, `Transport` begins all receives that come before it.
             for entry in entries[begun:until]:
                 size = entry.transfer.spec.num_bytes
                 if entry.receiver == rank and size:
@@ -177,6 +178,8 @@ def _blocks(
                     most[size] = max(most[size], in_use)
             begun = max(begun, until)
         if last[action.microbatch] == number:
+            # A value is needed until its microbatch ends on this rank, since autograd may have saved it. So is a
+            # gradient: the weight half of a split backward uses it later.
             for key in [key for key in live if key[0] == action.microbatch]:
                 del live[key]
     return dict(most)

@@ -1,4 +1,14 @@
-"""What a message between the ranks of a pipeline is: its tag, what it brings, what is kept while it is on its way."""
+"""Messages between the ranks of a pipeline: their tags, their labels in errors, and their bytes.
+
+Three kinds of bytes travel: a value or gradient as it lies in memory; several tensors packed into one block (`pack`);
+and the `None` gradient, a reserved NaN.
+
+[Note: None gradients] Each value that is sent forward is answered by one gradient message. If the loss does not depend
+on the value, its gradient is `None` in a single process, and optimizers skip the weights behind it; with zeros they
+would decay and move. So the message has its usual length, and every element is one reserved NaN pattern that means
+`None`: processors generate one NaN of their own and otherwise propagate the NaNs of their inputs, and this one is never
+an input. Types of one byte have no such NaN, and values without elements no room for it: there the gradient is zeros.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +45,16 @@ __all__ = [
 
 
 class Tag:
-    """Tags of everything that is no value or gradient of a microbatch."""
+    """Tags of everything but the values and gradients of microbatches, whose tags are smaller."""
 
     OBJECT: Final = (1 << 30) + 1
-    """Its size; the object itself comes under the next tag."""
+    """The size of an object; the object itself comes under the next tag."""
     CALL_TRACES: Final = OBJECT + 2
     """As OBJECT."""
     TRACE_CHECKSUMS: Final = OBJECT + 4
     COSTS: Final = OBJECT + 5
     HEADERS: Final = OBJECT + 6
-    """Of what travels on channels."""
+    """Of messages on channels."""
     INPUTS_REST: Final = (1 << 30) + (1 << 24)
     """Plus the low 24 bits of a checksum of shapes: ranks that expect different bytes never meet in one message."""
     OUTPUTS: Final = (1 << 30) + (2 << 24)
@@ -59,24 +69,42 @@ MessageLabel = str | Message
 """What a message is, for errors."""
 
 NO_GRADIENT: Final = -1
-"""In a header, instead of a number of bytes: there is no gradient. (Of values without elements there always is one.)"""
+"""In a header, instead of a number of bytes: the gradient is None. (Values without elements always have a gradient.)"""
 
 LEFT: Final = -2
 """In a header, instead of a tag: nothing more comes from this rank in this step."""
 
+_HOST: Final = torch.device("cpu")
+_ALIGNMENT: Final = 16
+"""Bytes; a packed tensor starts at a multiple of it, so that it can be viewed as any dtype."""
+
+_Sentinel = tuple[Callable[[int], Any], int, torch.dtype]
+"""A function that reads a word of memory, the bits of the NaN, and the type of the word."""
+
+_SINGLE: Final[_Sentinel] = (c_uint32.from_address, 0x7FD3A5C1, torch.int32)
+_DOUBLE: Final[_Sentinel] = (c_uint64.from_address, 0x7FFD3A5C1B2E4D97, torch.int64)
+_SENTINELS: Final[dict[torch.dtype, _Sentinel]] = {
+    torch.bfloat16: (c_uint16.from_address, 0x7FD3, torch.int16),
+    torch.float16: (c_uint16.from_address, 0x7ED3, torch.int16),
+    torch.float32: _SINGLE,
+    torch.float64: _DOUBLE,
+    torch.complex64: _SINGLE,
+    torch.complex128: _DOUBLE,
+}
+
 
 @dataclass(slots=True)
 class SentMessage:
-    """A message on its way; keeps the tensor, which others read without our knowing when."""
+    """A message under way; keeps its tensor alive, since others read it and nobody reports when."""
 
     work: dist.Work
     """Of the message, or of the header of one that takes a channel."""
     tensor: torch.Tensor
     version: int
-    """How often the tensor had been changed in place: must stay so until it has arrived."""
+    """The version of the tensor when it was sent: it must not change in place before it has arrived."""
     what: MessageLabel
     receive_index: int | None = None
-    """Where the action that takes it stands in the receiver's list; None: not known."""
+    """Index of the action that takes it, in the receiver's list; None: not known."""
     on_channel: tuple[dist.Work, torch.Tensor] | None = None
     """The message after its header, and its bytes."""
     header: torch.Tensor | None = None
@@ -92,26 +120,19 @@ def describe_message(what: MessageLabel) -> str:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor's memory has been changed in place; tensors of inference mode do not count it."""
+    """Return how often a tensor's memory has been changed in place; inference tensors have no count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-# --- Several tensors as one block of bytes, which travels as one message ----------------------------------------------
-
-
-_HOST: Final = torch.device("cpu")
-_ALIGNMENT: Final = 16  # bytes; a packed tensor starts at a multiple, so that it can be viewed as any dtype
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy tensors into one block of bytes on the host.
 
-    From a device that computes on its own the copies are only queued, on its current stream: see `devices`.
+    From an asynchronous device the copies are only queued, on its current stream: see `devices`.
     """
     device = next((each.device for each in tensors if devices.is_asynchronous(each.device)), _HOST)
     specs = [spec_of(tensor) for tensor in tensors]
     if len(tensors) > 1 and _is_uniform(specs):
-        with torch.no_grad():
+        with torch.no_grad():  # one copy instead of one for each tensor
             stacked = torch.stack(list(tensors))
         if device is _HOST:
             return stacked.reshape(-1).view(torch.uint8)
@@ -139,7 +160,7 @@ def unpack(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tens
 
 
 def unpack_copies(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return copies of what lies in a block, which do not keep it alive."""
+    """Return copies of the tensors in a block, which do not keep the block alive."""
     if len(specs) > 1 and _is_uniform(specs):
         stacked = packed.view(specs[0].dtype).view(len(specs), *specs[0].shape)
         copies: tuple[torch.Tensor, ...] = torch.ops.aten.unbind_copy.int(stacked)
@@ -148,7 +169,7 @@ def unpack_copies(packed: torch.Tensor, specs: Sequence[TensorSpec]) -> list[tor
 
 
 def _is_uniform(specs: Sequence[TensorSpec]) -> bool:
-    """Whether all are of one shape and dtype: such tensors lie one behind the other, without gaps."""
+    """Whether all have one shape and dtype: such tensors are packed without gaps."""
     first = specs[0] if specs else None
     return all(spec is first or (spec.shape, spec.dtype) == (first.shape, first.dtype) for spec in specs if first)
 
@@ -157,32 +178,8 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-# --- How a rank says that a value has no gradient: the gradient message carries a NaN that no operation makes ---------
-# Each value that is sent forward is answered by one gradient message. If the loss does not depend on the value, its
-# gradient is `None` in a single process, and optimizers skip the weights behind it; with zeros they would decay and
-# move. So the message has its usual length, and every element is one reserved NaN pattern that means `None`: processors
-# generate one NaN of their own and otherwise propagate the NaNs of their inputs, and this one is never an input.
-#
-# Types of one byte have no such NaN, and values without elements no room for it: there the gradient is zeros.
-
-
-_Sentinel = tuple[Callable[[int], Any], int, torch.dtype]
-"""A function that reads a word of memory, the bits of the NaN, and the type of the word."""
-
-_SINGLE: Final[_Sentinel] = (c_uint32.from_address, 0x7FD3A5C1, torch.int32)
-_DOUBLE: Final[_Sentinel] = (c_uint64.from_address, 0x7FFD3A5C1B2E4D97, torch.int64)
-_SENTINELS: Final[dict[torch.dtype, _Sentinel]] = {
-    torch.bfloat16: (c_uint16.from_address, 0x7FD3, torch.int16),
-    torch.float16: (c_uint16.from_address, 0x7ED3, torch.int16),
-    torch.float32: _SINGLE,
-    torch.float64: _DOUBLE,
-    torch.complex64: _SINGLE,
-    torch.complex128: _DOUBLE,
-}
-
-
 def none_gradient_message(spec: TensorSpec) -> torch.Tensor:
-    """Return the message that stands for the gradient `None`; only its bytes count."""
+    """Return the message for the gradient `None`, see [Note: None gradients]; only its bytes count."""
     sentinel = _SENTINELS.get(spec.dtype)
     if sentinel is None:
         return torch.zeros(spec.num_bytes, dtype=torch.uint8, device="cpu")
@@ -191,7 +188,7 @@ def none_gradient_message(spec: TensorSpec) -> torch.Tensor:
 
 
 def is_none_gradient(received: torch.Tensor, spec: TensorSpec) -> bool:
-    """Return whether a message, as it lies in the host's memory without gaps, says that there is no gradient."""
+    """Return whether a received message, dense on the host, means that the gradient is None."""
     sentinel = _SENTINELS.get(spec.dtype)
     if sentinel is None or not spec.num_bytes:
         return False

@@ -1,8 +1,20 @@
-"""Notice code that makes it wrong, or dear, to walk through its autograd graph in two goes.
+"""Split a backward as zero-bubble schedules do: first input gradients, for which other ranks wait, then weights.
 
-What is saved for backward under hooks is computed again (activation checkpointing) or fetched (offloading) in every go.
-A hook on an activation would run in both, and so would what `retain_grad` adds up. None of them can be seen from the
-graph, so they are noticed while the forward runs.
+Some nodes of the autograd graph *reach an input*. The first half runs only those, and keeps the gradients that arrive
+at the *boundary* nodes: nodes that reach an input, with an edge to a node that reaches weights alone. The second half
+starts at the boundary nodes and follows those edges only. So each gradient is made once, by the same operations on
+the same numbers as in one backward::
+
+    loss -> addmm2 -> tanh -> addmm1 -> x        first half: addmm2, tanh, addmm1, each for its input alone
+              |                 |
+              w2                w1               second half: addmm2 for w2; addmm1 for w1
+
+Gradients of weights that cannot be separated that way, or would gain nothing, are made in the first half: see
+`_first_half_leaves`.
+
+Some segments must not be split. Tensors that are saved for backward under hooks are computed again (activation
+checkpointing) or fetched (offloading) in each half; a hook on an activation would run in both, and `retain_grad` would
+add up both. The graph does not show any of this, so `watching` notices it while the forward runs.
 """
 
 from __future__ import annotations
@@ -27,61 +39,13 @@ _WATCHED: Final[tuple[tuple[type, str, int], ...]] = (
     (torch.Tensor, "register_hook", 0),
     (torch.Tensor, "retain_grad", 0),
 )
-"""What is called, and by how much it changes in how many hooks on saved tensors the code is."""
-
-
-@contextlib.contextmanager
-def watching(note: Callable[[int], object]) -> Iterator[None]:
-    """Call `note` where code inside uses hooks: 1 and -1 around those on saved tensors, 0 for one on an activation."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, change in _WATCHED:
-            stack.enter_context(_replaced(owner, name, _noted(getattr(owner, name), note, change)))
-        yield
-
-
-def _noted(plain: Callable[..., Any], note: Callable[[int], object], change: int) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note(change)
-        return plain(self, *args, **kwargs)
-
-    return noted
-
-
-@contextlib.contextmanager
-def _replaced(owner: type, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Put `new` in the place of a method; an inherited one is uncovered again afterwards."""
-    inherited = name not in vars(owner)
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)
-
-
-# --- Split a backward as zero-bubble schedules do: input gradients, for which other ranks wait, then weight gradients -
-# Some nodes of the autograd graph *reach an input*. The first half runs only those, and keeps the gradients that arrive
-# at the *boundary* nodes: nodes that reach an input, with an edge to a node that reaches weights alone. The second half
-# starts at the boundary nodes and follows those edges only. So each gradient is made once, by the same operations on
-# the same numbers as in one backward::
-#
-#     loss -> addmm2 -> tanh -> addmm1 -> x        first half: addmm2, tanh, addmm1, each for its input alone
-#               |                 |
-#               w2                w1               second half: addmm2 for w2; addmm1 for w1
-#
-# Gradients of weights that cannot be separated that way, or would gain nothing, are made in the first half: see
-# `_first_half_leaves`.
-
+"""The calls that `watching` notices, and by how much each changes the number of enclosing hooks on saved tensors."""
 
 _ACCUMULATE: Final = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 _CUSTOM: Final[Any] = BackwardCFunction
-"""What nodes of Functions written in Python are."""
+"""The base class of the nodes of Functions written in Python."""
 _REENTRANT: Final = "CheckpointFunctionBackward"
-"""torch.utils.checkpoint's old form refuses a backward towards chosen tensors."""
+"""torch.utils.checkpoint(use_reentrant=True) raises in a backward with `inputs`."""
 
 Root = torch.Tensor | GradientEdge
 Gradients = tuple[torch.Tensor | None, ...]
@@ -97,13 +61,13 @@ class _WeightGroup:
 
 @dataclass(frozen=True)
 class WeightBackward:
-    """What is left of a backward: `run` it once, before the weights' gradients are read."""
+    """The second half of a backward: `run` it once, before the weights' gradients are read."""
 
     groups: Sequence[_WeightGroup]
     boundary_gradients: dict[Node, Gradients]
 
     def run(self) -> None:
-        """Add to the gradients of the weights; frees what was kept for them as it goes."""
+        """Add to the gradients of the weights, and free the gradients kept for them group by group."""
         for group in self.groups:
             pairs = [
                 (GradientEdge(boundary, output_nr), gradient)
@@ -121,7 +85,7 @@ def backward_inputs(
 ) -> WeightBackward | None:
     """Run the half of a backward that adds to `inputs`, which are leaves; return the other half.
 
-    None: there is no other half, and everything has run.
+    Returns None where nothing can be split: then the whole backward has run.
     """
     groups, first_half = _Graph(roots, inputs).groups() if inputs else ((), ())
     if not groups:
@@ -154,7 +118,7 @@ class _Graph:
             self._classify(node, input_nodes)
 
     def groups(self) -> tuple[tuple[_WeightGroup, ...], tuple[torch.Tensor, ...]]:
-        """Return what the second half does, and the weights whose gradients are made in the first one."""
+        """Return the groups of the second half, and the weights whose gradients the first half makes."""
         if not self._can_split:
             return (), ()
         boundaries = {
@@ -168,7 +132,7 @@ class _Graph:
         return tuple(groups), tuple(_variable(leaf) for leaf in first_half)
 
     def _post_order(self) -> Iterator[Node]:
-        """Yield every node once, after all that it leads to."""
+        """Yield every node once, after all that it leads to; in a loop, since graphs are deeper than Python's stack."""
         stack = [(root, False) for root in self._roots]
         while stack:
             node, is_done = stack.pop()
@@ -192,27 +156,27 @@ class _Graph:
             self._leaves_below[node] = frozenset().union(*(self._leaves_below[each] for each in after))
 
     def _leaves_off_path(self, node: Node) -> frozenset[Node]:
-        """Return the leaves that a node which reaches an input leads to by edges that do not."""
+        """Return the leaves that a node leads to by those of its edges that reach no input."""
         off = [self._leaves_below[each] for each in self._next[node] if each not in self._reaches_input]
         return frozenset().union(*off) if off else frozenset()
 
     def _first_half_leaves(self, boundaries: dict[Node, frozenset[Node]]) -> frozenset[Node]:
-        """Return the leaves whose gradients the first half makes.
-
-        A root that reaches no input is no boundary node. A custom Function would run twice, side effects too. Biases
-        and norms alone are cheap, and would cost a start of the engine. Where one boundary node of a weight leads to
-        another, a backward from the former to the weight would run the latter again.
-        """
+        """Return the leaves whose gradients the first half makes."""
+        # A root that reaches no input is not a boundary node: nothing of it runs in the first half otherwise.
         first_half = {
             leaf for root in self._roots if root not in self._reaches_input for leaf in self._leaves_below[root]
         }
         users: defaultdict[Node, list[Node]] = defaultdict(list)
         for boundary, leaves in boundaries.items():
+            # A custom Function would run twice, with its side effects. Biases and norms alone are cheaper than another
+            # start of the engine.
             if isinstance(boundary, _CUSTOM) or all(_variable(leaf).dim() < 2 for leaf in leaves):
                 first_half |= leaves
             for leaf in leaves:
                 users[leaf].append(boundary)
-        shared = ((leaf, found) for leaf, found in users.items() if len(found) > 1 and leaf not in first_half)
+        # Where one boundary node of a weight leads to another, a backward from the former to the weight would run the
+        # latter again.
+        shared = [(leaf, found) for leaf, found in users.items() if len(found) > 1 and leaf not in first_half]
         return frozenset(first_half | {leaf for leaf, found in shared if self._are_chained(set(found))})
 
     def _are_chained(self, boundaries: set[Node]) -> bool:
@@ -231,7 +195,7 @@ class _Graph:
 
 
 def _groups(leaves_of: dict[Node, frozenset[Node]]) -> Iterator[list[Node]]:
-    """Yield the boundary nodes that share leaves together; those without any are left out."""
+    """Yield groups of boundary nodes that share leaves (union-find); nodes without leaves are in none."""
     group_of: dict[Node, list[Node]] = {}
     by_leaf: dict[Node, Node] = {}
     for boundary, leaves in leaves_of.items():
@@ -253,3 +217,36 @@ def _variable(leaf: Node) -> torch.Tensor:
     variable = leaf.variable  # type: ignore[attr-defined]
     assert isinstance(variable, torch.Tensor)
     return variable
+
+
+@contextlib.contextmanager
+def watching(note: Callable[[int], object]) -> Iterator[None]:
+    """Call `note` where code inside uses hooks: 1 and -1 around those on saved tensors, 0 for one on an activation."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, change in _WATCHED:
+            stack.enter_context(_replaced(owner, name, _noted(getattr(owner, name), note, change)))
+        yield
+
+
+def _noted(plain: Callable[..., Any], note: Callable[[int], object], change: int) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(change)
+        return plain(self, *args, **kwargs)
+
+    return noted
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, new: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method, and afterwards restore it, or delete the override of an inherited one."""
+    inherited = name not in vars(owner)
+    old = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)

@@ -1,6 +1,17 @@
-"""Dispatch the calls of modules on a pipeline: the owner runs them, the others make placeholders.
+"""Dispatch the calls of modules and operations to the rank that runs them; the others make placeholders.
 
-Neighbouring units of one rank are called together, through the largest subtree that lies on it.
+`install` gives every module a dispatch, by what it lies on::
+
+    model                    on several ranks        runs on every rank
+    ├── encoder              encloses units of one   runs on its owner: its units are called together
+    │   ├── layer 0          a unit                  runs on its owner
+    │   │   └── attention    nested in a unit        as any module, inside the unit's call
+    │   └── layer 1          a unit                  runs on its owner
+    ├── dropout              without parameters      runs where its input is
+    └── head                 a unit of another rank  runs on its owner
+
+An operation between units (`x + y`) runs where its parameter is, else where most of its bytes are
+(`owner_of_operation`).
 """
 
 from __future__ import annotations
@@ -34,72 +45,46 @@ __all__ = [
 ]
 
 
-# --- Where an operation between units runs: with its parameter, else with its data ------------------------------------
-
-
-def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageContext) -> int:
-    """Return the owner of a parameter among the arguments, else where most bytes are, and then on the later rank."""
-    only = None if kwargs else _only_owner(args)
-    if only is not None:
-        return only
-    weights: dict[int, int] = {}
-    for tensor in tensors_in((args, kwargs)):
-        if type(tensor) is StageTensor:
-            weights[tensor.owner] = weights.get(tensor.owner, 0) + tensor.spec.num_bytes
-        elif isinstance(tensor, nn.Parameter) and (owner := stage.owner_of(tensor)) is not None:
-            return owner
-    return max(weights, key=lambda owner: (weights[owner], owner))
-
-
-def _only_owner(args: tuple[Any, ...]) -> int | None:
-    """Return the one owner of stage tensors among plain numbers, which is what most operations get; else None."""
-    owner = None
-    for argument in args:
-        kind = type(argument)
-        if kind is StageTensor and (owner is None or owner == argument.owner):
-            owner = argument.owner
-        elif kind not in NON_TENSOR_TYPES:
-            return None
-    return owner
-
-
-# --- Dispatch the calls of modules on a pipeline: the owner runs them, the others make placeholders -------------------
-
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _IN_VMAP: Final = ("vmap: called random operation", "BatchedTensorImpl")
-"""What torch says of where a module draws, and of where its arguments and results are looked at."""
+"""Torch's errors under torch.vmap: of a module that draws random numbers, and of one whose tensors are inspected."""
 
 
 def install(root: nn.Module, placement: Mapping[str, int], stage: StageContext) -> None:
-    """Route the calls of every module that lies wholly on one rank through the current microbatch.
-
-    Modules above them that lie on several ranks run everywhere; all have a stream of random numbers of their own.
-    """
+    """Dispatch the calls of every module of `root`, and give each a stream of random numbers of its own."""
     for module, names in names_by_module(root).items():
         name = names[0]
         pp_ranks = pp_ranks_of(name, placement)
-        above = _enclosing_unit(name, placement)
-        (stage.modules if len(pp_ranks) != 1 or stage.rank in pp_ranks else stage.remote_modules)[name] = module
-        stage.container_modules.update([name] * (len(pp_ranks) != 1))
-        if len(pp_ranks) == 1 and not isinstance(module, _CONTAINERS):
-            position = _Position.ENCLOSING if above is None else _Position.UNIT if above == name else _Position.NESTED
+        if len(pp_ranks) == 1 and stage.rank not in pp_ranks:
+            stage.remote_modules[name] = module
+        else:
+            stage.modules[name] = module
+        if len(pp_ranks) != 1:
+            stage.container_modules.add(name)
+
+        if not pp_ranks:
+            if _is_torch_leaf(module):
+                _dispatch_to_input(module, name, stage)
+        elif isinstance(module, _CONTAINERS):
+            continue  # they are never called
+        elif len(pp_ranks) == 1:
+            above = _enclosing_unit(name, placement)
+            if above is None:
+                position = _Position.ENCLOSING
+            else:
+                position = _Position.UNIT if above == name else _Position.NESTED
+            # A module that several units share counts as a part of each.
             is_here = any(stage.rank in pp_ranks_of(other, placement) for other in names)
             _dispatch_to_owner(module, name or "model", next(iter(pp_ranks)), stage, position, is_here=is_here)
-        elif not pp_ranks and _is_torch_leaf(module):
-            _dispatch_to_input(module, name, stage)
-        elif len(pp_ranks) > 1 and not isinstance(module, _CONTAINERS):
+        else:
             _dispatch_everywhere(module, name or "model", stage.random, pp_ranks, closed=False)
 
 
 def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None) -> None:
-    """Raise if torch.compile is to trace through a module that lies on several ranks, and so through their exchanges.
+    """Raise UsageError if torch.compile would trace a module on several ranks, and so the messages between them.
 
     Args:
-        placement: None before it is known: the whole model will lie on several.
-
-    Raises:
-        UsageError: names the module.
+        placement: None before it is known: then only the whole model is checked, which will lie on several ranks.
     """
     for name, module in root.named_modules() if placement is not None else [("", root)]:
         compiled = "_orig_mod" in module._modules or ModuleCall.of(module).is_compiled
@@ -112,7 +97,7 @@ def refuse_compiled(root: nn.Module, placement: Mapping[str, int] | None = None)
 
 
 def pp_ranks_of(name: str, placement: Mapping[str, int]) -> set[int]:
-    """Return the ranks on which a module lies: that of the unit around it, or those of the units in it."""
+    """Return the ranks of a module: that of the unit that it is a part of, or those of all units in it."""
     above = _enclosing_unit(name, placement)
     if above is not None:
         return {placement[above]}
@@ -121,7 +106,7 @@ def pp_ranks_of(name: str, placement: Mapping[str, int]) -> set[int]:
 
 
 class _Position(Enum):
-    """Where a module of one rank stands relative to the units."""
+    """Where a module of one rank stands relative to the units; see the drawing at the top."""
 
     ENCLOSING = auto()
     UNIT = auto()
@@ -129,21 +114,17 @@ class _Position(Enum):
 
 
 def install_streams(root: nn.Module, units: Collection[str], random: RandomStreams) -> None:
-    """Give modules the streams of random numbers that they would have on a pipeline, on a rank that holds them all."""
-    above = {unit.rpartition(".")[0] for unit in units}
-    for parent in list(above):
-        above.update(_ancestors(parent))
+    """Give the modules of a model without a pipeline the streams of random numbers that they would have on one."""
+    above: set[str] = set()
+    for unit in units:
+        parents = unit.split(".")[:-1]
+        above.update(".".join(parents[:depth]) for depth in range(len(parents) + 1))
     placement = dict.fromkeys(units, 0)
     for name, module in root.named_modules():
         if isinstance(module, _CONTAINERS) or _enclosing_unit(name.rpartition(".")[0], placement) is not None:
             continue
         if name in placement or name in above or _is_torch_leaf(module):
             _dispatch_everywhere(module, name or "model", random, (), closed=name not in above)
-
-
-def _ancestors(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts))]
 
 
 def _enclosing_unit(name: str, placement: Mapping[str, int]) -> str | None:
@@ -165,7 +146,7 @@ def _dispatch_to_owner(
     """Run the module on its owner only.
 
     Args:
-        is_here: whether it is a part of this rank's units, as one that several units share is of each.
+        is_here: whether it is a part of this rank's units.
     """
     closed = position is not _Position.ENCLOSING
     get_collectors = active_collectors()
@@ -176,6 +157,7 @@ def _dispatch_to_owner(
             if microbatch.unit_wrapper is not None:
                 original = microbatch.unit_wrapper(original)
             run = functools.partial(_run_inside_unit, stage, original) if owner == stage.rank else original
+            # Outputs that a Hugging Face model collects by hooks must reach every rank: see `output_specs.py`.
             collectors = get_collectors()
             if not collectors:
                 return microbatch.run_on_owner(owner, name, name, run, args, kwargs, module.training, stream=closed)
@@ -243,7 +225,7 @@ def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module],
     modes = tuple(module.training for module in members.values())
     result = current_microbatch().run_on_owner(owner, names, f"{names[0]} to {names[-1]}", run, (argument,), {}, modes)
     if owner != stage.rank:
-        for _ in names:  # each takes a stream of random numbers
+        for _ in names:  # each module takes a number on its owner
             stage.random.skip()
     return result
 
@@ -251,7 +233,11 @@ def run_together(function: Callable[..., Any], members: Mapping[str, nn.Module],
 def _dispatch_everywhere(
     module: nn.Module, name: str, random: RandomStreams, pp_ranks: Collection[int], *, closed: bool
 ) -> None:
-    """Run the module on every rank, each with what it holds; `closed` says that it is no more than a unit."""
+    """Run the module on every rank.
+
+    Args:
+        closed: whether operations in it draw from its own stream, as in a unit.
+    """
 
     def run_everywhere(original: OriginalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return random.run(name, closed, original, args, kwargs)
@@ -265,8 +251,8 @@ def _set_dispatch(module: nn.Module, name: str, dispatch: Dispatch, pp_ranks: Co
             return dispatch(original, args, kwargs)
         except Exception as error:
             add_error_context(error, module=f"`{name}`")
-            said = any(text in str(error) for text in _IN_VMAP)
-            if said and torch._C._functorch.peek_interpreter_stack() is not None:
+            is_vmap_error = any(text in str(error) for text in _IN_VMAP)
+            if is_vmap_error and torch._C._functorch.peek_interpreter_stack() is not None:
                 raise UsageError(
                     f"torch.vmap was called around `{name}`, which is one of several parts over a pipeline",
                     hint="call it in a torch.nn.Module, which is placed as a whole; layers take batches anyway",
@@ -275,3 +261,29 @@ def _set_dispatch(module: nn.Module, name: str, dispatch: Dispatch, pp_ranks: Co
 
     call = ModuleCall.on(module)
     call.dispatch, call.pp_ranks = with_error_context, frozenset(pp_ranks)
+
+
+def owner_of_operation(args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageContext) -> int:
+    """Return the owner of a parameter among the arguments, else where most bytes are, and then on the later rank."""
+    only = None if kwargs else _only_owner(args)
+    if only is not None:
+        return only
+    num_bytes: dict[int, int] = {}
+    for tensor in tensors_in((args, kwargs)):
+        if type(tensor) is StageTensor:
+            num_bytes[tensor.owner] = num_bytes.get(tensor.owner, 0) + tensor.spec.num_bytes
+        elif isinstance(tensor, nn.Parameter) and (owner := stage.owner_of(tensor)) is not None:
+            return owner
+    return max(num_bytes, key=lambda owner: (num_bytes[owner], owner))
+
+
+def _only_owner(args: tuple[Any, ...]) -> int | None:
+    """Fast path for stage tensors of one owner among plain numbers, as most operations have; None for all others."""
+    owner = None
+    for argument in args:
+        kind = type(argument)
+        if kind is StageTensor and (owner is None or owner == argument.owner):
+            owner = argument.owner
+        elif kind not in NON_TENSOR_TYPES:
+            return None
+    return owner

@@ -146,7 +146,7 @@ def test_a_wait_for_what_nobody_sends_ends_and_says_for_what() -> None:
     assert "rank 0" in text
 
 
-def test_lanes_are_for_gpus_only() -> None:
+def test_channels_are_for_gpus_only() -> None:
     run_ranks(has_none, 2)
 
 
