@@ -582,7 +582,7 @@ def overlap() -> list[str]:
 
 
 def test_a_change_of_one_of_two_overlapping_arguments_is_told_to_all_ranks() -> None:
-    # Only their home saw that they overlap, and kept it to itself: with its next step the ranks waited for each other.
+    # Only their owner saw that they overlap, and did not report it: at its next step the ranks waited for each other.
     first, second = run_ranks(overlap, 2, timeout=60)
     assert "was changed in place through another value that shares its memory" in first[0]
     assert second[0].startswith(f"rank 0 failed: UsageError: {first[0]}")

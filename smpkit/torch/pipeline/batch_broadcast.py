@@ -1,13 +1,17 @@
 """Give every rank of a pipeline the batch of pp_rank 0, as SMP v1 did.
 
-The tensors are handed on from rank to rank, each of which needs them later than the one before, so pp_rank 0 sends one
-message and waits for nobody. Its size is what the step before needed, which all ranks know: a checksum of the shapes,
-so that ranks with different batches find out before anything else is sent, then what fits of the tensors, most often
-all.
+The ranks relay the tensors, since each needs them later than the one before; pp_rank 0 sends one message and waits for
+nobody::
 
-They also lie in memory as those of pp_rank 0 do, without gaps, on that rank too: what a call returns depends on it, and
-a rank that took `batch[:, :-1]` for another kind of argument than the others would wait for them for ever. So the
-order of each tensor's dimensions in memory travels before its data.
+    head                                                                          rest
+    checksum of shapes | order of each tensor's dimensions | as much as fits of   the tensors
+
+The head is as long as the message of the step before, which all ranks know, so it most often holds everything. The
+checksum comes first, so that ranks with different batches find out before anything else is sent.
+
+On all ranks, pp_rank 0 included, the tensors are dense and in the memory order of those of pp_rank 0: results of calls
+depend on strides, and a rank that took `batch[:, :-1]` for another kind of argument than the others would wait for them
+for ever.
 """
 
 from __future__ import annotations
@@ -28,13 +32,14 @@ from smpkit.torch.pipeline.transport import Transport
 __all__ = ["FIRST_BYTES", "InputBroadcast"]
 
 FIRST_BYTES: Final = 64 * 1024
-"""Of the first message, before the first step; also its largest size."""
-_CHECKSUM_BYTES: Final = 16  # with padding, so that what follows is aligned
+"""Size of the head in the first step; also its largest size."""
+_CHECKSUM_BYTES: Final = 16
+"""With padding, so that what follows is aligned."""
 _WHAT: Final = "the inputs of the step"
 
 
 class _Frame(NamedTuple):
-    """A block of bytes that travels: a checksum, the layouts, then the tensors, each of which has its view."""
+    """A block of bytes that travels: checksum, dimension orders, tensors, with a view for each tensor."""
 
     specs: tuple[TensorSpec, ...]
     block: torch.Tensor
@@ -52,14 +57,14 @@ class InputBroadcast:
 
     def __init__(self, transport: Transport, rank: int, size: int, device: torch.device) -> None:
         self.head_bytes = FIRST_BYTES
-        """Of the message that begins a step, the same on all ranks."""
+        """Size of the message that begins a step, the same on all ranks."""
         self._transport = transport
         self._rank = rank
         self._size = size
         self._device = device
         self._next_head_bytes = FIRST_BYTES
         self._frame: _Frame | None = None
-        """That of the step before, which most often fits again: the pipeline waits for what pp_rank 0 has to make."""
+        """The one of the step before, which most often fits again: the pipeline waits while pp_rank 0 makes one."""
         self._in_flight: _Frame | None = None
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -95,7 +100,7 @@ class InputBroadcast:
         if num_bytes > head_bytes:
             rest = self._transport.receive_bytes(num_bytes - head_bytes, source, tag, _WHAT)
         self._relay(tag, head, rest)
-        # A copy, because the messages are still on their way to the next rank and a step may change its inputs.
+        # A copy, since the messages are still being sent to the next rank, and a step may change its inputs.
         packed = devices.host_memory(num_bytes - _CHECKSUM_BYTES, self._device)
         torch.cat([head[_CHECKSUM_BYTES:num_bytes], rest], out=packed)
         orders = _orders(specs, packed[: len(layout)].numpy().tobytes())
@@ -106,7 +111,7 @@ class InputBroadcast:
         ]
 
     def end_step(self) -> None:
-        """Note that a step has ended well: its messages have arrived, and all ranks know how long the next is."""
+        """Note that a step has ended well: its messages have arrived, and all ranks know the size of the next head."""
         self.head_bytes = self._next_head_bytes
         frame, self._in_flight = self._in_flight, None
         self._frame = frame if frame is not None and len(frame.block) <= FIRST_BYTES else None
@@ -119,7 +124,7 @@ class InputBroadcast:
     def _pack(
         self, specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int, tensors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the bytes that travel. Nobody may write to them before the step has ended well."""
+        """Return the bytes that travel. Nobody may write to them before `end_step`: gloo reads them until then."""
         frame, self._frame = self._frame, None
         if frame is None or frame.specs != specs or len(frame.block) != num_bytes:
             frame = _new_frame(specs, layout, num_bytes, self._device)
@@ -137,7 +142,7 @@ class InputBroadcast:
 
 
 def _new_frame(specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int, device: torch.device) -> _Frame:
-    with torch.inference_mode(False):  # or later steps, outside that mode, could not write to it
+    with torch.inference_mode(False):  # later steps outside that mode could not write to an inference tensor
         block = devices.host_memory(num_bytes, device).zero_()
         block[:8].view(torch.int64).fill_(_checksum(specs))
         begin = _CHECKSUM_BYTES + len(layout)
@@ -149,20 +154,20 @@ def _new_frame(specs: tuple[TensorSpec, ...], layout: bytes, num_bytes: int, dev
 
 @functools.lru_cache(maxsize=256)
 def _layout(specs: tuple[TensorSpec, ...]) -> bytes:
-    """Return the orders in which tensors have their dimensions in memory, a byte for each dimension."""
+    """Return the memory order of each tensor's dimensions, a byte for each dimension, padded for alignment."""
     orders = [dim for spec in specs for dim in spec.as_sent.order or range(len(spec.shape))]
     return bytes(orders) + bytes(-len(orders) % _CHECKSUM_BYTES)
 
 
 @functools.lru_cache(maxsize=256)
 def _orders(specs: tuple[TensorSpec, ...], layout: bytes) -> list[tuple[int, ...] | None]:
-    """Return the order of each tensor's dimensions in memory; None if as counted."""
+    """Return the memory order of each tensor's dimensions; None for the usual one."""
     orders, start = list[tuple[int, ...] | None](), 0
     for spec in specs:
-        counted = tuple(range(len(spec.shape)))
-        order = tuple(layout[start : start + len(counted)])
-        orders.append(None if order == counted else order)
-        start += len(counted)
+        row_major = tuple(range(len(spec.shape)))
+        order = tuple(layout[start : start + len(row_major)])
+        orders.append(None if order == row_major else order)
+        start += len(row_major)
     return orders
 
 

@@ -1,9 +1,9 @@
-"""Find out why ranks wait for each other if they run different programs: long before the deadline, and by the call.
+"""Report ranks that run different programs long before the deadline, and name the first call in which they differ.
 
-A rank that has waited for two seconds, or a quarter of its deadline if that is sooner, writes down, in the store that
-the ranks met at, which calls its microbatches have made, and reads what the other waiting ranks wrote. Two ranks whose
-calls differ will never finish: a branch on the rank, on a random number of Python's or on data of its own led them
-apart. While nobody waits that long, this only sleeps.
+A rank that has waited for two seconds, or a quarter of its deadline if that is sooner, writes the calls of its
+microbatches to the store of the rendezvous, and reads what other waiting ranks have written. Two ranks whose calls
+differ will never finish: a branch on the rank, on a random number of Python's or on data of its own led them apart. The
+watch runs in a thread, which only sleeps while nobody waits that long.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trace_mismatch(traces: Mapping[int, CallTraces], *, ended: bool = False) -> 
 
     Args:
         traces: by pp_rank.
-        ended: no rank will make further calls, so that one must not have made more than another.
+        ended: no rank will make further calls, so a rank that has made more than another differs.
     """
     for first, second in combinations(sorted(traces), 2):
         for microbatch in sorted(traces[first].keys() & traces[second].keys()):
@@ -63,13 +63,14 @@ def call_traces_of(stage: StageContext) -> CallTraces:
 
 
 def watch_for_divergence(stage: StageContext, ranks: Sequence[int]) -> None:
-    """Watch the waits of `stage` from a thread, until it is deleted or `smp.shutdown()` is called.
+    """Start a thread that watches the waits of `stage`, until `stage` is deleted or `smp.shutdown()` is called.
 
     Args:
         ranks: the global ranks of the pipeline.
     """
     over = threading.Event()
     state.reset_hooks.append(over.set)
+    # A weak reference: the thread must not keep the model alive.
     arguments = weakref.ref(stage), list(ranks), over
     threading.Thread(target=_watch, args=arguments, name="smpkit-watch", daemon=True).start()
 
@@ -80,17 +81,16 @@ def _watch(reference: weakref.ref[StageContext], ranks: list[int], over: threadi
 
 
 def _compare_after_seconds() -> float:
-    """Return after how many seconds of waiting this rank publishes its call traces: soon enough for others to read."""
+    """Return after how many seconds of waiting this rank publishes its call traces."""
     failure_store = deadline.failure_store()
-    return (
-        _COMPARE_AFTER_SECONDS
-        if failure_store is None
-        else min(_COMPARE_AFTER_SECONDS, failure_store.timeout.total_seconds() / 4)
-    )
+    if failure_store is None:
+        return _COMPARE_AFTER_SECONDS
+    # Other ranks must have the time to publish theirs, and to read these, before the deadline.
+    return min(_COMPARE_AFTER_SECONDS, failure_store.timeout.total_seconds() / 4)
 
 
 def _check_wait(stage: StageContext | None, ranks: list[int]) -> bool:
-    """Check the present wait; return whether to go on."""
+    """Check the present wait; return whether to go on watching."""
     if stage is None:
         return False
     since, failure_store = stage.transport.waiting_since, deadline.failure_store()
@@ -98,9 +98,9 @@ def _check_wait(stage: StageContext | None, ranks: list[int]) -> bool:
         return True
     try:
         error = _compare(stage, ranks, failure_store)
-    except (dist.DistError, RuntimeError):  # the store is gone, or going: whoever waits will notice
+    except (dist.DistError, RuntimeError):  # the store is shutting down: the wait itself will fail
         return True
-    if error is None or stage.transport.waiting_since != since:
+    if error is None or stage.transport.waiting_since != since:  # the wait has ended in the meantime
         return True
     stage.transport.failure = error
     deadline.fail_all_ranks(error)
@@ -110,10 +110,10 @@ def _check_wait(stage: StageContext | None, ranks: list[int]) -> bool:
 def _compare(stage: StageContext, ranks: list[int], failure_store: FailureStore) -> UsageError | None:
     """Publish this rank's call traces, and compare them with those that other waiting ranks have published."""
     text = json.dumps([stage.num_steps, list(call_traces_of(stage).items())])
-    failure_store.write(f"way/{failure_store.rank}", base64.b85encode(zlib.compress(text.encode())).decode())
+    failure_store.write(f"call_traces/{failure_store.rank}", base64.b85encode(zlib.compress(text.encode())).decode())
     traces = {}
     for pp_rank, rank in enumerate(ranks):
-        encoded = failure_store.read(f"way/{rank}")
+        encoded = failure_store.read(f"call_traces/{rank}")
         if encoded is not None:
             num_steps, items = json.loads(zlib.decompress(base64.b85decode(encoded)))
             if num_steps == stage.num_steps:

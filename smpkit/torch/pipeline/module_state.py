@@ -1,9 +1,10 @@
 """Module state that microbatches in flight together would share: what modules keep from one call to the next.
 
-Where a microbatch comes back to a rank, others run there in between. What a module has kept from the first visit (a
-hidden state that each forward resets, a counter, running statistics) is another microbatch's by the second. So while
-the first microbatch of a kind of step runs, each rank looks at its modules wherever its work is cut; where one side of
-a cut may read what has changed on the other, microbatches run one after the other, as in one process.
+Where a microbatch comes back to a rank, other microbatches run there in between. What a module has kept from the first
+visit (a hidden state that each forward resets, a counter, running statistics) then belongs to another microbatch. So
+while the first microbatch of a kind of step runs, each rank compares the state of its modules wherever a new segment
+begins, a *cut*. Where one side of a cut may read what has changed on the other, microbatches run one after the other,
+as in one process.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _OWNED_BY_TORCH: Final = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 _CONTAINERS: Final = (list, tuple, set, deque)
 _NUM_NAMED: Final = 3
 _BACKWARD_TWICE: Final = "backward through the graph a second time"
-"""What torch says where a part of backward finds the graph of another, which has run."""
+"""Torch's error where the backward of one segment reaches the graph of another one that has run."""
 _WHAT: Final = "what modules keep between calls"
 
 _ModuleState = Mapping[str, tuple[object, object]]
-"""By attribute, its value, which stays alive so that no other gets its id, and what changes when it does."""
+"""By attribute, its value and its fingerprint; the value stays alive, so that no other object gets its id."""
 
 
 class ModuleStateTracker:
     """Tracks the state of this rank's modules while the first microbatch of a kind of step runs.
 
     Args:
-        modules: those that code of this rank may call or look into, by name.
+        modules: those that code of this rank may call or inspect, by name.
         container_modules: the names of those that lie on several ranks, or hold nothing: code between units reads them.
     """
 
@@ -53,37 +54,48 @@ class ModuleStateTracker:
         self._changed: dict[str, str] = {}
         self._num_cuts = 0
         self._calls: dict[str, set[int]] = {}
-        """After how many cuts modules that lie here were called."""
+        """By module of this rank, the numbers of cuts before its calls."""
         self.conflicts: set[str] = set()
         """Attributes that change on one side of a cut and may be read on the other."""
 
     def cut(self) -> None:
-        """Note that this rank's work for the microbatch is cut here."""
+        """Note that a new segment begins here."""
         self._num_cuts += 1
         self._compare()
 
     def on_call(self, target: object) -> None:
-        """Note that a module that lies here is called; `target` is its name, or the names of several."""
-        for name in (target,) if isinstance(target, str) else target if isinstance(target, tuple) else ():
+        """Note that modules of this rank are called: `target` is a name, a tuple of names, or an operation."""
+        names: tuple[str, ...] = ()
+        if isinstance(target, str):
+            names = (target,)
+        elif isinstance(target, tuple):
+            names = target
+        for name in names:
             self._calls.setdefault(name, set()).add(self._num_cuts)
             self.conflicts.update(self._changed_in(name))
 
     def end(self) -> None:
-        """Note that the microbatch's forward has ended: what has changed now, the next one reads before a cut."""
+        """Note that the microbatch's forward has ended; what has changed by now, the next one reads before a cut."""
         self._compare()
-        if self._num_cuts:
-            self.conflicts.update(self._changed[name] for name in self._changed if name in self._container_modules)
-            for name, places in self._calls.items():
-                self.conflicts.update(self._changed_in(name) if len(places) > 1 else ())
+        if not self._num_cuts:
+            return
+        for name, changed in self._changed.items():
+            if name in self._container_modules:
+                self.conflicts.add(changed)
+        for name, cuts in self._calls.items():
+            if len(cuts) > 1:
+                self.conflicts.update(self._changed_in(name))
 
     def _compare(self) -> None:
         for name, module in self._modules.items():
             known, now = self._at_first[name], _state_of(module)
-            changed = next((key for key in now if key not in known or known[key][1] != now[key][1]), None)
-            if changed is not None:
-                self._changed[name] = f"{name}.{changed}" if name else changed
+            for key in now:
+                if key not in known or known[key][1] != now[key][1]:
+                    self._changed[name] = f"{name}.{key}" if name else key
+                    break
 
     def _changed_in(self, name: str) -> list[str]:
+        """Return the changed attributes of a module and of those in it."""
         return [what for each, what in self._changed.items() if each == name or each.startswith(f"{name}.")]
 
 
@@ -106,7 +118,7 @@ def _fingerprint(value: Any) -> object:
 
 
 def gather_conflicts(microbatch: Microbatch, stage: StageContext) -> list[str]:
-    """Return the attributes, on any rank, that microbatches would share; all ranks call this at the same time."""
+    """Return the attributes, on any rank, that microbatches would share; all ranks call this, and exchange them."""
     state_tracker, microbatch.state_tracker = microbatch.state_tracker, None
     if state_tracker is None or max(microbatch.num_segments) == 1:
         return []
@@ -122,10 +134,12 @@ def gather_conflicts(microbatch: Microbatch, stage: StageContext) -> list[str]:
 
 
 def warn_of_conflicts(conflicts: list[str]) -> None:
-    """Say on the first rank of the job why its microbatches run one after the other."""
+    """Warn on rank 0 that microbatches run one after the other, and why."""
     if state.rank:
         return
-    names = ", ".join(f"`{name}`" for name in conflicts[:_NUM_NAMED]) + ", ..." * (len(conflicts) > _NUM_NAMED)
+    names = ", ".join(f"`{name}`" for name in conflicts[:_NUM_NAMED])
+    if len(conflicts) > _NUM_NAMED:
+        names += ", ..."
     warnings.warn(
         f"{names} changed while a microbatch was on its way that comes back to the rank later: microbatches run one"
         " after the other, so that none sees what another has left there, and ranks wait for each other. To train"
@@ -137,11 +151,7 @@ def warn_of_conflicts(conflicts: list[str]) -> None:
 
 
 def refuse_kept_graph(error: Exception, microbatch: Microbatch) -> None:
-    """Raise in place of torch's error where a module has kept a tensor with its graph over a cut.
-
-    Raises:
-        UsageError: says what to do.
-    """
+    """Raise UsageError in place of torch's error where a module has kept a tensor with its graph over a cut."""
     if isinstance(error, RuntimeError) and _BACKWARD_TWICE in str(error) and microbatch.num_own_segments > 1:
         raise UsageError(
             "backward came twice through the same graph, and the microbatch visits this pipeline rank more than once:"

@@ -1,10 +1,14 @@
-"""Which stage tensors alias each other, and what a change in place of one does to the others.
+"""Mutation and aliasing across ranks: what a call does besides returning a result, in the memory of its arguments.
 
-A value and what views were made of it form one *alias set*, as does what a call on another rank has made of what the
-value was sent as. All ranks know the same alias sets, for they all record what calls do (see `effects.py`).
+Only the rank that runs a call sees that; it broadcasts it as `MutationInfo` with the first result of each kind of call.
+`apply_mutations` brings all values up to date, alike on all ranks. So a unit may do with its input what it does in one
+process: `nn.ReLU(inplace=True)`, a Flatten, a Dropout that returns its input.
 
-A value and what it was sent as lie in different memory, which a change in place divides: it happens on the rank that
-runs the call. There the changed copy becomes the value; what lies in the same memory follows it, older copies are
+A value and the views made of it form one *alias set*, as does what a call on another rank has made of a copy that was
+sent there. All ranks know the same alias sets, since they all apply the same mutation infos.
+
+A value and its copy on another rank lie in different memory, so a change in place, which happens on the rank that runs
+the call, separates them. The changed copy becomes the value; what lies in the same memory follows it, older copies are
 dropped. What lies elsewhere and would have changed in one process is *stale*: using it is an error.
 """
 
@@ -43,165 +47,6 @@ __all__ = [
     "unrecorded_mutation_error",
 ]
 
-
-class AliasSet:
-    """Values that are, or were sent from, one memory; all ranks know the same ones.
-
-    Args:
-        value: the first of them.
-    """
-
-    def __init__(self, value: StageTensor) -> None:
-        self.values = [weakref.ref(value)]
-        self.replicated: list[tuple[torch.Tensor, int, object]] = []
-        """Tensors that every rank holds, each with the rank on which it is the memory of values, and that memory."""
-
-    def members(self) -> list[StageTensor]:
-        return [member for reference in self.values if (member := reference()) is not None]
-
-
-def mark_aliased(value: StageTensor, other: StageTensor, *, same_storage: bool) -> None:
-    """Note that two values belong together, and with `same_storage` that both lie in the same."""
-    alias_set = _alias_set_of(value)
-    if other.alias_set is None:  # most often it has just been made
-        other.alias_set, other.storage_key = alias_set, value.storage_key if same_storage else object()
-        alias_set.values.append(weakref.ref(other))
-        return
-    before, members = other.storage_key, other.alias_set.members()
-    if other.alias_set is not alias_set:
-        alias_set.values += other.alias_set.values
-        alias_set.replicated += other.alias_set.replicated
-        for member in members:
-            member.alias_set = alias_set
-    if same_storage and before is not value.storage_key:
-        for member in members:
-            if member.storage_key is before:
-                member.storage_key = value.storage_key
-
-
-def _alias_set_of(value: StageTensor) -> AliasSet:
-    if value.alias_set is None:
-        value.alias_set, value.storage_key = AliasSet(value), object()
-    return value.alias_set
-
-
-def mark_replicated_aliased(replicated: torch.Tensor, value: StageTensor) -> None:
-    """Note that a value is the memory that its owner has of a tensor which every rank holds."""
-    _alias_set_of(value).replicated.append((replicated, value.owner, value.storage_key))
-
-
-def replicated_aliases_of(value: StageTensor) -> list[torch.Tensor]:
-    """Return the tensors that every rank holds which have changed with a value, on its owner.
-
-    Raises:
-        UsageError: one would have changed, but lies elsewhere.
-    """
-    if value.alias_set is None or not value.alias_set.replicated:
-        return []
-    if any(storage_key is not value.storage_key for _, _, storage_key in value.alias_set.replicated):
-        raise stale_alias_error(value)
-    return [replicated for replicated, _, _ in value.alias_set.replicated]
-
-
-def apply_mutation(
-    value: StageTensor,
-    on_owner: StageTensor,
-    mutated: torch.Tensor | None,
-    spec: TensorSpec,
-    segment: int,
-    stage: StageContext,
-    given: Sequence[torch.Tensor],
-) -> None:
-    """Bring a value that a call has changed in place up to date, and all that belong to it.
-
-    Args:
-        on_owner: the value as the rank that ran the call had it: itself, or what it was sent as.
-        mutated: the data, on that rank.
-        segment: of that rank.
-        stage: of this rank.
-        given: what else the call was given.
-    """
-    if spec.shape != value.spec.shape:
-        raise UsageError(
-            f"a value of shape {list(value.shape)} that another pipeline rank may hold was given another shape in"
-            f" place, {list(spec.shape)}",
-            hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
-        )
-    before, storage_key = value.value, on_owner.storage_key
-    if on_owner is not value:
-        value.owner, value.storage_key = on_owner.owner, object() if storage_key is None else storage_key
-    value.value, value.segment, value.spec = mutated, segment, spec
-    value.requires_grad_(spec.requires_grad)
-    value.drop_copies()
-    alias_set = value.alias_set
-    for other in () if alias_set is None else alias_set.members():
-        if other is value:
-            continue
-        other_on_owner = other if other.owner == on_owner.owner else other.copies.get(on_owner.owner)
-        other.drop_copies()
-        if other_on_owner is not None and storage_key is not None and other_on_owner.storage_key is storage_key:
-            if other_on_owner is not other:
-                other.owner, other.storage_key = other_on_owner.owner, storage_key
-                other.value, other.segment = other_on_owner.value, other_on_owner.segment
-            if mutated is not None and _graph_misses_mutation(other, mutated):
-                other.value = None
-        elif (
-            other.owner == stage.rank and other.value is not None and (before is None or _overlap(before, other.value))
-        ):
-            other.value = None
-            if any(other is argument for argument in given):
-                stage.failed_alone = True  # only here are the data that show whether they overlap
-                raise stale_alias_error(other)
-
-
-def stale_alias_error(value: StageTensor) -> UsageError:
-    """Return the error for the use of a stale value."""
-    return UsageError(
-        f"{value!r} was changed in place through another value that shares its memory, in a way that it could not"
-        " follow over the pipeline",
-        hint="assign to the value itself, `x[:, 0] = 0` and not `x[:, 0].zero_()`, and take views of it after that;"
-        " give a module that changes its input a copy, `module(x.clone())`",
-    )
-
-
-def _graph_misses_mutation(other: StageTensor, mutated: torch.Tensor) -> bool:
-    """Return whether the graph of a value does not know of a change of its memory: using it would train wrongly.
-
-    Torch follows a change from a view to its base and to other views of it. It cannot where the value had to be cut off
-    its graph, nor can the other ranks know that a relative needs gradients from now on.
-    """
-    value = other.value
-    if value is None or not (mutated.requires_grad and torch.is_grad_enabled()):
-        return False
-    if storage_of(value) != storage_of(mutated):  # it may share memory and, this time, does not
-        return False
-    is_left = _base(value) is not _base(mutated) and value.requires_grad
-    return is_left or value.requires_grad != other.spec.requires_grad
-
-
-def _base(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor._base is None else tensor._base
-
-
-def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors have an element in common; those of other memory count as if they had."""
-    size = left.itemsize
-    if storage_of(left) != storage_of(right) or size != right.itemsize:
-        return True
-    count = left.untyped_storage().nbytes() // size
-    if count in (left.numel(), right.numel()):
-        return True
-    taken = torch.zeros(count, dtype=torch.bool, device=left.device)
-    taken.as_strided(left.shape, left.stride(), left.storage_offset()).fill_(True)
-    return bool(taken.as_strided(right.shape, right.stride(), right.storage_offset()).any())
-
-
-# --- Mutation and aliasing: what a call does besides returning a result, in place or in the memory of its arguments ---
-# Only the rank that runs a call sees that; it tells the others with the first result of each kind of call. So all ranks
-# keep the same account of which values are older than others, and a unit may do with its input what it does in one
-# process: `nn.ReLU(inplace=True)`, a Flatten, a Dropout that returns what it was given.
-
-
 _VERSION: Final[Callable[[torch.Tensor], int]] = operator.attrgetter("_version")
 _NONE: Final[frozenset[int]] = frozenset()
 
@@ -226,7 +71,7 @@ _AUGMENTED: Final = frozenset(
 
 
 def changes_in_place(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation changes its first argument, if only its shape or its need of gradients."""
+    """Return whether an operation changes its first argument: its values, its shape or its `requires_grad`."""
     if func is torch.Tensor.__setitem__ or name in _AUGMENTED:
         return True
     return (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
@@ -234,22 +79,22 @@ def changes_in_place(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class MutationInfo:
-    """What a call does besides returning a result; tensors count in order, the arguments' first, then the result's."""
+    """What a call does besides returning a result; tensors are numbered, those of the arguments first."""
 
     mutated: tuple[tuple[int, TensorSpec], ...]
     """Arguments that it changes in place, with what they are afterwards."""
     aliased: tuple[tuple[int, ...], ...]
-    """Groups of tensors with a result among them that lie in the same memory."""
+    """Groups of tensors that lie in the same memory, each with a result in it."""
 
     is_view: bool = field(init=False, repr=False, compare=False)
-    """Whether all it does is to return the memory of its first argument, as `x.view(-1)` does."""
+    """Whether it only returns the memory of its first argument, as `x.view(-1)` does."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_view", not self.mutated and self.aliased == ((0, 1),))
 
 
 class TrackedArguments:
-    """The tensors that a call is given on the rank that runs it, and how often each had been changed before."""
+    """The tensors that a call is given on the rank that runs it, and the version of each before the call."""
 
     __slots__ = ("_versions", "tensors", "written")
 
@@ -260,7 +105,7 @@ class TrackedArguments:
         self._versions = _versions(tensors)
 
     def mutation_info(self, outputs: Sequence[torch.Tensor]) -> MutationInfo | None:
-        """Return what a call that has just run did to its arguments; None if nothing."""
+        """Return what the call that has just run did to its arguments; None if nothing."""
         versions = zip(self.tensors, self._versions, _versions(self.tensors), strict=True)
         mutated = [
             (number, spec_of(tensor))
@@ -273,12 +118,12 @@ class TrackedArguments:
     def unrecorded_aliases(
         self, known: MutationInfo | None, name: str, outputs: Sequence[torch.Tensor]
     ) -> Collection[int]:
-        """Return the ids of results that share memory without the other ranks knowing.
+        """Return the ids of results that share memory, unlike in the recorded call: other ranks do not know.
 
         Raises:
-            UsageError: an argument was changed that had not been the first time.
+            UsageError: the call has changed an argument that the recorded one did not change.
         """
-        # Most calls do nothing, and are asked each time: this must be quick.
+        # Fast path, as this runs at every call: nothing has changed, and the result is no alias, or the recorded one.
         if _versions(self.tensors) == self._versions and (
             self._is_unaliased(outputs) or not (self.written or self._find_aliases(outputs))
             if known is None
@@ -298,7 +143,7 @@ class TrackedArguments:
         return {id(outputs[number - first]) for group in unrecorded for number in group if number >= first}
 
     def _is_unaliased(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether no result is the memory of an argument, as far as views go, which torch keeps account of."""
+        """Return whether no result is an argument or a view; a view may still be of something else."""
         for result in outputs:
             if result._is_view():
                 return False
@@ -316,7 +161,7 @@ class TrackedArguments:
 
 
 def unrecorded_mutation_error(name: str, number: int, spec: TensorSpec) -> UsageError:
-    """Return the error for a change in place by a call that did not do so the first time."""
+    """Return the error for a change in place that the recorded call did not make."""
     return UsageError(
         f"`{name}` changed in place what it was given as tensor {number}, {spec}, which it did not do the first time"
         " for arguments of the same shapes",
@@ -332,7 +177,7 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def tracking_writes(function: Callable[..., Any], arguments: TrackedArguments) -> Callable[..., Any]:
-    """Return a function that also notes which storages it writes to, for tensors that do not count their changes."""
+    """Return a function that also notes the storages it writes to, for inference tensors, which have no version."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         written = set(arguments.written)
@@ -363,9 +208,6 @@ class _WriteTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-# --- all ranks learn of it ------------------------------------------------------------------------------------------
-
-
 def apply_mutations(
     mutation_info: MutationInfo,
     microbatch: Microbatch,
@@ -376,7 +218,7 @@ def apply_mutations(
     result: Any,
     tensors: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Apply to all values what a call on rank `owner` has done to its arguments; all ranks call this alike.
+    """Apply to all values what a call on rank `owner` has done to its arguments; all ranks call this.
 
     Args:
         name: the module or operation.
@@ -387,9 +229,7 @@ def apply_mutations(
     """
     stage, segment = microbatch.stage, microbatch.segment_of(owner)
     microbatch.has_mutations = microbatch.has_mutations or bool(mutation_info.mutated)
-    if mutation_info.is_view and _is_view_of_first(
-        caller_args, owner_args, result
-    ):  # most views: no need to look for tensors
+    if mutation_info.is_view and _is_view_of_first(caller_args, owner_args, result):  # the fast path of most views
         _mark_aliased_on_owner(owner_args[0][0], result, tensors, 0, segment)
         if owner_args[0][0] is not caller_args[0][0]:
             mark_aliased(caller_args[0][0], result, same_storage=False)
@@ -431,7 +271,7 @@ def apply_mutations(
 def _is_view_of_first(
     caller_args: tuple[tuple[Any, ...], dict[str, Any]], owner_args: tuple[tuple[Any, ...], dict[str, Any]], result: Any
 ) -> bool:
-    """Return whether a view is one of the first positional argument."""
+    """Return whether a view is of the first positional argument, a stage tensor."""
     if type(result) is not StageTensor or not owner_args[0]:
         return False
     return type(owner_args[0][0]) is StageTensor and type(caller_args[0][0]) is StageTensor
@@ -440,14 +280,16 @@ def _is_view_of_first(
 def _mark_aliased_on_owner(
     on_owner: StageTensor, output: StageTensor, tensors: Sequence[torch.Tensor] | None, number: int, segment: int
 ) -> None:
-    """Note that a result is the memory of an argument, tensor `number` of the call, on the rank that ran it."""
+    """Note that a result lies in the memory of an argument, tensor `number` of the call, on the rank that ran it."""
     mark_aliased(on_owner, output, same_storage=True)
-    if tensors is not None:  # perhaps cut off its graph: from now on it must be one with what shares it
+    if tensors is not None:
+        # The call may have been given a detached leaf of the argument: from now on that leaf is the argument's data, or
+        # a change of one would not reach the graph of the other.
         on_owner.value, on_owner.segment = tensors[number], segment
 
 
 def _tensors(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-    """Return the tensors among arguments; most often there is a stage tensor, and numbers."""
+    """Return the tensors among arguments, with a fast path for stage tensors and numbers."""
     args, kwargs = arguments
     if not kwargs and all(type(each) is StageTensor or type(each) in NON_TENSOR_TYPES for each in args):
         return [each for each in args if type(each) is StageTensor]
@@ -464,10 +306,165 @@ def _replicate_mutation(
             hint="give it a copy, for example `x.clone()`",
         )
     stage = microbatch.stage
-    # A copy travels: a batch's microbatches are views of it, and a change of one seems to be a change of all.
+    # Send a copy: microbatches are views of one batch, so a change of one raises the version of all of them.
     value = replicated.clone() if owner == stage.rank else None
     mutated = microbatch.replicate(
         make_stage_tensor(spec_of(replicated), stage.device, owner, value, microbatch.segment_of(owner))
     )
     if owner != stage.rank:
         replicated.detach().copy_(mutated)
+
+
+class AliasSet:
+    """Stage tensors that share one memory, or were sent from it; all ranks have the same sets.
+
+    Args:
+        value: the first of them.
+    """
+
+    def __init__(self, value: StageTensor) -> None:
+        self.values = [weakref.ref(value)]
+        self.replicated: list[tuple[torch.Tensor, int, object]] = []
+        """Tensors that every rank holds, each with a rank on which members lie in its memory, and their storage key."""
+
+    def members(self) -> list[StageTensor]:
+        return [member for reference in self.values if (member := reference()) is not None]
+
+
+def mark_aliased(value: StageTensor, other: StageTensor, *, same_storage: bool) -> None:
+    """Put two values into one alias set; with `same_storage` both lie in the same memory."""
+    alias_set = _alias_set_of(value)
+    if other.alias_set is None:  # most often, `other` has just been made
+        other.alias_set = alias_set
+        other.storage_key = value.storage_key if same_storage else object()
+        alias_set.values.append(weakref.ref(other))
+        return
+    before, members = other.storage_key, other.alias_set.members()
+    if other.alias_set is not alias_set:
+        alias_set.values += other.alias_set.values
+        alias_set.replicated += other.alias_set.replicated
+        for member in members:
+            member.alias_set = alias_set
+    if same_storage and before is not value.storage_key:
+        for member in members:
+            if member.storage_key is before:
+                member.storage_key = value.storage_key
+
+
+def _alias_set_of(value: StageTensor) -> AliasSet:
+    if value.alias_set is None:
+        value.alias_set, value.storage_key = AliasSet(value), object()
+    return value.alias_set
+
+
+def mark_replicated_aliased(replicated: torch.Tensor, value: StageTensor) -> None:
+    """Note that a value lies in the memory that its owner has of a tensor which every rank holds."""
+    _alias_set_of(value).replicated.append((replicated, value.owner, value.storage_key))
+
+
+def replicated_aliases_of(value: StageTensor) -> list[torch.Tensor]:
+    """Return the tensors held by every rank that a change of `value` has changed on its owner.
+
+    Raises:
+        UsageError: in one process one of them would have changed, but here it lies in other memory.
+    """
+    if value.alias_set is None or not value.alias_set.replicated:
+        return []
+    if any(storage_key is not value.storage_key for _, _, storage_key in value.alias_set.replicated):
+        raise stale_alias_error(value)
+    return [replicated for replicated, _, _ in value.alias_set.replicated]
+
+
+def apply_mutation(
+    value: StageTensor,
+    on_owner: StageTensor,
+    mutated: torch.Tensor | None,
+    spec: TensorSpec,
+    segment: int,
+    stage: StageContext,
+    given: Sequence[torch.Tensor],
+) -> None:
+    """Update a value that a call has changed in place, and its alias set.
+
+    Args:
+        on_owner: the value as the rank that ran the call had it: itself, or a copy.
+        mutated: the data, on that rank.
+        segment: of that rank.
+        stage: of this rank.
+        given: all tensors that the call was given.
+    """
+    if spec.shape != value.spec.shape:
+        raise UsageError(
+            f"a value of shape {list(value.shape)} that another pipeline rank may hold was given another shape in"
+            f" place, {list(spec.shape)}",
+            hint="write `x = x.unsqueeze(0)` instead of `x.unsqueeze_(0)`",
+        )
+    before, storage_key = value.value, on_owner.storage_key
+    if on_owner is not value:  # the changed copy becomes the value
+        value.owner = on_owner.owner
+        value.storage_key = object() if storage_key is None else storage_key
+    value.value, value.segment, value.spec = mutated, segment, spec
+    value.requires_grad_(spec.requires_grad)
+    value.drop_copies()
+    alias_set = value.alias_set
+    for other in () if alias_set is None else alias_set.members():
+        if other is value:
+            continue
+        other_on_owner = other if other.owner == on_owner.owner else other.copies.get(on_owner.owner)
+        other.drop_copies()
+        if other_on_owner is not None and storage_key is not None and other_on_owner.storage_key is storage_key:
+            # It lies in the changed memory, and has changed with it.
+            if other_on_owner is not other:
+                other.owner, other.storage_key = other_on_owner.owner, storage_key
+                other.value, other.segment = other_on_owner.value, other_on_owner.segment
+            if mutated is not None and _graph_misses_mutation(other, mutated):
+                other.value = None
+        elif (
+            other.owner == stage.rank and other.value is not None and (before is None or _overlap(before, other.value))
+        ):
+            other.value = None  # stale: it would have changed in one process
+            if any(other is argument for argument in given):
+                stage.failed_alone = True  # only this rank has the data that show whether they overlap
+                raise stale_alias_error(other)
+
+
+def stale_alias_error(value: StageTensor) -> UsageError:
+    """Return the error for the use of a stale value."""
+    return UsageError(
+        f"{value!r} was changed in place through another value that shares its memory, in a way that it could not"
+        " follow over the pipeline",
+        hint="assign to the value itself, `x[:, 0] = 0` and not `x[:, 0].zero_()`, and take views of it after that;"
+        " give a module that changes its input a copy, `module(x.clone())`",
+    )
+
+
+def _graph_misses_mutation(other: StageTensor, mutated: torch.Tensor) -> bool:
+    """Return whether the graph of a value misses a change of its memory, so that using it would train wrongly.
+
+    Torch follows a change from a view to its base and to other views. It cannot where the value was detached for a
+    later segment, and other ranks cannot know that an alias needs gradients from now on.
+    """
+    value = other.value
+    if value is None or not (mutated.requires_grad and torch.is_grad_enabled()):
+        return False
+    if storage_of(value) != storage_of(mutated):  # aliases of the recorded call that have other memory this time
+        return False
+    is_left = _base(value) is not _base(mutated) and value.requires_grad
+    return is_left or value.requires_grad != other.spec.requires_grad
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors have an element in common; True as well if they lie in different memory."""
+    size = left.itemsize
+    if storage_of(left) != storage_of(right) or size != right.itemsize:
+        return True
+    count = left.untyped_storage().nbytes() // size
+    if count in (left.numel(), right.numel()):
+        return True
+    taken = torch.zeros(count, dtype=torch.bool, device=left.device)
+    taken.as_strided(left.shape, left.stride(), left.storage_offset()).fill_(True)
+    return bool(taken.as_strided(right.shape, right.stride(), right.storage_offset()).any())

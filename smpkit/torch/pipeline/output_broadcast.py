@@ -1,8 +1,12 @@
-"""The end of a step: every rank gets what the step returned, and learns whether all ranks went the same way.
+"""Broadcast the outputs of a step to every rank, and compare the calls that ranks have made.
 
-Both travel as soon as a rank's last forward is over, while backwards still run, so at the end there is little left to
-wait for; and from neighbour to neighbour, so nobody sends more than two messages. What is compared with the rank before
-is a checksum of the calls that each microbatch made.
+An output travels from its owner to both sides, each rank relaying it to the next, so no rank sends more than two
+messages for it::
+
+    rank 0  <--  rank 1  <--  rank 2 (owner)  -->  rank 3
+
+Neighbours also exchange a checksum of each microbatch's call trace. Both begin as soon as a rank's last forward has
+run, while backwards still run, so at the end there is little left to wait for.
 """
 
 from __future__ import annotations
@@ -63,7 +67,8 @@ class OutputBroadcast:
         rank = self._stage.rank
         if owner == rank:
             packed = pack([value.value for value in values if value.value is not None])
-            # Sent once the device has come so far: its last forward may have only been queued, and backwards wait.
+            # The outbox sends it when the copy is done: the last forward may only be queued on the device, and
+            # backwards must not wait for it.
             self._relay(owner, packed, values, devices.record_event(self._stage.device))
             return
         source = rank + 1 if rank < owner else rank - 1
@@ -75,9 +80,8 @@ class OutputBroadcast:
     ) -> None:
         """Send the outputs of `owner` to the neighbours that are further away from it."""
         rank = self._stage.rank
-        targets = [rank - 1] * (rank <= owner) + [rank + 1] * (rank >= owner)
-        for target in targets:
-            if 0 <= target < self._stage.size:
+        for target in self._neighbours:
+            if abs(target - owner) > abs(rank - owner):
                 self._stage.transport.outbox.send(packed, target, _tag(owner, values), ready)
 
     def finish(self) -> list[Any]:
@@ -96,18 +100,18 @@ class OutputBroadcast:
 
     def _data(self, owner: int, values: list[StageTensor]) -> list[torch.Tensor]:
         if owner == self._stage.rank:
-            # As they lie elsewhere: they may be what the next step is called with, or what plain code computes with.
+            # With the same strides as on other ranks: an output may be an argument of the next step.
             return [
                 to_layout(value.value.detach(), value.spec.as_sent.order) for value in values if value.value is not None
             ]
         packed = self._output_waits[owner]()
         self._relay(owner, packed, values)
-        # Copies, because the block is still on its way to the next rank, and small outputs would keep it alive.
+        # Copies, since the block is still being sent to the next rank, and small outputs would keep all of it alive.
         copies = unpack_copies(devices.to_device(packed, self._stage.device), [value.spec for value in values])
         return [to_layout(tensor, value.spec.as_sent.order) for tensor, value in zip(copies, values, strict=True)]
 
     def _raise_mismatch(self, rank: int) -> None:
-        """Raise what this rank and a neighbour, which has noticed as well, find to be the difference."""
+        """Exchange call traces with a neighbour, which sees the mismatch as well, and raise the difference."""
         transport, mine = self._stage.transport, call_traces_of(self._stage)
         transport.broadcast_object(mine, [rank], Tag.CALL_TRACES, _WHAT)
         theirs = transport.receive_object(rank, _WHAT, Tag.CALL_TRACES)
@@ -121,10 +125,10 @@ class OutputBroadcast:
 
 
 def reserve(stage: StageContext, output: Any, count: int) -> None:
-    """Have the memory at hand that the results of `count` microbatches are copied into; the first returned `output`.
+    """Pin the host memory for the outputs of `count` microbatches like the first one's, `output`.
 
-    To pin memory may make the host wait for the whole device. That is harmless only as long as no rank waits for what
-    another has queued.
+    Pinning may make the host wait for the whole device. Call this only while no rank waits for what another one has
+    queued on its device, or they deadlock.
     """
     if devices.is_asynchronous(stage.device):
         own = _stage_tensors_by_owner([output]).get(stage.rank, [])
@@ -152,7 +156,10 @@ def _checksums(microbatches: Sequence[Microbatch], by_owner: dict[int, list[Stag
 
 
 def _tag(owner: int, values: Sequence[StageTensor]) -> int:
-    """Return the tag of the outputs of one owner; two owners may return values of the same shapes."""
+    """Return the tag of the outputs of one owner, from the owner and a checksum of the shapes.
+
+    So ranks whose outputs have different shapes never meet in one message.
+    """
     return Tag.OUTPUTS + ((_checksum(values) & _TAG_CHECKSUM) << _OWNER_BITS) + owner % (1 << _OWNER_BITS)
 
 
@@ -162,5 +169,5 @@ def _checksum(values: Sequence[StageTensor]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _text(spec: TensorSpec) -> str:
-    """Return shape and dtype as text, made once: microbatches return the same kinds of tensors."""
+    """Return shape and dtype as text; cached, since microbatches return the same kinds of tensors."""
     return str(spec)

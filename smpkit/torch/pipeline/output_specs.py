@@ -1,9 +1,17 @@
-"""Output collectors: what Hugging Face models collect by hooks (hidden states, attentions, router logits).
+"""What calls return, so that ranks which do not run a call can go on without waiting for it.
 
-Their layers do not return it: hooks put it into lists that the model's forward has opened. Over a pipeline they run
-where the layer runs, so the lists would fill on its rank alone, and a loss made of them (of router logits, say) would
-miss what other ranks hold. So a placed call returns, beside its result, what it has added to the lists, and every rank
-adds that to its own.
+The rank that runs a call of a new kind broadcasts its *output spec*: the result with a TensorSpec in place of each
+tensor, and how the call mutates or aliases its arguments (`mutation.py`). From then on all others make placeholders
+from it. Equal kinds of call have equal keys: the module or operation, its mode, and the specs of its arguments.
+
+[Note: the latest call] Most calls have the same arguments as the same call in the microbatch before. So for each module
+and operation the latest call is kept in a form that is compared part by part, mostly by identity, and no key is made.
+Only where that fails is the call described by a key, and looked up among all.
+
+Hugging Face models have outputs that no call returns: hooks put hidden states, attentions or router logits into lists,
+*output collectors*, that the model's forward has opened. Over a pipeline the hooks run where the layer runs, so the
+lists would fill on its rank alone, and a loss made of them would miss what other ranks hold. So a unit returns, beside
+its result, what it has added to the lists, and every rank adds that to its own.
 """
 
 from __future__ import annotations
@@ -35,89 +43,39 @@ __all__ = [
     "returning_collected",
 ]
 
+MISSING: Final[Any] = object()
+"""The output spec of a new kind of call. Not None, which is what a call such as `x[0] = 1` returns."""
+
+_Mode = tuple[object, bool, torch.dtype | None]
+
 _MODULE: Final = "transformers.utils.output_capturing"
 
 Collectors = dict[str, Any]
-"""By kind of output, a list; beside them settings, under names that begin with an underscore."""
-
-
-def active_collectors() -> Callable[[], Collectors | None]:
-    """Return a function that returns the active collectors; None: there are none."""
-    active: Any = getattr(sys.modules.get(_MODULE), "_active_collector", None)
-    return _never if active is None else active.get
-
-
-def _never() -> None:
-    return None
-
-
-def collector_key(collectors: Collectors) -> tuple[Any, ...]:
-    """Return what decides which outputs a call adds: the kinds wanted, how many there are, which ones are kept."""
-    return tuple(
-        (key, len(kept) if isinstance(kept, list) else tuple(sorted(kept))) for key, kept in collectors.items()
-    )
-
-
-def returning_collected(collectors: Collectors, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes what `function` adds to the lists off them, and returns it with the result."""
-
-    def called(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-        counts = {key: len(kept) for key, kept in collectors.items() if isinstance(kept, list)}
-        output = function(*args, **kwargs)
-        collected = {key: tuple(collectors[key][count:]) for key, count in counts.items()}
-        for key, count in counts.items():
-            del collectors[key][count:]
-        return output, collected
-
-    return called
-
-
-def add_collected(collectors: Collectors, returned: tuple[Any, dict[str, tuple[Any, ...]]]) -> Any:
-    """Add to the lists what `returning_collected` took off them; return the result."""
-    output, collected = returned
-    for key, parts in collected.items():
-        collectors[key].extend(parts)
-    return output
-
-
-# --- What calls return, so that a rank that does not run one can go on without asking ---------------------------------
-# The rank that runs a call of a new kind tells the others what came out: its *output spec*, the result with a
-# TensorSpec in each tensor's place, and how it mutates or aliases its arguments (see `effects.py`). From then on
-# everyone makes placeholders from it. Equal kinds of call have equal keys: the module or operation, its mode, and the
-# specs of its arguments.
-#
-# [Note: calls like the one before] A call most often has the arguments of the same call in the microbatch before. So
-# for each module and operation the latest call is kept in a form that is compared part by part, mostly by identity, and
-# no key is made; only where that fails is the call described, and looked up among all.
-
-
-MISSING: Final[Any] = object()
-"""The output spec of a call that nobody has seen yet: not None, which is what a call such as `x[0] = 1` returns."""
-
-_Mode = tuple[object, bool, torch.dtype | None]
+"""By kind of output, a list; beside the lists settings, under names that begin with an underscore."""
 
 
 @dataclass(slots=True)
 class CachedCall:
-    """A kind of call: `key` says all that its result depends on."""
+    """A kind of call."""
 
     key: tuple[Any, ...]
+    """All that its result depends on."""
     output_spec: Any
     mutation_info: MutationInfo | None
     """What it does to its arguments."""
     arguments: tuple[Any, ...] | None
-    """A part for each positional argument, to compare with; None if the call has others, or containers."""
+    """Its positional arguments as `_comparable` returns them; None if it has keyword arguments or containers."""
     mode: _Mode
 
 
 def replicated_spec_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a result depends on of a tensor that all ranks hold."""
+    """Return what a result depends on of a tensor that all ranks hold: shape, strides, dtype and `requires_grad`."""
     strides = tensor.stride() if tensor.layout is torch.strided else None
     return tensor.shape, strides, tensor.dtype, tensor.requires_grad
 
 
 def _comparable(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return arguments in the form that `CachedCall.takes` compares; None if they hold what must be described."""
+    """Return arguments in the form that `OutputSpecs.find_latest` compares; None if that needs a key."""
     parts: list[Any] = []
     for argument in args:
         kind = type(argument)
@@ -136,7 +94,7 @@ class OutputSpecs:
     """What calls return, by kind of call; filled while microbatches run, alike on all ranks.
 
     Args:
-        parameter_owners: ids of the parameters that not every rank holds; what a call makes of one must be described.
+        parameter_owners: ids of the parameters that not every rank holds; a call with one of them needs a key.
     """
 
     def __init__(self, parameter_owners: Container[int] = ()) -> None:
@@ -145,14 +103,17 @@ class OutputSpecs:
         self._latest: dict[Any, CachedCall] = {}
 
     def find_latest(self, target: Any, mode: _Mode, args: tuple[Any, ...]) -> CachedCall | None:
-        """Return the latest call of `target` if its specs match these arguments; None means the slow look-up."""
+        """Return the latest call of `target` if its specs match these arguments; None means the slow look-up.
+
+        See [Note: the latest call].
+        """
         call = self._latest.get(target)
         if call is None or call.arguments is None or call.mode != mode or len(args) != len(call.arguments):
             return None
         for argument, known in zip(args, call.arguments, strict=True):
             kind = type(argument)
             if kind is StageTensor:
-                if argument.spec is not known:
+                if argument.spec is not known:  # equal specs are usually the same object; else the look-up is slow
                     return None
             elif kind in NON_TENSOR_TYPES:
                 if type(known) is not tuple or known[0] is not kind or known[1] != argument:
@@ -166,25 +127,25 @@ class OutputSpecs:
         return call
 
     def find_latest_unary(self, target: Any, mode: _Mode, spec: TensorSpec) -> CachedCall | None:
-        """Return what `find_latest` would for one stage tensor as argument, which is what most calls get."""
+        """Do as `find_latest` for one stage tensor as argument, as most calls have."""
         call = self._latest.get(target)
         if call is None or (known := call.arguments) is None or len(known) != 1 or known[0] is not spec:
             return None
         return call if call.mode == mode else None
 
     def look_up(self, call: CachedCall) -> None:
-        """See what a call returns and does, if another of its kind has been made since it was described."""
+        """Look up the output spec of a call again: another of its kind may have run since its key was made."""
         call.output_spec, call.mutation_info = self._known.get(call.key, (MISSING, None))
 
     def remember(self, call: CachedCall, output_spec: Any, mutation_info: MutationInfo | None) -> None:
-        """Note what a call of a new kind returns and does."""
+        """Keep what a call of a new kind returns and does."""
         self._known[call.key] = call.output_spec, call.mutation_info = output_spec, mutation_info
 
     def add_call(self, target: Any, mode: _Mode, args: tuple[Any, ...] | None, key: tuple[Any, ...]) -> CachedCall:
-        """Return a call that had to be described, which is the latest of its target from now on.
+        """Return the call with this key, which is the latest of its target from now on.
 
         Args:
-            args: the arguments, if they are all that `key` describes.
+            args: the arguments, if `key` describes nothing else.
         """
         arguments = None if args is None else _comparable(args)
         call = self._latest[target] = CachedCall(key, *self._known.get(key, (MISSING, None)), arguments, mode)
@@ -192,7 +153,7 @@ class OutputSpecs:
 
 
 def make_placeholders(output_spec: Any, device: torch.device, owner: int) -> Any:
-    """Return the result of a call that rank `owner` runs, without data."""
+    """Return the result of a call that rank `owner` runs, with stage tensors without data."""
     if type(output_spec) is TensorSpec:
         return make_stage_tensor(output_spec, device, owner)
     if type(output_spec) is tuple:
@@ -214,7 +175,7 @@ def has_same_specs(left: Any, right: Any) -> bool:
 
 
 def describe_difference(left: Any, right: Any) -> str:
-    """Say, for an error, how output specs differ."""
+    """Return the first difference of two output specs, for an error."""
     for first, now in zip(_specs_in(left), _specs_in(right), strict=False):
         if first != now:
             return f"{first} the first time and {now} now"
@@ -222,7 +183,42 @@ def describe_difference(left: Any, right: Any) -> str:
 
 
 def _specs_in(output_spec: Any) -> list[TensorSpec]:
-    """Return the specs in an output spec, in order."""
     if isinstance(output_spec, TensorSpec):
         return [output_spec]
     return [spec for part in (children(output_spec) or {}).values() for spec in _specs_in(part)]
+
+
+def active_collectors() -> Callable[[], Collectors | None]:
+    """Return a function that returns the active collectors, or None."""
+    # Transformers keeps them in a private context variable.
+    active: Any = getattr(sys.modules.get(_MODULE), "_active_collector", None)
+    return (lambda: None) if active is None else active.get
+
+
+def collector_key(collectors: Collectors) -> tuple[Any, ...]:
+    """Return what decides which outputs a call adds: the kinds, how many of each there are, and the settings."""
+    return tuple(
+        (key, len(kept) if isinstance(kept, list) else tuple(sorted(kept))) for key, kept in collectors.items()
+    )
+
+
+def returning_collected(collectors: Collectors, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that removes from the lists what `function` adds to them, and returns it with the result."""
+
+    def called(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, tuple[Any, ...]]]:
+        counts = {key: len(kept) for key, kept in collectors.items() if isinstance(kept, list)}
+        output = function(*args, **kwargs)
+        collected = {key: tuple(collectors[key][count:]) for key, count in counts.items()}
+        for key, count in counts.items():
+            del collectors[key][count:]
+        return output, collected
+
+    return called
+
+
+def add_collected(collectors: Collectors, returned: tuple[Any, dict[str, tuple[Any, ...]]]) -> Any:
+    """Add to this rank's lists what `returning_collected` has removed on the owner; return the call's result."""
+    output, collected = returned
+    for key, parts in collected.items():
+        collectors[key].extend(parts)
+    return output

@@ -82,7 +82,7 @@ class Pipeline:
         """The assignment restored from a checkpoint; reused if it fits."""
         self.holders: dict[int, frozenset[int]] = {}
         self._failure: str | None = None
-        """The error of a step that failed here and not on all ranks."""
+        """The error of a step that has failed on this rank and not on all of them."""
         self._input_broadcast = InputBroadcast(self._transport, state.pp_rank, state.pp_size, state.device)
 
     @property
@@ -116,7 +116,7 @@ class Pipeline:
     # --- partitioning ----------------------------------------------------------------------------------------------
 
     def prepare(self, body: Callable[..., Any], call: MicrobatchCall) -> None:
-        """Partition the model at the first step: decide, tell everyone, keep what is this rank's.
+        """Partition the model at the first step: agree on an assignment, place the modules, make the executor.
 
         Raises:
             UsageError: costs are to be measured, and the model has no weights yet.
@@ -134,6 +134,7 @@ class Pipeline:
         self._on_placement(self._root, placement)
         refuse_compiled(self._root, placement)
         self.holders = holders_of(self._root, placement, state.pp_size)
+        # Tied tensors are found by their memory, which `keep_local_parameters` frees where other ranks hold it.
         self._tied = find_tied(self._root, placement, state.pp_rank)
         keep_local_parameters(self._root, placement, self.holders, state.pp_rank, state.device)
         mark_nonresident_parameters(self._root, self.holders, state.pp_rank)
@@ -149,6 +150,8 @@ class Pipeline:
         install(self._root, placement, stage)
         self._parameters = list(self._root.parameters())
         if stage.parameter_owners:
+            # Operations between units see parameters of other ranks as stage tensors. The mode that gives such
+            # operations their random streams replaces the arguments, since it sees them all.
             stage.random.replace_arguments(parameters_as_stage_tensors)
         watch_for_divergence(stage, state.group(CommGroup.PP_GROUP))
         policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)
@@ -177,7 +180,7 @@ class Pipeline:
         return [f"Partitioned by {self._measured} of one microbatch, measured on rank 0 ({state.device})."]
 
     def _agree_on_assignment(self, step: TrialStep) -> Assignment:
-        """Decide on the first replica for all of them: others may see other shapes, and would measure other times."""
+        """Decide on the first replica for all of them: others may have other shapes, and would measure other times."""
         if not (state.cfg.ddp and state.dp_size > 1):
             return self._decide(step)
         group = state.process_group(CommGroup.DP_GROUP)
@@ -232,15 +235,19 @@ class Pipeline:
             torch.is_autocast_enabled(state.device.type),
         )
         random = self._executor.stage.random
-        if state.pp_rank > 0:  # it waits for the first rank now, for which others wait
+        if state.pp_rank > 0:
+            # This rank waits for rank 0 now: split the batch meanwhile. Rank 0 splits after its first microbatch, since
+            # all others wait for that.
             calls.split_all()
 
         def streamed(index: int) -> Any:
             if index > 0:
-                calls.split_all()  # before operations are watched
-            with random.between_units():  # again, because a suspended microbatch runs in a thread of its own
+                calls.split_all()  # outside the mode: splitting is not an operation of the step
+            # Enter the mode for each microbatch: it belongs to a thread, and some microbatches run in threads of their
+            # own.
+            with random.between_units():
                 output = body(index)
-            if random.reads_after_draw:  # a random branch may take the next one another way
+            if random.reads_after_draw:  # a branch on a random number may differ in the next microbatch
                 current_microbatch().dynamic = True
             return output
 
@@ -261,11 +268,7 @@ class Pipeline:
         current_microbatch().backward(roots, [None] * len(roots) if grads is None else grads, scale)
 
     def abandon(self, error: BaseException) -> None:
-        """Forget a step that an exception ended.
-
-        Where that came from what this rank alone runs, the others are told now: a script that catches it would let them
-        wait for what does not come.
-        """
+        """Forget a step that an exception ended; report it to the other ranks if this rank has failed alone."""
         self._input_broadcast.abandon()
         if self._executor is None:
             return
@@ -276,13 +279,14 @@ class Pipeline:
             what = error.message if isinstance(error, SmpkitError) else error
             self._failure = f"{type(error).__name__}: {what}"
         if not is_of_others and self._failure is not None:
+            # Now, not when the process ends: a script that catches the error would let the others wait in vain.
             report_failure(error)
 
 
 def _broadcast_from_first_pipeline(text: str) -> str:
     """Return the text of the first of the pipelines that tensor parallelism joins.
 
-    Each measures times of its own, and their collectives meet only if all follow one schedule.
+    Each of them measures other times, and their tensor-parallel collectives meet only if all follow one schedule.
     """
     group = state.process_group(CommGroup.TP_GROUP)
     texts = [text]

@@ -71,7 +71,7 @@ class RandomStreams:
     Args:
         seed: common to the ranks of one model, tensor-parallel ones too, which `Seeds` tells apart where they have
             samples of their own; replicas differ, or they would drop the same activations.
-        device: where layers run; its generator is led as well as the CPU's.
+        device: where layers run; its generator is seeded as well as the CPU's.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -82,29 +82,29 @@ class RandomStreams:
         self.has_drawn = False
         """Whether code between units has drawn numbers in this microbatch."""
         self.reads_after_draw = False
-        """Whether Python has then looked at a tensor: what it does next may depend on chance."""
+        """Whether Python has read a tensor after that: a branch may depend on a random number."""
         self._mixed_step = 0
         """The seed and the number of the step that runs, mixed."""
         self._device = devices.default_generator(device) if devices.is_asynchronous(device) else None
-        """Asked directly: torch.cuda's functions for it take ten times as long, and this is done for each call."""
+        """The generator itself: torch.cuda's functions for it take ten times as long, and each call needs it."""
         self._seeds = Seeds.for_this_rank()
         self._names: dict[str, int] = {}
         self._operation_streams = _OperationStreams(self)
         self._replacement: ArgumentReplacement | None = None
 
     def state(self) -> _Generators:
-        """Return where the generators are."""
+        """Return the states of the generators."""
         return _CPU.get_state(), None if self._device is None else self._device.get_state()
 
     def restore(self, state: _Generators) -> None:
-        """Put the generators back."""
+        """Restore the states of the generators."""
         _CPU.set_state(state[0])
         if state[1] is not None and self._device is not None:
             self._device.set_state(state[1])
 
     @contextlib.contextmanager
     def training_step(self, *, training: bool) -> Iterator[None]:
-        """Lead the generators while a step runs, if it trains, and give them back as they were."""
+        """Seed the generators while a training step runs, and restore their states afterwards."""
         if not training:
             yield
             return
@@ -123,7 +123,7 @@ class RandomStreams:
         return self._operation_streams if self.active or self._replacement is not None else _NOTHING
 
     def replace_arguments(self, replacement: ArgumentReplacement) -> None:
-        """Have operations between units ask `replacement` for other arguments."""
+        """Call `replacement` for the arguments of each operation between units."""
         self._replacement = replacement
 
     def begin_microbatch(self, index: int) -> None:
@@ -133,7 +133,7 @@ class RandomStreams:
             self._seed(self._seed_of(mix(self._mixed_step, index), closed=False))
 
     def skip(self) -> None:
-        """Take the number that a call takes which another rank runs."""
+        """Take the number of a call that another rank runs."""
         if self.active:
             self._advance()
 
@@ -153,7 +153,7 @@ class RandomStreams:
         if key is None:
             key = self._names[name] = zlib.crc32(name.encode())
         mode, device = None, self._device
-        with _WithoutModes():  # modes have no business here
+        with _WithoutModes():  # what follows is not an operation of the step
             number = self._advance()
             kept = _CPU.get_state()
             seed = self._seed_of(mix(number, key), closed=closed)
@@ -161,7 +161,7 @@ class RandomStreams:
             if device is not None:
                 kept_device = device.get_state()
                 device.manual_seed(seed)
-        # At native speed: no Python at each operation inside.
+        # Remove the mode inside a unit, so that operations there run without Python.
         if closed and (depth := _depth_of_modes()) and type(_mode_at(depth - 1)) is _OperationStreams:
             mode = _pop_mode()
         try:
@@ -174,7 +174,7 @@ class RandomStreams:
                 device.set_state(kept_device)
 
     def _advance(self) -> int:
-        """Return the caller's number, and leave it the one that comes next; see [Note: numbers without draws]."""
+        """Take the caller's number, and set its next one; see [Note: numbers without draws] in `stream_seeds.py`."""
         seed = _CPU.initial_seed()
         _CPU.manual_seed(self._seeds.after(seed))
         return self._seeds.number(seed)
@@ -207,7 +207,7 @@ class _OperationStreams(TorchFunctionMode):
         if random._replacement is not None and (replaced := random._replacement(func, args, kwargs)) is not None:
             args = replaced
         if name not in _WATCHED or not random.active:
-            # Torch would end here, too, after another pass through its dispatcher.
+            # A shortcut: torch's dispatcher would call this next.
             if len(types) == 1 and types[0] is StageTensor:
                 return StageTensor.__torch_function__(func, types, args, kwargs)
             return func(*args, **kwargs)
@@ -220,7 +220,7 @@ class _OperationStreams(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _without_operation_streams() -> Iterator[None]:
-    """Set the mode aside: no Python at each operation."""
+    """Remove the mode meanwhile, so that operations run without Python."""
     aside = type(_get_current_function_mode()) is _OperationStreams  # type: ignore[no-untyped-call]
     mode = _pop_mode() if aside else None
     try:
@@ -231,13 +231,13 @@ def _without_operation_streams() -> Iterator[None]:
 
 
 def will_be_recomputed() -> bool:
-    """Return whether what runs here now runs under torch's checkpoint, the first time or again."""
+    """Return whether this code runs under torch's checkpoint, in forward or in recomputation."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 class _ReplayHooks(threading.local):
-    """The saved-tensor hooks under which operations keep their streams; suspended microbatches have their own."""
+    """The saved-tensor hooks under which operations keep their streams; by thread, as suspended microbatches are."""
 
     hooks: tuple[Any, ...] = ()
 
@@ -267,5 +267,5 @@ def _replay(mode: _OperationStreams | None) -> Iterator[None]:
 
 
 def _draws_from_caller() -> bool:
-    """Return whether only the caller's generator will be restored for a recomputation."""
+    """Return whether a recomputation will restore only the caller's generator; see [Note: open and closed streams]."""
     return will_be_recomputed() and torch._C._autograd._top_saved_tensors_default_hooks(True) != _replay_hooks.hooks

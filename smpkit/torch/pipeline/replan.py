@@ -1,14 +1,14 @@
-"""Plan a step again once it is known what its actions and messages take.
+"""Plan a step again from the measured times of its actions and messages.
 
-The first schedule follows from the graph alone. After the second step, every rank tells pp_rank 0 the median time that
-its segments computed and how fast the link to the next rank is. pp_rank 0 plans with these costs and tells everyone
-the schedule, so it is the same everywhere: a slow link is hidden by holding more microbatches, as far as
-`active_microbatches` allows. The order in which a rank accumulates gradients, ascending microbatches, stays. Pipelines
-that tensor parallelism joins follow the first of them.
+The first schedule follows from the graph alone. After the second step, every rank sends pp_rank 0 the median compute
+time of its segments and the speed of the link to the next rank. pp_rank 0 plans with these costs and broadcasts the
+schedule: a slow link is hidden by holding more microbatches, as far as `active_microbatches` allows. The order in which
+a rank accumulates gradients, ascending microbatches, stays. Pipelines that tensor parallelism joins follow the first of
+them.
 
-What is predicted need not come true: more live microbatches need more memory, caches and cores. So the new schedule and
-the one before run in turns for some steps, and pp_rank 0, which is the first to begin and the last to end a step, tells
-everyone which of them was faster.
+The prediction may be wrong: more live microbatches need more memory, caches and cores. So the new schedule and the one
+before alternate for some steps, and pp_rank 0, which is the first to begin and the last to end a step, broadcasts which
+of them was faster.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ T = TypeVar("T")
 _KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 _MIN_GAIN: Final = 0.002
 """Another schedule must be predicted to be faster by this share. Small, because depth also absorbs jitter, which the
-prediction knows nothing of, and `active_microbatches` has granted the memory."""
+prediction leaves out, and `active_microbatches` has granted the memory."""
 _MIN_LATENCY_SHARE: Final = 0.01
-"""A message counts as at least this share of the longest action late. What a ping takes is less than what lies between
-two ranks' actions: Python of both, other processes on their cores, and no two actions take the same time. Without any
-slack, as in 1F1B, each rank waits for all of it with each microbatch."""
+"""The least latency of a message, as a share of the longest action. A ping leaves out what else lies between two ranks'
+actions: Python of both, other processes on their cores, actions of unequal length. A schedule without slack, as 1F1B,
+waits for all of that in each microbatch."""
 _NUM_TRIED: Final = 2
-"""Steps that each schedule runs, the one before its measured step included; the fastest counts."""
+"""Steps that each schedule runs, with the measured step for the one before; the fastest of them counts."""
 _MAX_SLOWDOWN: Final = 0.03
-"""By so much slower than the schedule before, measured, the new one is not kept."""
+"""The new schedule is kept unless it measures slower than the one before by more than this share."""
 _NUM_PINGS: Final = 5
 _PING: Final = TRANSFERS_PER_MICROBATCH - 1
 """The number of a transfer that no microbatch makes."""
@@ -72,12 +72,12 @@ class Meter:
 
 @dataclass
 class Trial(Generic[T]):
-    """Two ways to run a step, in turns, until it is known which is faster.
+    """Two plans of a step, which alternate until it is known which is faster.
 
     Args:
-        before: how it has run so far.
-        after: how it is predicted to be faster.
-        seconds_before: what the latest step took.
+        before: the plan so far.
+        after: the one that is predicted to be faster.
+        seconds_before: the time of the latest step.
     """
 
     before: T
@@ -90,7 +90,7 @@ class Trial(Generic[T]):
 
     @property
     def next(self) -> T:
-        """How the next step runs: the new way first."""
+        """The plan of the next step; the new one first."""
         return self.before if len(self._seconds[0]) <= len(self._seconds[1]) else self.after
 
     @property
@@ -103,7 +103,7 @@ class Trial(Generic[T]):
         self._seconds[self.next is self.after].append(seconds)
 
     def winner(self, stage: StageContext) -> T:
-        """Return what was faster; all ranks call this at the same time."""
+        """Return the faster plan, as pp_rank 0 broadcasts it; all ranks call this."""
         if stage.rank:
             kept = stage.transport.receive_object(0, "which schedule was faster")
         else:
@@ -117,11 +117,11 @@ def _is_kept(before_seconds: float, after_seconds: float) -> bool:
 
 
 Planner = Callable[[SegmentGraph, int, Costs], Schedule]
-"""Makes the schedule of a graph and so many microbatches."""
+"""Makes the schedule of a graph and a number of microbatches."""
 
 
 def replan(stage: StageContext, schedule: Schedule, planner: Planner, meter: Meter) -> Schedule:
-    """Return the schedule to run from now on; all ranks call this at the same time."""
+    """Return the schedule to run from now on, as pp_rank 0 broadcasts it; all ranks call this."""
     largest_bytes = max((transfer.num_bytes for transfer in schedule.graph.transfers), default=0)
     latency_seconds, seconds_per_byte = _measure_link(stage, largest_bytes)
     counts = schedule.graph.counts
@@ -149,22 +149,22 @@ def _checked_schedule(schedule: Schedule, text: str) -> Schedule:
 
 
 def _better_schedule(schedule: Schedule, planner: Planner, costs: Costs) -> str:
-    """Return a schedule that is worth the change as JSON, or nothing."""
+    """Return a schedule that is worth the change, as JSON; an empty string if there is none."""
     other = planner(schedule.graph, schedule.num_microbatches, costs)
     before, after = (simulate(each, costs).makespan_seconds for each in (schedule, other))
     return to_json(other) if after < before * (1 - _MIN_GAIN) else ""
 
 
 def _costs(counts: tuple[int, ...], measured: list[list[float]]) -> Costs:
-    """Put together what the ranks measured; every link counts as the slowest one.
+    """Return the costs that the ranks measured; every link counts as the slowest one.
 
-    A backward that ran in one has no weight half: it is taken for one that cannot be split.
+    A backward that ran whole has no weight half, and counts as one that cannot be split.
     """
     forward, backward, weight = {}, {}, {}
     for rank, count in enumerate(counts):
         for index in range(count):
-            segment = Segment(rank, index)
-            forward[segment], inputs, weight[segment] = measured[rank][len(_KINDS) * index :][: len(_KINDS)]
+            segment, first = Segment(rank, index), len(_KINDS) * index
+            forward[segment], inputs, weight[segment] = measured[rank][first : first + len(_KINDS)]
             backward[segment] = inputs + weight[segment]
     longest_seconds = max((*forward.values(), *backward.values()), default=0.0)
     return Costs(
@@ -181,8 +181,9 @@ def _measure_link(stage: StageContext, num_bytes: int) -> tuple[float, float]:
 
     Even ranks ping first, then odd ones, so that all links of a host are as busy as in a step.
     """
+    # Messages go through the transport as values do, but are not recorded: they are not part of the step.
     found = (0.0, 0.0)
-    recorder, stage.transport.recorder = stage.transport.recorder, None  # pings are none of the step's messages
+    recorder, stage.transport.recorder = stage.transport.recorder, None
     for parity in (0, 1):
         pings = stage.rank % 2 == parity
         peer = stage.rank + 1 if pings else stage.rank - 1
@@ -197,10 +198,12 @@ def _measure_link(stage: StageContext, num_bytes: int) -> tuple[float, float]:
 
 
 def _ping(stage: StageContext, peer: int, num_bytes: int, *, first: bool) -> float:
-    """Send a message to and fro some times, the way that values go; return the median seconds of one way."""
+    """Send a message back and forth some times, as values are sent; return the median seconds of one way."""
     transport = stage.transport
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=stage.device)
-    to, back = (P2PTransfer(_PING, *pair, 0, 0, spec_of(message)) for pair in ((stage.rank, peer), (peer, stage.rank)))
+    spec = spec_of(message)
+    to = P2PTransfer(_PING, stage.rank, peer, 0, 0, spec)
+    back = P2PTransfer(_PING, peer, stage.rank, 0, 0, spec)
     seconds = []
     for _ in range(_NUM_PINGS):
         stage.synchronize()

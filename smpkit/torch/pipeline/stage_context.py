@@ -1,4 +1,4 @@
-"""The context of one rank of the pipeline: its rank, its transport, and what it knows of the other ranks' calls."""
+"""What the parts of the pipeline on one rank share: its place, its transport, and the output specs of all calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StageContext:
         device: where this rank computes.
         transport: the way to the other ranks.
         random: streams of random numbers.
-        owners: by parameter (its id), the ranks that hold it.
+        owners: by id of a parameter, the ranks that hold it.
         from_first_pipeline: broadcasts pipeline 0's text (a schedule) to the pipelines that tensor parallelism joins
             to it; called on pp_rank 0. None: there is one pipeline.
     """
@@ -51,22 +51,22 @@ class StageContext:
         self.transport = transport
         self.random = random
         self.parameter_owners = {key: min(ranks) for key, ranks in owners.items() if len(ranks) < size}
-        """By parameter (its id) that not every rank holds, the first rank that does."""
+        """By id of a parameter that not every rank holds, the first rank that does."""
         self.root_gradients = RootGradients()
         self.output_specs = OutputSpecs(self.parameter_owners)
-        """Of calls while the same parameters need gradients as now."""
+        """Of calls while the same parameters need gradients as now; see `set_trainable`."""
         self.inside_unit = False
         """Whether a unit runs here now: calls inside it are not dispatched."""
         self.python_values: dict[str, int] = {}
         """How often Python needed a value, by the function that asked."""
         self.num_steps = 0
         self.microbatches: Sequence[Microbatch] = ()
-        """Of the step that runs, or ran last."""
+        """Those of the step that runs, or ran last."""
         self.from_first_pipeline: Callable[[str], str] = from_first_pipeline or (lambda text: text)
         self.failed_alone = False
-        """Whether what this rank alone runs has raised: other ranks do not know, and wait."""
+        """Whether code that only this rank runs has raised: the other ranks do not know, and wait."""
         self.modules: dict[str, nn.Module] = {}
-        """Modules that code of this rank may call or look into, by name."""
+        """Modules that code of this rank may call or inspect, by name."""
         self.remote_modules: dict[str, nn.Module] = {}
         """All others."""
         self.container_modules: set[str] = set()
@@ -76,7 +76,7 @@ class StageContext:
         self._trainable_entry = ""
 
     def set_trainable(self, trainable: bytes) -> None:
-        """Note which parameters need gradients: what calls return depends on it, though no argument shows it.
+        """Select the output specs for the parameters that need gradients, on which results depend.
 
         Args:
             trainable: a byte for each parameter of the model, 1 where it does.
@@ -92,7 +92,7 @@ class StageContext:
             self._trainable_entry = f"a step with {trainable.count(0)} frozen parameters ({zlib.crc32(trainable):08x})"
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
-        """Note what runs from now on."""
+        """Count a step, and keep its microbatches."""
         self.num_steps += 1
         self.microbatches = microbatches
         if self._trainable_entry:
@@ -117,10 +117,10 @@ class StageContext:
         return owners is None or rank in owners
 
     def synchronize(self) -> None:
-        """Wait for the current stream, so that the GPU's work is timed and not its launch."""
+        """Wait for the current stream, to time the GPU's work and not its launch."""
         devices.wait_for_stream(self.device)
 
     def count_python_value(self, func: Callable[..., Any]) -> None:
-        """Note that Python needed a value: each time, ranks wait for each other."""
+        """Count a value that Python needed: each time, all ranks wait for its owner."""
         name = getattr(func, "__name__", str(func))
         self.python_values[name] = self.python_values.get(name, 0) + 1

@@ -1,8 +1,9 @@
-"""Operations whose result has a shape that depends on values, not on the arguments' shapes alone.
+"""Stage tensors: values of which one rank, the owner, holds the data, while all ranks know the shape.
 
-Ranks that do not run a call know its result from the shapes of its arguments. Where the values that decide are in
-tensors that every rank holds (labels, lengths, masks made of them), each counts them, and other counts are another kind
-of call. A count waits for the device, as the operation itself does.
+They exist in the step function and in modules whose parts lie on several ranks. Operations on them follow the data:
+the owner computes, the others make placeholders of the same shape (`microbatch.py`). What depends on shapes alone is
+answered at once; what Python needs to know (`.item()`, `if tensor:`) is broadcast from the owner. `_HANDLERS` at the
+end says which function is answered how.
 """
 
 from __future__ import annotations
@@ -34,63 +35,12 @@ __all__ = [
     "with_int_bounds",
 ]
 
-_T: Final = torch.Tensor
-INDEXING: Final = frozenset({_T.__getitem__, _T.__setitem__})
-
-
-def with_int_bounds(index: Any) -> Any:
-    """Return an index whose slices are bounded by numbers: Python would ask for them where the operation runs only."""
-    if isinstance(index, tuple):
-        return tuple([with_int_bounds(part) for part in index])
-    if isinstance(index, slice):
-        return slice(_as_int(index.start), _as_int(index.stop), _as_int(index.step))
-    return index
-
-
-def _as_int(bound: Any) -> Any:
-    return bound.__index__() if isinstance(bound, torch.Tensor) else bound
-
-
-def _mask_counts(_value: Any, index: Any = None, **names: Any) -> tuple[int, ...]:
-    """Return how many elements each mask chooses."""
-    index = names.get("mask", index)
-    parts = index if isinstance(index, tuple | list) else (index,)
-    return tuple([int(part.count_nonzero()) for part in _plain(*parts) if part.dtype is torch.bool])
-
-
-def _sum_and_max(*args: Any, **names: Any) -> tuple[int, ...]:
-    """Return the sum and the largest of lengths or repetitions."""
-    found = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
-    return tuple([int(number) for part in found for number in (part.sum(), part.max())])
-
-
-def _plain(*values: Any) -> Iterator[torch.Tensor]:
-    return (value for value in values if type(value) is torch.Tensor)
-
-
-DECIDING_VALUES: Final[dict[Any, Callable[..., tuple[int, ...]]]] = {
-    _T.__getitem__: _mask_counts,
-    _T.masked_select: _mask_counts,
-    torch.masked_select: _mask_counts,
-    _T.repeat_interleave: _sum_and_max,
-    torch.repeat_interleave: _sum_and_max,
-    torch._C._VariableFunctions._pack_padded_sequence: _sum_and_max,
-}
-"""By operation, what tells results of other shapes apart: a function of its arguments."""
-
-
-# --- Stage tensors: one rank, the owner, holds the data, and the others know the shape --------------------------------
-# They exist in the step function and in modules whose parts lie on several ranks. Operations on them follow the
-# data: the owner computes, the others note what comes out. What only depends on shapes is answered at once; what Python
-# needs to know (`.item()`, `if tensor:`) is broadcast from the owner.
-
-
 T = torch.Tensor
 _NONE: Final[Mapping[int, Any]] = MappingProxyType({})
 
 
 class Current:
-    """The microbatch whose code runs now; only one thread runs at a time, so one is enough."""
+    """The microbatch whose code runs now: one for all threads, since only one of them runs at a time."""
 
     microbatch: Microbatch | None = None
 
@@ -112,33 +62,34 @@ def current_microbatch() -> Microbatch:
 
 
 def microbatch_between_units() -> Microbatch | None:
-    """Return the microbatch whose code runs now if every rank runs it, each with what it holds.
+    """Return the microbatch whose code runs now if all ranks run that code.
 
-    None: it runs inside a unit, or none runs and a module that is called is being recomputed in backward.
+    None: the code runs inside a unit, on its owner alone; or no microbatch runs, as in recomputation in backward.
     """
     microbatch = Current.microbatch
     return None if microbatch is None or microbatch.stage.inside_unit else microbatch
 
 
 class StageTensor(torch.Tensor):
-    """A tensor of which this rank holds either the data or only the shape.
-
-    `spec` is what all ranks know of it; `owner` the pp_rank that holds it; `value` the data there, None elsewhere;
-    `segment` the owner's segment that made it; `copies` what it was sent as, by pp_rank; `alias_set`
-    all that share its memory or that of what they were sent from, if any, and `storage_key` which of them lie in the
-    same. Made by `make_stage_tensor`.
-    """
+    """A tensor of which this rank holds either the data or only the shape; made by `make_stage_tensor`."""
 
     spec: TensorSpec
+    """Shape, strides, dtype and whether it needs gradients: what all ranks know."""
     owner: int
+    """The pp_rank that holds the data."""
     value: torch.Tensor | None
+    """The data on the owner; None elsewhere, and where the data are stale."""
     segment: int
-    # Most values have none of these: what every operation makes must be made quickly.
+    """The owner's segment that made it."""
+    # Defaults on the class: every operation makes stage tensors, and most of them need none of these.
     copies: Mapping[int, StageTensor] = _NONE
+    """By pp_rank, the copies that were sent there."""
     alias_set: AliasSet | None = None
+    """The stage tensors that share its memory, or that of the tensor that it was sent from; see `mutation.py`."""
     storage_key: object = None
+    """Equal for members of an alias set that lie in the same memory."""
 
-    # The questions that models ask most, answered without the detour through __torch_function__.
+    # Models ask for these most often: without the detour through __torch_function__.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return torch.Size(self.spec.shape)
@@ -179,7 +130,7 @@ class StageTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Located(pp_rank {self.owner}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
+            return f"StageTensor(pp_rank {self.owner}, {str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
     def __format__(self, specification: str) -> str:
         with torch._C.DisableTorchFunctionSubclass():
@@ -187,7 +138,7 @@ class StageTensor(torch.Tensor):
         return format(self.item(), specification) if scalar else repr(self)
 
     def drop_copies(self) -> None:
-        """Send it anew where it is needed: it has changed."""
+        """Forget the copies: the value has changed, and must be sent again where it is needed."""
         self.copies = _NONE
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -208,12 +159,12 @@ def make_stage_tensor(
     made: StageTensor = torch.Tensor._make_wrapper_subclass(
         StageTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad
     )
-    made.__dict__.update(spec=spec, owner=owner, value=value, segment=segment)  # at once: all ranks make many
+    made.__dict__.update(spec=spec, owner=owner, value=value, segment=segment)  # faster than four assignments
     return made
 
 
 def refuse_foreign_graph(grad_fn: Any) -> None:
-    """Raise: torch has recorded a node on a placeholder; backward would end there unnoticed."""
+    """Raise UsageError: torch has recorded a node on a placeholder, at which backward would end unnoticed."""
     name = grad_fn.name().removesuffix("Backward")
     if name == "BackwardHookFunction":
         raise UsageError(
@@ -227,7 +178,7 @@ def refuse_foreign_graph(grad_fn: Any) -> None:
 
 
 def _attribute(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Answer `x.shape` and its like from what is known, and treat `x.T` and its like as the operations they are."""
+    """Answer attributes such as `x.shape` from the placeholder; run `x.T` and its like as operations."""
     operation = PROPERTIES.get(func)
     if operation is not None:
         return current_microbatch().run_operation(operation, operation.__name__, args, {})
@@ -236,7 +187,7 @@ def _attribute(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _shape_only(value: Any) -> Any:
-    """Return a tensor of the same shape, dtype and device that takes no memory, to be looked at and not read."""
+    """Return a tensor of the same shape, dtype and device with one element's memory, whose values mean nothing."""
     if not isinstance(value, StageTensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -314,7 +265,7 @@ _NEW_FROM_SHAPE: Final = frozenset(
         torch.empty_like,
     }
 )
-"""Functions that make a tensor from another's shape and dtype: every rank makes it."""
+"""Functions that make a tensor from another's shape and dtype: every rank makes it itself."""
 
 _INSIDE: Final = "do it inside a torch.nn.Module, where tensors are plain ones"
 _REFUSED: Final[dict[Any, str]] = {
@@ -326,10 +277,62 @@ _REFUSED: Final[dict[Any, str]] = {
     torch.autograd.grad: "gradients come with the step's backward; take others inside a torch.nn.Module",
     torch.autograd.backward: "call `model.backward(loss)` instead, so that every rank runs its part",
 }
-"""Functions that mean the tensor itself and not its value, with what to do instead."""
+"""Functions that concern the tensor itself and not its value, with a hint for each."""
 
 _LIKE_OTHER: Final = frozenset({T.type_as, T.expand_as, T.view_as, T.reshape_as, T.to})
-"""Methods that look at their second tensor's shape, dtype or device only."""
+"""Methods that need only shape, dtype or device of their second tensor."""
+
+
+INDEXING: Final = frozenset({T.__getitem__, T.__setitem__})
+
+
+def with_int_bounds(index: Any) -> Any:
+    """Return an index whose slices are bounded by numbers.
+
+    A tensor as a bound must be asked for its value on all ranks; Python would ask on the owner only.
+    """
+    if isinstance(index, tuple):
+        return tuple([with_int_bounds(part) for part in index])
+    if isinstance(index, slice):
+        return slice(_as_int(index.start), _as_int(index.stop), _as_int(index.step))
+    return index
+
+
+def _as_int(bound: Any) -> Any:
+    return bound.__index__() if isinstance(bound, torch.Tensor) else bound
+
+
+def _mask_counts(_value: Any, index: Any = None, **names: Any) -> tuple[int, ...]:
+    """Count the elements that each mask selects."""
+    index = names.get("mask", index)
+    parts = index if isinstance(index, tuple | list) else (index,)
+    return tuple([int(part.count_nonzero()) for part in _plain(*parts) if part.dtype is torch.bool])
+
+
+def _sum_and_max(*args: Any, **names: Any) -> tuple[int, ...]:
+    """Return sum and maximum of lengths or repetitions."""
+    found = [part for part in _plain(*args[1:], *names.values()) if part.numel()]
+    return tuple([int(number) for part in found for number in (part.sum(), part.max())])
+
+
+def _plain(*values: Any) -> Iterator[torch.Tensor]:
+    return (value for value in values if type(value) is torch.Tensor)
+
+
+DECIDING_VALUES: Final[dict[Any, Callable[..., tuple[int, ...]]]] = {
+    T.__getitem__: _mask_counts,
+    T.masked_select: _mask_counts,
+    torch.masked_select: _mask_counts,
+    T.repeat_interleave: _sum_and_max,
+    torch.repeat_interleave: _sum_and_max,
+    torch._C._VariableFunctions._pack_padded_sequence: _sum_and_max,
+}
+"""Operations whose result has a shape that depends on values, each with a function of its arguments that yields them.
+
+Ranks that do not run a call know its result from the shapes of its arguments. Where the deciding values are in tensors
+that every rank holds (labels, lengths, masks made of them), each rank computes them itself, and other values make
+another kind of call. That waits for the device, as the operation itself does.
+"""
 
 
 def _from_shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -376,4 +379,4 @@ _HANDLERS: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys(_REFUSED, _refuse),
     **dict.fromkeys((*DECIDING_VALUES, *INDEXING), _shaped_by_values),
 }
-"""What is answered without running an operation on data."""
+"""How functions are answered that are not plain operations on data."""

@@ -1,4 +1,4 @@
-"""Every kind of operation on a located value: what the owner computes, what the others know of it, and the errors.
+"""Every kind of operation on a stage tensor: what the owner computes, what the others know of it, and the errors.
 
 Both ranks are played in this process, one after the other: what the first tells and sends, the second finds.
 """
@@ -74,8 +74,8 @@ def running(rank: int, wire: Wire) -> Iterator[Microbatch]:
         Current.microbatch = None
 
 
-def located(rank: int, plain: Tensor = X) -> StageTensor:
-    """Return the value as `rank` has it: on HOME with the data."""
+def value_on(rank: int, plain: Tensor = X) -> StageTensor:
+    """Return the value as `rank` has it: on OWNER with the data."""
     value = plain.clone().requires_grad_(plain.requires_grad) if rank == OWNER else None
     return make_stage_tensor(spec_of(plain), CPU, OWNER, value)
 
@@ -86,7 +86,7 @@ def on_both(code: Callable[[Any], Any], plain: Tensor = X) -> list[Any]:
     found = []
     for rank in (OWNER, OTHER):
         with running(rank, wire):
-            found.append(code(located(rank, plain)))
+            found.append(code(value_on(rank, plain)))
     assert not wire.told, "the other rank did not ask"
     return found
 
@@ -239,15 +239,15 @@ def test_python_questions_are_counted_and_make_the_path_uncertain_only_where_a_b
     counted = []
     for code in (lambda x: x.sum().item(), lambda x: bool(x.any())):
         with running(OWNER, Wire()) as microbatch:
-            code(located(OWNER))
+            code(value_on(OWNER))
             counted.append((microbatch.stage.python_values, microbatch.dynamic))
     assert counted == [({"item": 1}, False), ({"__bool__": 1}, True)]
 
 
 def test_texts_say_where_a_value_lies() -> None:
     with running(OWNER, Wire()):
-        assert repr(located(OWNER)) == "Located(pp_rank 0, float64[2, 3])"
-        assert f"{located(OWNER)}" == repr(located(OWNER))
+        assert repr(value_on(OWNER)) == "StageTensor(pp_rank 0, float64[2, 3])"
+        assert f"{value_on(OWNER)}" == repr(value_on(OWNER))
 
 
 class Cube(torch.autograd.Function):
@@ -297,7 +297,7 @@ def test_what_cannot_be_done_is_refused_alike_on_all_ranks(what: str, rank: int)
     grown = spec_of(X[None])
     wire.told.append((spec_of(X.sum()), None) if what == "backward" else (grown, MutationInfo(((0, grown),), ())))
     with running(rank, wire), pytest.raises(UsageError) as caught:
-        code(located(rank))
+        code(value_on(rank))
     assert text in caught.value.message
     assert hint in (caught.value.hint or "")
 
@@ -306,14 +306,14 @@ def test_a_custom_function_on_a_value_of_another_rank_is_an_error() -> None:
     plain, wire = X.clone().requires_grad_(), Wire()
     for rank in (OWNER, OTHER):
         with running(rank, wire):
-            cubed = Cube.apply(located(rank, plain))
+            cubed = Cube.apply(value_on(rank, plain))
             with pytest.raises(UsageError, match=r"`Cube`, a custom autograd\.Function, was applied"):
                 cubed * 2
 
 
 def test_a_value_outside_its_step_is_an_error() -> None:
     with pytest.raises(UsageError, match="outside the step that made it"):
-        located(OWNER) + 1
+        value_on(OWNER) + 1
     with pytest.raises(UsageError, match="outside the step that made it"):
         current_microbatch()
 
@@ -321,7 +321,7 @@ def test_a_value_outside_its_step_is_an_error() -> None:
 def test_a_result_of_another_shape_for_the_same_arguments_is_an_error() -> None:
     shapes = iter([(2,), (3,)])
     with running(OWNER, Wire()) as microbatch:
-        x = located(OWNER)
+        x = value_on(OWNER)
         run: Sequence[Any] = (OWNER, "layer", "layer", lambda _: torch.zeros(next(shapes)), (x,), {})
         microbatch.run_on_owner(*run)
         with pytest.raises(UsageError, match=r"`layer` returned float32\[2\] the first time and float32\[3\] now"):
@@ -330,7 +330,7 @@ def test_a_result_of_another_shape_for_the_same_arguments_is_an_error() -> None:
 
 def test_a_module_in_training_and_in_evaluation_makes_two_kinds_of_calls() -> None:
     with running(OWNER, Wire()) as microbatch:
-        x = located(OWNER)
+        x = value_on(OWNER)
         for training in (True, False, True):
             rows = 1 + training
             made = microbatch.run_on_owner(
@@ -397,7 +397,7 @@ def test_an_operation_runs_where_most_bytes_are_and_else_on_the_later_rank(shape
     wire.told.append((spec_of(X + plain), None))
     wire.sent.append(plain)
     with running(OWNER, wire) as microbatch:
-        result = located(OWNER) + make_stage_tensor(spec_of(plain), CPU, OTHER)
+        result = value_on(OWNER) + make_stage_tensor(spec_of(plain), CPU, OTHER)
     assert isinstance(result, StageTensor)
     assert result.owner == owner
     assert [(transfer.source, transfer.target) for transfer in microbatch.transfers] == [(1 - owner, owner)]
@@ -412,7 +412,7 @@ def test_an_operation_with_a_weight_runs_where_the_weight_is() -> None:
     wire.told.append((spec_of(functional.linear(X, WEIGHT)), None))
     with running(OWNER, wire) as microbatch:
         microbatch.stage.parameter_owners = {id(WEIGHT): OTHER}
-        result = functional.linear(located(OWNER), WEIGHT)
+        result = functional.linear(value_on(OWNER), WEIGHT)
     assert isinstance(result, StageTensor)
     assert result.owner == OTHER
 
@@ -421,6 +421,6 @@ def test_a_known_call_asks_nobody_whatever_the_data() -> None:
     wire = Wire()
     with running(OWNER, wire) as microbatch:
         for _ in range(3):
-            map_tensors(lambda _: None, located(OWNER) * 2 + X)
+            map_tensors(lambda _: None, value_on(OWNER) * 2 + X)
         assert len(wire.told) == 2
         assert len(microbatch.call_trace) == 6
