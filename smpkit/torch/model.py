@@ -29,15 +29,24 @@ from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.units import install_streams
 from smpkit.torch.placement.delayed import initialize, run_deferred_loads
+from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.placement.measure import MeasureOptions
-from smpkit.torch.placement.shards import refuse_assignment
+from smpkit.torch.placement.placement import pp_rank_of
+from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, refuse_assignment, sees_scaled_batch
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
 from smpkit.torch.recompute.region import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
-from smpkit.torch.state_dict import PARTIAL_KEY, ModelState
+from smpkit.torch.state_dict import (
+    PARTIAL_KEY,
+    full_model_state,
+    load_model_state,
+    local_state_names,
+    runs_here,
+)
 from smpkit.torch.tensor_parallel.layers.dropout import random_number, seed_with_common_number
 from smpkit.torch.tensor_parallel.model_check import common_seed
+from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.replace import distribute
 from smpkit.torch.tensor_parallel.replaced import replace_optimizer_parameters
 from smpkit.torch.tensor_parallel.same_call import CallConsistencyCheck
@@ -47,75 +56,12 @@ if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, StepProgress
     from smpkit.torch.optimizer import DistributedOptimizer
 
-__all__ = ["PARTIAL_KEY", "DistributedModel", "ModelHook", "check_arguments"]
-
-
-# --- What `smp.DistributedModel` takes --------------------------------------------------------------------------------
-
-
-def check_arguments(
-    module: nn.Module, trace_device: str, trace_execution_times: bool, backward_passes: int, bucket_cap_mb: float
-) -> None:
-    """Refuse a model or an option of `smp.DistributedModel` that cannot work.
-
-    Raises:
-        UsageError: it is no module, wrapped already, a lazy one without shapes, or an option is out of its range.
-        UnsupportedError: an OffloadModel in it does not go with the configuration.
-    """
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"DistributedModel wraps a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, ModelState):
-        raise UsageError("this model is a DistributedModel already", hint="wrap a model once")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise UsageError(
-            "this model is wrapped in DistributedDataParallel", hint="pass the plain model and set `ddp: True`"
-        )
-    if state.model is not None:
-        raise UsageError(
-            "there is a DistributedModel already, and a script has one",
-            hint="put all models that are trained together into one torch.nn.Module",
-        )
-    for name, each in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(each):
-            raise UsageError(
-                f"`{name}` has no shape yet: its module is a lazy one",
-                hint="call the model once with a batch, on all ranks with the same seed, before it is wrapped",
-            )
-    for part in module.modules():
-        if isinstance(part, OffloadModel):
-            _check_offload_model(part)
-    if trace_device not in ("gpu", "cpu"):
-        raise UsageError(f"trace_device must be one of `gpu`, `cpu`, got `{trace_device}`")
-    if trace_device == "cpu" and trace_execution_times:
-        raise UsageError(
-            "trace_execution_times measures on the GPU, but trace_device is `cpu`",
-            hint="pass trace_device='gpu' or trace_execution_times=False",
-        )
-    if backward_passes < 1:
-        raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes}")
-    if bucket_cap_mb <= 0:
-        raise UsageError(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
-
-
-def _check_offload_model(model: OffloadModel) -> None:
-    cfg = state.cfg
-    if state.pp_size > 1 or state.tp_size > 1 or cfg.sharded_data_parallel_degree > 1 or half_dtype(cfg) is not None:
-        raise UnsupportedError(
-            "there is an OffloadModel in this model, which moves its own weights: in a DistributedModel it works with"
-            " data parallelism only",
-            hint="remove pipeline, tensor and sharded data parallelism, fp16 and bf16, or use the plain model",
-        )
-    if state.dp_size > 1:
-        model.expect_averaging("smp.DistributedModel")
-
-
-# --- `smp.DistributedModel`: the user's model, placed, replicated and with a backward that knows about microbatches ---
-
+__all__ = ["DistributedModel", "ModelHook"]
 
 ModelHook = Callable[["DistributedModel", "DistributedOptimizer | None"], object]
 
 
-class DistributedModel(ModelState):
+class DistributedModel(nn.Module):
     """Wrap a model for training under an SMP v1 configuration (the class of the same name in SMP v1).
 
     The module is moved to this rank's device and made equal on all data-parallel ranks. Names in `state_dict()`,
@@ -160,23 +106,24 @@ class DistributedModel(ModelState):
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
-        check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
+        _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
+        # The order matters: each transform works on what the one before it has left.
+        #
+        # Tensor parallelism comes first, because it replaces modules and parameters: whatever keeps one of them, such
+        # as an optimizer that the script made before its model, must keep the new one.
         module = distribute(module)
-        if state.optimizer is not None:
-            replace_optimizer_parameters(state.optimizer.optimizer)
+        _renew_optimizer_parameters()
+        # On the classes of the modules that stay: SMP v1 scripts call `super()._orig_forward()`.
         expose_original_forwards(module)
-        sharded = state.cfg.sharded_data_parallel_degree > 1  # `shard_model` then places it block by block, in float32
+        # Half precision comes before weights move: casting first moves half of the bytes, and masters, replicas and
+        # shards are then made from the final dtypes.
         self._half_dtype = half_dtype(state.cfg)
-        if self._half_dtype is not None:
-            cast_model(module, self._half_dtype, weights=not sharded)
-        if state.pp_size == 1 and not sharded:
-            initialize(module, list(module.parameters()), state.device, torch.initial_seed())
-        self.module = module if state.pp_size > 1 or sharded else module.to(state.device)
-        measured = MeasureOptions(trace_execution_times, trace_memory_usage)
-        self.pipeline = Pipeline(module, measured, _prepare_checkpointing) if state.pp_size > 1 else None
-        if self.pipeline is not None:
-            warn_of_torch_clipping()
+        _cast_to_half(module)
+        # Weights move last. Over a pipeline they stay where they are until the first step has partitioned the model.
+        self.module = _place_weights(module)
+        self.pipeline = _make_pipeline(module, MeasureOptions(trace_execution_times, trace_memory_usage))
         self.partitioned = self.pipeline is None
+        """Whether this rank has its part: at once without a pipeline, else from the first step on."""
         self.random: RandomStreams | None = None
         self._saved_random: Mapping[str, int] = {}
         self.find_unused_parameters = find_unused_parameters
@@ -191,6 +138,7 @@ class DistributedModel(ModelState):
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
         if self.pipeline is None:
+            # Replicas are made equal when weights have their places; `begin_step` does this for a pipeline.
             self._replicate()
         self._in_backward = False
         self._call_check = CallConsistencyCheck()
@@ -205,7 +153,7 @@ class DistributedModel(ModelState):
             to_original = functools.partial(with_original_names, module)
             state.module_manager = ModuleManager(((to_original, lambda values: values),))
 
-    # --- the model ---------------------------------------------------------------------------------------------
+    # --- forward and backward ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's model; outside a step this works at pipeline degree 1 only.
@@ -281,30 +229,6 @@ class DistributedModel(ModelState):
                 torch.autograd.backward(roots, grads)
         finally:
             self._in_backward = False
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a full or partial state dict, as `ModelState.load_state_dict` says; master weights follow."""
-        result = super().load_state_dict(*args, **kwargs)
-        if state.optimizer is not None:
-            state.optimizer.refresh_masters()
-        return result
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what `copy.deepcopy` and `torch.save` copy of it; over several ranks there is no such thing.
-
-        Raises:
-            UsageError: the model has a pipeline or replicas.
-        """
-        if self.pipeline is not None or self.data_parallel is not None:
-            raise UsageError(
-                "a DistributedModel was copied or pickled, but it is one with the connections to other ranks",
-                hint="save `model.state_dict()`; for an average of weights keep copies of `model.local_parameters()`",
-            )
-        return self.__dict__
-
-    def get_module(self) -> nn.Module:
-        """Return the user's model, under all wrappers."""
-        return self.module
 
     # --- the life of a step ------------------------------------------------------------------------------------
 
@@ -440,6 +364,191 @@ class DistributedModel(ModelState):
         """
         return contextlib.nullcontext() if self.data_parallel is None else JoinContext(self.data_parallel)
 
+    # --- names: what the model has, and what of it this rank holds -----------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters that this rank holds."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (pair for pair in self.module.named_parameters() if self.holds(pair[1]))
+
+    def local_buffers(self) -> Iterator[torch.Tensor]:
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return (pair for pair in self.module.named_buffers() if runs_here(*pair, self._placement))
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Iterate over the modules that this rank holds, and those above them."""
+        return (module for _, module in self.local_named_modules())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the modules that this rank holds, and those above them, with their names."""
+        placement = self._placement or {}
+        return (
+            (name, module)
+            for name, module in self.module.named_modules()
+            if pp_rank_of(name, placement) in (None, state.pp_rank)
+        )
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Tell whether this rank holds the data of a parameter."""
+        if self.pipeline is None or not self.partitioned:
+            return True
+        return state.pp_rank in self.pipeline.holders[id(parameter)]
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Tell whether this rank keeps the optimizer's state of a parameter, or would."""
+        zero1 = None if self.data_parallel is None else self.data_parallel.zero1
+        return self.holds(parameter) and (zero1 is None or zero1.owns(parameter))
+
+    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters whose optimizer state this rank keeps.
+
+        With `shard_optimizer_state` these are the parameters that this rank owns, whole; else all that it holds.
+        """
+        return (pair for pair in self.local_named_parameters() if self.owns(pair[1]))
+
+    @property
+    def _placement(self) -> Mapping[str, int] | None:
+        """The pipeline rank of each unit; None as long as every rank holds the whole model."""
+        assignment = None if self.pipeline is None else self.pipeline.assignment
+        return None if assignment is None else assignment.partition_of
+
+    # --- names under tensor parallelism --------------------------------------------------------------------------
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Iterate over the tensor-parallel modules."""
+        return (module for module in self.module.modules() if isinstance(module, DistributedModule))
+
+    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter is this rank's piece of a larger one."""
+        return is_tp_shard(parameter)
+
+    def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
+        """Tell whether a buffer is this rank's piece of a larger one."""
+        return is_tp_shard(buffer)
+
+    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
+        """Tell whether one backward gives a parameter the samples of all tensor-parallel ranks."""
+        return sees_scaled_batch(parameter)
+
+    def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
+        """Tell whether a buffer sees the samples of all tensor-parallel ranks."""
+        return sees_scaled_batch(buffer)
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters whose gradients are reduced over DP_GROUP."""
+        return (pair for pair in self.module.named_parameters() if not sees_scaled_batch(pair[1]))
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters whose gradients are reduced over RDP_GROUP."""
+        return (pair for pair in self.module.named_parameters() if sees_scaled_batch(pair[1]))
+
+    # --- state dicts ---------------------------------------------------------------------------------------------
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the whole model's state under the names of its modules; all ranks that hold a model call this.
+
+        Modules that tensor parallelism has replaced have names of their own: `original_state_dict` gives the user's.
+
+        Args:
+            gather_to_rank0: give every rank of the model but the first an empty dict, to save memory.
+        """
+        run_deferred_loads()
+        local: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        prefix: str = kwargs.get("prefix", "")
+        return full_model_state(
+            self.module, local, self._partitioned_names(), prefix=prefix, gather_to_rank0=gather_to_rank0
+        )
+
+    def original_state_dict(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """Return the whole model's state under the names it had before tensor parallelism replaced modules.
+
+        Parts whose translation is not known keep the names of `state_dict()`. All ranks that hold a model call this.
+
+        Args:
+            gather_to_rank0: as for `state_dict`.
+        """
+        return with_original_names(self.module, self.state_dict(gather_to_rank0=gather_to_rank0))
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state, plus `_smp_is_partial` = True."""
+        run_deferred_loads()
+        held = local_state_names(self.module, self.holds, self._placement)
+        own = {name: local_tensor_of(value) for name, value in self.module.state_dict().items() if name in held}
+        return {**own, PARTIAL_KEY: True}
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load a full or partial state dict; for a partial one all ranks of a pipeline call this.
+
+        Of whole tensors each rank takes its piece. A full dict under the names that modules had before tensor
+        parallelism replaced them is translated, unless it has the key `_smp_is_partial`. The optimizer's master
+        weights follow.
+
+        Args:
+            strict: raise if names do not match, as `nn.Module.load_state_dict` does.
+            same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
+
+        Raises:
+            UnsupportedError: with `assign=True`, which would put tensors in the place of parameters that the optimizer
+                and data parallelism know.
+        """
+        if kwargs.get("assign"):
+            raise assignment_refusal()
+        run_deferred_loads()
+        result = load_model_state(
+            self.module,
+            state_dict,
+            self._partitioned_names(),
+            strict=strict,
+            same_partition_load=same_partition_load,
+            has_pipeline=self.pipeline is not None,
+            **kwargs,
+        )
+        # Else the optimizer's next step would overwrite what was loaded, from masters of the old weights.
+        if state.optimizer is not None:
+            state.optimizer.refresh_masters()
+        return result
+
+    def _partitioned_names(self) -> set[str] | None:
+        """Return the names of the entries of `state_dict()` that this rank holds; None if those are all."""
+        if self.pipeline is None or not self.partitioned:
+            return None
+        return local_state_names(self.module, self.holds, self._placement)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what `copy.deepcopy` and `torch.save` copy of it; over several ranks there is no such thing.
+
+        Raises:
+            UsageError: the model has a pipeline or replicas.
+        """
+        if self.pipeline is not None or self.data_parallel is not None:
+            raise UsageError(
+                "a DistributedModel was copied or pickled, but it is one with the connections to other ranks",
+                hint="save `model.state_dict()`; for an average of weights keep copies of `model.local_parameters()`",
+            )
+        return self.__dict__
+
+    def get_module(self) -> nn.Module:
+        """Return the user's model, under all wrappers."""
+        return self.module
+
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _replicate(self) -> None:
@@ -478,16 +587,6 @@ class DistributedModel(ModelState):
             hook(self, cast("DistributedOptimizer | None", state.optimizer))
 
 
-def _alias_module(module: nn.Module) -> None:
-    """Let `model.module.module.module` reach the user's model.
-
-    SMP v1 had a wrapper more or less from version to version, and public scripts count the hops of theirs. A plain
-    attribute, past nn.Module's registration, keeps the extra hops out of the module tree and of `state_dict()`.
-    """
-    if not hasattr(module, "module"):
-        object.__setattr__(module, "module", module)
-
-
 @contextlib.contextmanager
 def _abandon_on_error(replica: DataParallel | None) -> Iterator[None]:
     """Forget a pass outside any step that an exception ends; the step sees to its own."""
@@ -518,7 +617,116 @@ def _register(hooks: OrderedDict[int, ModelHook], hook: ModelHook) -> RemovableH
     return handle
 
 
+# --- the transforms of `DistributedModel.__init__` --------------------------------------------------------------------
+
+
+def _renew_optimizer_parameters() -> None:
+    """Give an optimizer that was made before the model the parameters that tensor parallelism has made."""
+    if state.optimizer is not None:
+        replace_optimizer_parameters(state.optimizer.optimizer)
+
+
+def _cast_to_half(module: nn.Module) -> None:
+    dtype = half_dtype(state.cfg)
+    if dtype is not None:
+        # Sharded data parallelism keeps its weights in float32 as their own masters, and casts a block as it is used.
+        cast_model(module, dtype, weights=not _shards_data())
+
+
+def _place_weights(module: nn.Module) -> nn.Module:
+    """Give delayed parameters their memory and move the module to this rank's device, unless another part does so.
+
+    Over a pipeline that is the first step, when each rank knows its part; and sharded data parallelism moves one block
+    at a time, so that the whole model never needs to fit the device.
+    """
+    if state.pp_size > 1 or _shards_data():
+        return module
+    initialize(module, list(module.parameters()), state.device, torch.initial_seed())
+    return module.to(state.device)
+
+
+def _make_pipeline(module: nn.Module, measured: MeasureOptions) -> Pipeline | None:
+    if state.pp_size == 1:
+        return None
+    pipeline = Pipeline(module, measured, _prepare_checkpointing)
+    warn_of_torch_clipping()
+    return pipeline
+
+
+def _shards_data() -> bool:
+    return state.cfg.sharded_data_parallel_degree > 1
+
+
 def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> None:
-    """See to checkpointed modules when it is known where modules lie: ours, and those of torch's own checkpoint."""
+    """Check and patch activation checkpointing once it is known which rank runs which module."""
     check_checkpoint_ranks(root, placement)
     patch_torch_checkpoint()
+
+
+def _alias_module(module: nn.Module) -> None:
+    """Let `model.module.module.module` reach the user's model.
+
+    SMP v1 had a wrapper more or less from version to version, and public scripts count the hops of theirs. A plain
+    attribute, past nn.Module's registration, keeps the extra hops out of the module tree and of `state_dict()`.
+    """
+    if not hasattr(module, "module"):
+        object.__setattr__(module, "module", module)
+
+
+# --- what the constructor refuses -------------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    module: nn.Module, trace_device: str, trace_execution_times: bool, backward_passes: int, bucket_cap_mb: float
+) -> None:
+    """Refuse a model or an option of `smp.DistributedModel` that cannot work.
+
+    Raises:
+        UsageError: it is no module, wrapped already, a lazy one without shapes, or an option is out of its range.
+        UnsupportedError: an OffloadModel in it does not go with the configuration.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"DistributedModel wraps a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, DistributedModel):
+        raise UsageError("this model is a DistributedModel already", hint="wrap a model once")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "this model is wrapped in DistributedDataParallel", hint="pass the plain model and set `ddp: True`"
+        )
+    if state.model is not None:
+        raise UsageError(
+            "there is a DistributedModel already, and a script has one",
+            hint="put all models that are trained together into one torch.nn.Module",
+        )
+    for name, each in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(each):
+            raise UsageError(
+                f"`{name}` has no shape yet: its module is a lazy one",
+                hint="call the model once with a batch, on all ranks with the same seed, before it is wrapped",
+            )
+    for part in module.modules():
+        if isinstance(part, OffloadModel):
+            _check_offload_model(part)
+    if trace_device not in ("gpu", "cpu"):
+        raise UsageError(f"trace_device must be one of `gpu`, `cpu`, got `{trace_device}`")
+    if trace_device == "cpu" and trace_execution_times:
+        raise UsageError(
+            "trace_execution_times measures on the GPU, but trace_device is `cpu`",
+            hint="pass trace_device='gpu' or trace_execution_times=False",
+        )
+    if backward_passes < 1:
+        raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes}")
+    if bucket_cap_mb <= 0:
+        raise UsageError(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
+
+
+def _check_offload_model(model: OffloadModel) -> None:
+    cfg = state.cfg
+    if state.pp_size > 1 or state.tp_size > 1 or cfg.sharded_data_parallel_degree > 1 or half_dtype(cfg) is not None:
+        raise UnsupportedError(
+            "there is an OffloadModel in this model, which moves its own weights: in a DistributedModel it works with"
+            " data parallelism only",
+            hint="remove pipeline, tensor and sharded data parallelism, fp16 and bf16, or use the plain model",
+        )
+    if state.dp_size > 1:
+        model.expect_averaging("smp.DistributedModel")

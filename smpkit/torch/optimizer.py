@@ -11,13 +11,13 @@ import torch
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition
-from smpkit.torch.model import PARTIAL_KEY
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optim.master_weights import MasterWeights
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import LossScaler, StaticLossScaler, loss_scaler_of
 from smpkit.torch.state_dict import (
+    PARTIAL_KEY,
     gather_all,
     gather_by_rdp_rank,
     gather_owned,

@@ -1,9 +1,22 @@
-"""Put the parts of a state dict that the ranks of a pipeline hold together again."""
+"""State dicts of the whole model and optimizer from the parts that ranks hold, and back.
+
+Each kind of parallelism divides a state in its own way, and is undone by a collective of its own::
+
+    pipeline                   a rank has some of the entries         merge_on_all_ranks, merge_on_first_rank
+    tensor parallelism         a rank has a piece of an entry         tensor_parallel.state_dict
+    sharded data parallelism   a rank has a slice of an entry         to_full, to_shards
+    shard_optimizer_state      a rank has some parameters' states     gather_all, gather_owned
+
+The functions of the model's state are the inside of `DistributedModel`'s methods of the same names; those of the
+optimizer's are what `DistributedOptimizer` composes. Optimizer states are those of a torch state dict: by the number of
+the parameter in the parameter groups.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,36 +24,31 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import CommGroup, RankType, allgather, recv_from, send
-from smpkit.torch.placement.delayed import is_delayed, run_deferred_loads, set_delayed_value
+from smpkit.torch.placement.delayed import is_delayed, set_delayed_value
 from smpkit.torch.placement.dtensor import distribute_like, distribute_state, full_tensor_of, local_tensor_of
-from smpkit.torch.placement.placement import pp_rank_of, running_pp_rank_of
-from smpkit.torch.placement.shards import assignment_refusal, shard_of
-from smpkit.torch.tensor_parallel.module import DistributedModule
-from smpkit.torch.tensor_parallel.state_dict import (
-    join_state,
-    shard_state,
-    shards_in,
-    with_distributed_names,
-    with_original_names,
-)
-
-if TYPE_CHECKING:
-    from smpkit.torch.data_parallel.data_parallel import DataParallel
-    from smpkit.torch.pipeline.pipeline import Pipeline
+from smpkit.torch.placement.placement import running_pp_rank_of
+from smpkit.torch.placement.shards import is_tp_shard
+from smpkit.torch.tensor_parallel.state_dict import join_state, shard_state, shards_in, with_distributed_names
 
 __all__ = [
     "PARTIAL_KEY",
-    "ModelState",
+    "full_model_state",
     "gather_all",
     "gather_by_rdp_rank",
     "gather_owned",
+    "load_model_state",
+    "local_state_names",
     "merge_on_all_ranks",
     "merge_on_first_rank",
     "merge_shards",
+    "runs_here",
     "to_full",
     "to_local",
     "to_shards",
 ]
+
+PARTIAL_KEY = "_smp_is_partial"
+"""Marks a state dict that holds only this rank's part; SMP v1 scripts read and write it."""
 
 _Key = TypeVar("_Key")
 
@@ -67,10 +75,127 @@ def merge_on_first_rank(part: Mapping[_Key, Any]) -> dict[_Key, Any]:
     return merged
 
 
-# --- Put optimizer states that ranks keep in shards together, and take them apart again -------------------------------
-# With `shard_optimizer_state` a rank has the states of some parameters, with sharded data parallelism a part of each.
-#
-# States are those of a torch state dict: by the number of the parameter in the parameter groups.
+# --- The state of the model -------------------------------------------------------------------------------------------
+
+
+def local_state_names(
+    module: nn.Module, holds: Callable[[torch.Tensor], bool], placement: Mapping[str, int] | None
+) -> set[str]:
+    """Return the names of the entries of `module.state_dict()` that this rank holds.
+
+    Args:
+        holds: tells whether this rank holds a parameter.
+        placement: the pipeline rank of each unit; None as long as every rank holds the whole model.
+    """
+    held_parameters = {name: holds(each) for name, each in module.named_parameters(remove_duplicate=False)}
+    return {
+        name
+        for name, value in module.state_dict().items()
+        if (held_parameters[name] if name in held_parameters else runs_here(name, value, placement))
+    }
+
+
+def runs_here(name: str, value: Any, placement: Mapping[str, int] | None) -> bool:
+    """Tell whether a buffer (or extra state) is this rank's: its data are here, and its module runs here."""
+    if isinstance(value, torch.Tensor) and value.device.type == "meta":
+        return False
+    if placement is None:
+        return True
+    return running_pp_rank_of(name.rpartition(".")[0], placement) in (None, state.pp_rank)
+
+
+def full_model_state(
+    module: nn.Module, local: dict[str, Any], held: AbstractSet[str] | None, *, prefix: str, gather_to_rank0: bool
+) -> dict[str, Any]:
+    """Return the whole model's state, in the order of `local`; all ranks that hold a model call this.
+
+    Args:
+        local: what `module.state_dict(prefix=prefix)` returns on this rank.
+        held: the names, without `prefix`, of the entries that this rank holds; None if those are all.
+        gather_to_rank0: return an empty dict on every rank of the model but the first.
+    """
+    if state.cfg.sharded_data_parallel_degree > 1:
+        # Gathering a tensor is a collective of RDP_GROUP, so ranks that return nothing gather every entry too; they
+        # keep none, and need memory for one at a time.
+        keeps = not gather_to_rank0 or state.rdp_rank == 0
+        whole = {}
+        for name, each in local.items():
+            value = full_tensor_of(each)
+            if value is not None and keeps:
+                whole[name] = value
+        local = whole
+        if not keeps:  # nor do the other ranks of this replica, so none waits below
+            return {}
+    merged = local
+    if held is not None:
+        held_keys = {prefix + name for name in held}
+        merged = {name: value for name, value in local.items() if name in held_keys}
+    # Tensor-parallel pieces first: their group lies on one pipeline rank, which alone knows how to join them.
+    if state.tp_size > 1:
+        merged = join_state(module, merged, prefix=prefix, on_first=gather_to_rank0)
+        if gather_to_rank0 and state.tp_rank > 0:
+            return {}
+    if held is not None:
+        merged = merge_on_first_rank(merged) if gather_to_rank0 else merge_on_all_ranks(merged)
+    if gather_to_rank0 and state.mp_rank != 0:
+        return {}
+    return {name: merged[name] for name in local if name in merged}
+
+
+def load_model_state(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    held: AbstractSet[str] | None,
+    *,
+    strict: bool,
+    same_partition_load: bool,
+    has_pipeline: bool,
+    **options: Any,
+) -> Any:
+    """Load a full or partial state dict into the part of `module` that this rank holds.
+
+    Args:
+        held: the names of the entries that this rank holds; None if those are all.
+        strict, same_partition_load: those of `DistributedModel.load_state_dict`.
+        has_pipeline: whether there are other parts, on other pipeline ranks or here after the first step.
+        options: go to `module.load_state_dict`, whose result is returned.
+
+    Raises:
+        UsageError: with `strict`, names of a partitioned model do not match.
+    """
+    values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
+    is_partial = bool(state_dict.get(PARTIAL_KEY))
+    if PARTIAL_KEY not in state_dict:  # what `state_dict()` returned has the distributed names already
+        values = with_distributed_names(module, values, set(module.state_dict()) if held is None else set(held))
+    if has_pipeline and is_partial and not same_partition_load:
+        values = merge_on_all_ranks(values)
+    if held is not None:
+        if strict:
+            expected = held if is_partial and same_partition_load else set(module.state_dict())
+            _check_names(values.keys(), expected)
+        values = {name: value for name, value in values.items() if name in held}
+    # What is left are wholes, or this rank's own pieces: tensor parallelism takes its piece, then delayed parameters
+    # get their memory, then sharded data parallelism takes its slice. The last looks at tensors that must exist.
+    values = shard_state(values, shards_in(module))
+    for name, parameter in module.named_parameters():
+        if is_delayed(parameter) and name in values:
+            set_delayed_value(parameter, values[name])
+    values = distribute_state(values, module)
+    # Torch would miss the entries of other ranks; where that is so, names have been checked above, or cannot be.
+    lacks_entries = held is not None or (has_pipeline and is_partial and same_partition_load)
+    return module.load_state_dict(values, strict=strict and not lacks_entries, **options)
+
+
+def _check_names(found: AbstractSet[str], expected: AbstractSet[str]) -> None:
+    missing, surplus = sorted(expected - found), sorted(found - expected)
+    if missing or surplus:
+        raise UsageError(
+            f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected {surplus or 'nothing'}",
+            hint="load it with strict=False to take what fits",
+        )
+
+
+# --- The state of the optimizer ---------------------------------------------------------------------------------------
 
 
 States = Mapping[int, Any]
@@ -121,7 +246,7 @@ def gather_all(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any
 
     Of tensor-parallel parameters these are the states of this rank's pieces.
     """
-    pieces = {number for number, each in enumerate(parameters) if _is_tp_shard(each)}
+    pieces = {number for number, each in enumerate(parameters) if is_tp_shard(each)}
     ordinary = {number: entry for number, entry in own.items() if number not in pieces}
     found = merge_shards(allgather(ordinary, CommGroup.DP_GROUP))
     if pieces:
@@ -143,242 +268,3 @@ def gather_owned(
     if any(allgather(bool((owned & known) - set(states)), CommGroup.DP_GROUP)):
         states = gather_all(states, parameters)
     return {number: entry for number, entry in states.items() if number in owned}
-
-
-def _is_tp_shard(parameter: torch.Tensor) -> bool:
-    shard = shard_of(parameter)
-    return shard is not None and shard.is_distributed
-
-
-# --- What a wrapped model holds on this rank, under the user's own names: parameters, buffers and state dicts ---------
-
-
-PARTIAL_KEY = "_smp_is_partial"
-"""Marks a state dict that holds only this rank's part; SMP v1 scripts read and write it."""
-
-
-class ModelState(nn.Module):
-    """The half of `DistributedModel` that answers for what is where.
-
-    `module` is the user's model, `pipeline` what spreads it over ranks (None at degree 1), and `partitioned` tells
-    whether that has happened.
-    """
-
-    module: nn.Module
-    pipeline: Pipeline | None
-    data_parallel: DataParallel | None
-    partitioned: bool
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters that this rank holds."""
-        return (parameter for _, parameter in self.local_named_parameters())
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return (pair for pair in self.module.named_parameters() if self.holds(pair[1]))
-
-    def local_buffers(self) -> Iterator[torch.Tensor]:
-        return (buffer for _, buffer in self.local_named_buffers())
-
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return (pair for pair in self.module.named_buffers() if self._holds_buffer(*pair))
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """Iterate over the modules that this rank holds, and those above them."""
-        return (module for _, module in self.local_named_modules())
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over the modules that this rank holds, and those above them, with their names."""
-        assignment = None if self.pipeline is None else self.pipeline.assignment
-        placement = {} if assignment is None else assignment.partition_of
-        return (
-            (name, module)
-            for name, module in self.module.named_modules()
-            if pp_rank_of(name, placement) in (None, state.pp_rank)
-        )
-
-    def state_dict(  # type: ignore[override]
-        self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Return the whole model's state under the names of its modules; all ranks that hold a model call this.
-
-        Modules that tensor parallelism has replaced have names of their own: `original_state_dict` gives the user's.
-
-        Args:
-            gather_to_rank0: give every rank of the model but the first an empty dict, to save memory.
-        """
-        run_deferred_loads()
-        whole: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        if state.cfg.sharded_data_parallel_degree > 1:
-            keeps = not gather_to_rank0 or state.rdp_rank == 0
-            whole = {
-                name: value for name, each in whole.items() if (value := full_tensor_of(each)) is not None and keeps
-            }
-            if not keeps:  # nor do the others of this replica
-                return {}
-        prefix: str = kwargs.get("prefix", "")
-        is_partitioned = self.pipeline is not None and self.partitioned
-        if is_partitioned:
-            held = {prefix + name for name in self._held_names()}
-            merged = {name: value for name, value in whole.items() if name in held}
-        else:
-            merged = whole
-        if state.tp_size > 1:
-            merged = join_state(self.module, merged, prefix=prefix, on_first=gather_to_rank0)
-            if gather_to_rank0 and state.tp_rank > 0:
-                return {}
-        if is_partitioned:
-            merged = merge_on_first_rank(merged) if gather_to_rank0 else merge_on_all_ranks(merged)
-        if gather_to_rank0 and state.mp_rank != 0:
-            return {}
-        return {name: merged[name] for name in whole if name in merged}
-
-    def original_state_dict(self, *, gather_to_rank0: bool = False) -> dict[str, Any]:
-        """Return the whole model's state under the names it had before tensor parallelism replaced modules.
-
-        Parts whose translation is not known keep the names of `state_dict()`. All ranks that hold a model call this.
-
-        Args:
-            gather_to_rank0: as for `state_dict`.
-        """
-        return with_original_names(self.module, self.state_dict(gather_to_rank0=gather_to_rank0))
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state, plus `_smp_is_partial` = True."""
-        run_deferred_loads()
-        held = self._held_names()
-        own = {name: local_tensor_of(value) for name, value in self.module.state_dict().items() if name in held}
-        return {**own, PARTIAL_KEY: True}
-
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False, **kwargs: Any
-    ) -> Any:
-        """Load a full or partial state dict; for a partial one all ranks of a pipeline call this.
-
-        Of whole tensors each rank takes its piece. A full dict under the names that modules had before tensor
-        parallelism replaced them is translated, unless it has the key `_smp_is_partial`.
-
-        Args:
-            strict: raise if names do not match, as `nn.Module.load_state_dict` does.
-            same_partition_load: promise that a partial dict comes from this very partition, so it needs no merging.
-
-        Raises:
-            UnsupportedError: with `assign=True`, which would put tensors in the place of parameters that the optimizer
-                and data parallelism know.
-        """
-        if kwargs.get("assign"):
-            raise assignment_refusal()
-        run_deferred_loads()
-        values = {name: value for name, value in state_dict.items() if name != PARTIAL_KEY}
-        partial = bool(state_dict.get(PARTIAL_KEY))
-        is_partitioned = self.pipeline is not None and self.partitioned
-        held = self._held_names() if is_partitioned else set(self.module.state_dict())
-        if PARTIAL_KEY not in state_dict:
-            values = with_distributed_names(self.module, values, held)
-        if self.pipeline is not None and partial and not same_partition_load:
-            values = merge_on_all_ranks(values)
-        if is_partitioned:
-            if strict:
-                self._check_names(values, held if partial and same_partition_load else set(self.module.state_dict()))
-            values = {name: value for name, value in values.items() if name in held}
-        values = shard_state(values, shards_in(self.module))
-        for name, parameter in self.module.named_parameters():
-            if is_delayed(parameter) and name in values:
-                set_delayed_value(parameter, values[name])
-        values = distribute_state(values, self.module)
-        parts = self.pipeline is not None and partial and same_partition_load
-        return self.module.load_state_dict(values, strict=strict and not (is_partitioned or parts), **kwargs)
-
-    def _held_names(self) -> set[str]:
-        """Return the names of the entries of `state_dict()` that this rank holds."""
-        parameters = {name: self.holds(p) for name, p in self.module.named_parameters(remove_duplicate=False)}
-        return {
-            name
-            for name, value in self.module.state_dict().items()
-            if (parameters[name] if name in parameters else self._holds_buffer(name, value))
-        }
-
-    def _holds_buffer(self, name: str, value: Any) -> bool:
-        """Tell whether a buffer (or extra state) is this rank's: its data are here, and its module runs here."""
-        if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            return False
-        assignment = None if self.pipeline is None else self.pipeline.assignment
-        if assignment is None:
-            return True
-        return running_pp_rank_of(name.rpartition(".")[0], assignment.partition_of) in (None, state.pp_rank)
-
-    def _check_names(self, values: Mapping[str, Any], expected: set[str]) -> None:
-        missing, surplus = sorted(expected - values.keys()), sorted(values.keys() - expected)
-        if missing or surplus:
-            raise UsageError(
-                f"the state dict does not fit the model: missing {missing or 'nothing'}, "
-                f"unexpected {surplus or 'nothing'}",
-                hint="load it with strict=False to take what fits",
-            )
-
-    # --- tensor parallelism --------------------------------------------------------------------------------------
-
-    def distributed_modules(self) -> Iterator[nn.Module]:
-        """Iterate over the tensor-parallel modules."""
-        return (module for module in self.module.modules() if isinstance(module, DistributedModule))
-
-    def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a parameter is this rank's piece of a larger one."""
-        return _is_distributed(parameter)
-
-    def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
-        """Tell whether a buffer is this rank's piece of a larger one."""
-        return _is_distributed(buffer)
-
-    def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Tell whether one backward gives a parameter the samples of all tensor-parallel ranks."""
-        return _sees_scaled_batch(parameter)
-
-    def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
-        """Tell whether a buffer sees the samples of all tensor-parallel ranks."""
-        return _sees_scaled_batch(buffer)
-
-    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters whose gradients are reduced over DP_GROUP."""
-        return (pair for pair in self.module.named_parameters() if not _sees_scaled_batch(pair[1]))
-
-    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters whose gradients are reduced over RDP_GROUP."""
-        return (pair for pair in self.module.named_parameters() if _sees_scaled_batch(pair[1]))
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Tell whether this rank holds the data of a parameter."""
-        if self.pipeline is None or not self.partitioned:
-            return True
-        return state.pp_rank in self.pipeline.holders[id(parameter)]
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Tell whether this rank keeps the optimizer's state of a parameter, or would."""
-        zero1 = None if self.data_parallel is None else self.data_parallel.zero1
-        return self.holds(parameter) and (zero1 is None or zero1.owns(parameter))
-
-    def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters whose optimizer state this rank keeps.
-
-        With `shard_optimizer_state` these are the parameters that this rank owns, whole; else all that it holds.
-        """
-        return (pair for pair in self.local_named_parameters() if self.owns(pair[1]))
-
-
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    shard = shard_of(tensor)
-    return shard is not None and shard.is_distributed
-
-
-def _sees_scaled_batch(tensor: torch.Tensor) -> bool:
-    shard = shard_of(tensor)
-    return shard is not None and shard.sees_scaled_batch

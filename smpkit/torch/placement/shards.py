@@ -24,10 +24,12 @@ __all__ = [
     "TpShard",
     "assignment_refusal",
     "copy_mark_to",
+    "is_tp_shard",
     "join_shards",
     "keep_attributes_in_copies",
     "mark",
     "refuse_assignment",
+    "sees_scaled_batch",
     "shard_of",
     "shard_range",
     "take_shard",
@@ -146,6 +148,18 @@ def shard_of(parameter: torch.Tensor) -> TpShard | None:
     """Return what was written on a parameter; None for an ordinary one, equal on all ranks of the DP group."""
     shard: TpShard | None = getattr(parameter, _ATTRIBUTE, None)
     return shard
+
+
+def is_tp_shard(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is this rank's piece of a larger one ("distributed parameter" in SMP v1)."""
+    shard = shard_of(tensor)
+    return shard is not None and shard.is_distributed
+
+
+def sees_scaled_batch(tensor: torch.Tensor) -> bool:
+    """Tell whether one backward gives a tensor the samples of all tensor-parallel ranks ("scaled batch" in SMP v1)."""
+    shard = shard_of(tensor)
+    return shard is not None and shard.sees_scaled_batch
 
 
 def shard_range(size: int, rank: int, of: int) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.model import PARTIAL_KEY
 from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.state_dict import PARTIAL_KEY
 from tests.ranks import run_ranks
 from tests.transparency.tensor_parallel_models import CASES, samples, train_step
 
