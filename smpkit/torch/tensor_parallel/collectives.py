@@ -1,4 +1,4 @@
-"""The exchanges between tensor-parallel ranks that gradients go through, each with the one that undoes it in backward.
+"""The collectives between tensor-parallel ranks, each with the one that its gradient goes through.
 
     forward                  what this rank gets                            backward
     copy_to_tp               its value, as it is                            reduce_from_tp
@@ -52,80 +52,19 @@ __all__ = [
 ]
 
 
-def _function_of_dist(name: str, before: str) -> Callable[..., Any]:
-    """Return a collective by the name of torch 2.13, which deprecates the one from before."""
-    found: Callable[..., Any] = getattr(dist, name if hasattr(dist, name) else before)
-    return found
-
-
-_reduce_scatter_single: Final = _function_of_dist("reduce_scatter_single", "reduce_scatter_tensor")
-_all_gather_single: Final = _function_of_dist("all_gather_single", "all_gather_into_tensor")
-
-
-def tp_group() -> dist.ProcessGroup:
-    """Return this rank's tensor-parallel group."""
-    return state.process_group(CommGroup.TP_GROUP)
-
-
-def is_dry_run(x: torch.Tensor) -> bool:
-    """Return whether no collective may run on `x`: it has no data, or this rank traces a step alone."""
-    return state.tracing or x.is_meta or isinstance(x, FakeTensor)
-
-
-_checksum = 0
-
-
-def checksum_of_collectives(*, reset: bool = False) -> int:
-    """Return a checksum of the kinds and shapes of all exchanges so far, which is the same on all ranks of a group.
-
-    gloo accepts a message that is shorter than expected, and one of the same length and another meaning, so ranks that
-    got out of step can go on with wrong values. This is compared when the next step begins, with what is sent anyway.
-
-    Args:
-        reset: begin anew afterwards.
-    """
-    global _checksum  # noqa: PLW0603 - one per process, like the groups that are exchanged over
-    before = _checksum
-    if reset:
-        _checksum = 0
-    return before
-
-
-def add_to_checksum(number: int) -> None:
-    """Add a random number that all ranks know without communication: it differs on ranks that got out of step."""
-    _add_numbers_to_checksum(5, number)
-
-
-def _add_call_to_checksum(kind: int, x: torch.Tensor) -> None:
-    _add_numbers_to_checksum(kind, x.element_size(), *x.shape)
-
-
-def _add_numbers_to_checksum(*numbers: int) -> None:
-    global _checksum  # noqa: PLW0603
-    if not _checksum:
-        state.reset_hooks.append(lambda: checksum_of_collectives(reset=True))
-    _checksum = hash((_checksum, *numbers))  # numbers only: their hashes are the same in all processes
-
-
 def copy_to_tp(x: torch.Tensor) -> torch.Tensor:
-    """Hand a value that all ranks have to computations that differ by rank: their gradients add up."""
-    if has_torch_function_unary(x):
-        return _on_stage_tensor(copy_to_tp, x)
-    return _run_or_dry_run(x, "copy_to_tp", 0, 0)
+    """Return a value that all ranks have, for computations that differ by rank: their gradients add up."""
+    return _call(copy_to_tp, x)
 
 
 def reduce_from_tp(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all ranks' values, with which all go on alike."""
-    if has_torch_function_unary(x):
-        return _on_stage_tensor(reduce_from_tp, x)
-    return _run_or_dry_run(x, "reduce_from_tp", 0, 0)
+    """Return the sum of all ranks' values, for the same computation on every rank."""
+    return _call(reduce_from_tp, x)
 
 
 def gather_to_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the values of all ranks, in their order along `dim`, for computations that differ by rank."""
-    if has_torch_function_unary(x):
-        return _on_stage_tensor(gather_to_tp, x, dim)
-    return _run_or_dry_run(x, "gather_to_tp", dim, dim)
+    return _call(gather_to_tp, x, dim)
 
 
 def reduce_scatter_from_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -134,16 +73,12 @@ def reduce_scatter_from_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
     Raises:
         UsageError: the ranks do not divide the dimension.
     """
-    if has_torch_function_unary(x):
-        return _on_stage_tensor(reduce_scatter_from_tp, x, dim)
-    return _run_or_dry_run(x, "reduce_scatter_from_tp", dim, dim)
+    return _call(reduce_scatter_from_tp, x, dim)
 
 
 def gather_from_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the values of all ranks, in their order along `dim`, with which all go on alike."""
-    if has_torch_function_unary(x):
-        return _on_stage_tensor(gather_from_tp, x, dim)
-    return _run_or_dry_run(x, "gather_from_tp", dim, dim)
+    """Return the values of all ranks, in their order along `dim`, for the same computation on every rank."""
+    return _call(gather_from_tp, x, dim)
 
 
 def scatter_to_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -152,9 +87,7 @@ def scatter_to_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
     Raises:
         UsageError: the ranks do not divide the dimension.
     """
-    if has_torch_function_unary(x):
-        return _on_stage_tensor(scatter_to_tp, x, dim)
-    return _run_or_dry_run(x, "scatter_to_tp", dim, dim)
+    return _call(scatter_to_tp, x, dim)
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
@@ -163,15 +96,27 @@ def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor
     Raises:
         UsageError: the ranks do not divide the dimension that is cut.
     """
-    if has_torch_function_unary(x):
-        return _on_stage_tensor(all_to_all, x, split_dim, concat_dim)
-    return _run_or_dry_run(x, "all_to_all", split_dim, concat_dim)
+    return _call(all_to_all, x, split_dim, concat_dim)
 
 
-def _on_stage_tensor(function: Callable[..., torch.Tensor], x: torch.Tensor, *dims: int) -> torch.Tensor:
-    """Hand the call to a tensor of another pipeline rank: it runs where the tensor is."""
-    made: torch.Tensor = handle_torch_function(function, (x,), x, *dims)
-    return made
+def is_dry_run(x: torch.Tensor) -> bool:
+    """Tell whether no collective may run on `x`: it has no data, or this rank traces a step alone."""
+    return state.tracing or x.is_meta or isinstance(x, FakeTensor)
+
+
+def tp_group() -> dist.ProcessGroup:
+    """Return this rank's tensor-parallel group."""
+    return state.process_group(CommGroup.TP_GROUP)
+
+
+# --- how one runs, forward and backward -------------------------------------------------------------------------------
+
+
+def _call(collective: Callable[..., torch.Tensor], x: torch.Tensor, *dims: int) -> torch.Tensor:
+    if has_torch_function_unary(x):  # a StageTensor: the call runs on the pipeline rank that has the value
+        made: torch.Tensor = handle_torch_function(collective, (x,), x, *dims)
+        return made
+    return _run(x, collective.__name__, dims[0] if dims else 0, dims[-1] if dims else 0)
 
 
 _BACKWARD: Final = {
@@ -185,14 +130,15 @@ _BACKWARD: Final = {
 }
 
 _SPOKEN: Final = {"reduce_scatter_from_tp": "reduce-scatter", "scatter_to_tp": "split", "all_to_all": "exchange"}
+"""Those that cut a dimension into equal parts, by what messages call them."""
 
 
-def _run_or_dry_run(x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
+def _run(x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
     if state.tp_size == 1:
         return x
     if x.dim():
         first, second = first % x.dim(), second % x.dim()
-    if kind in ("reduce_scatter_from_tp", "scatter_to_tp", "all_to_all"):
+    if kind in _SPOKEN:
         _check_divides(x, first, kind)
     if is_dry_run(x):
         return _dry_run_result(x, kind, first, second)
@@ -201,7 +147,7 @@ def _run_or_dry_run(x: torch.Tensor, kind: str, first: int, second: int) -> torc
 
 
 class _Collective(torch.autograd.Function):
-    """One of the exchanges; its backward is another of them."""
+    """One of the collectives; its backward is another of them, with the two dimensions swapped."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
@@ -210,7 +156,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _run_or_dry_run(grad, ctx.backward_kind, *ctx.dims), None, None, None
+        return _run(grad, ctx.backward_kind, *ctx.dims), None, None, None
 
 
 def _check_divides(x: torch.Tensor, dim: int, kind: str) -> None:
@@ -220,6 +166,30 @@ def _check_divides(x: torch.Tensor, dim: int, kind: str) -> None:
             f" {state.tp_size} tensor-parallel ranks do not divide",
             hint=f"pad it to a multiple of {state.tp_size}",
         )
+
+
+def _dry_run_result(x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
+    if kind in ("gather_to_tp", "gather_from_tp"):
+        return torch.cat([x] * state.tp_size, first)
+    if kind in ("reduce_scatter_from_tp", "scatter_to_tp"):
+        return x.narrow(first, 0, x.shape[first] // state.tp_size)
+    if kind == "all_to_all":
+        return torch.cat([x.narrow(first, 0, x.shape[first] // state.tp_size)] * state.tp_size, second)
+    return x
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def _function_of_dist(name: str, before: str) -> Callable[..., Any]:
+    """Return a collective by its name in torch 2.13, which deprecates the older name."""
+    found: Callable[..., Any] = getattr(dist, name if hasattr(dist, name) else before)
+    return found
+
+
+_reduce_scatter_single: Final = _function_of_dist("reduce_scatter_single", "reduce_scatter_tensor")
+
+_all_gather_single: Final = _function_of_dist("all_gather_single", "all_gather_into_tensor")
 
 
 def _copy_forward(x: torch.Tensor, _first: int, _second: int) -> torch.Tensor:
@@ -315,11 +285,39 @@ def _concat_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
     return rows.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _dry_run_result(x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
-    if kind in ("gather_to_tp", "gather_from_tp"):
-        return torch.cat([x] * state.tp_size, first)
-    if kind in ("reduce_scatter_from_tp", "scatter_to_tp"):
-        return x.narrow(first, 0, x.shape[first] // state.tp_size)
-    if kind == "all_to_all":
-        return torch.cat([x.narrow(first, 0, x.shape[first] // state.tp_size)] * state.tp_size, second)
-    return x
+# --- a checksum of what was sent --------------------------------------------------------------------------------------
+
+
+_checksum = 0
+
+
+def checksum_of_collectives(*, reset: bool = False) -> int:
+    """Return a checksum of the kinds and shapes of all collectives so far; equal on all ranks of a group, or wrong.
+
+    gloo accepts a message that is shorter than expected, and one of the same length from another call, so ranks that
+    got out of step can go on with wrong values. The checksums are compared when the next step begins (same_call.py).
+
+    Args:
+        reset: begin anew afterwards.
+    """
+    global _checksum  # noqa: PLW0603 - one per process, like the groups that it counts calls of
+    before = _checksum
+    if reset:
+        _checksum = 0
+    return before
+
+
+def add_to_checksum(number: int) -> None:
+    """Add a random number that all ranks draw alike: ranks that got out of step draw another."""
+    _add_numbers_to_checksum(5, number)
+
+
+def _add_call_to_checksum(kind: int, x: torch.Tensor) -> None:
+    _add_numbers_to_checksum(kind, x.element_size(), *x.shape)
+
+
+def _add_numbers_to_checksum(*numbers: int) -> None:
+    global _checksum  # noqa: PLW0603
+    if not _checksum:
+        state.reset_hooks.append(lambda: checksum_of_collectives(reset=True))
+    _checksum = hash((_checksum, *numbers))  # numbers only: their hashes are the same in all processes

@@ -1,7 +1,15 @@
-"""Outputs of Hugging Face models whose logits are gathered on first access.
+"""Loss and logits of a vocabulary that is divided over the tensor-parallel ranks.
 
-Training reads the loss only. The logits of all classes are the largest values there are, so each tensor-parallel rank
-keeps its classes until `output.logits` (or `output["logits"]`) is asked for, which all ranks of the group do together.
+Logits are the largest tensors of a language model. Each rank keeps those of its classes, for all samples of the group:
+[samples, ..., classes / tp_size].
+
+`cross_entropy` needs no more than that. Each rank reduces its classes to two numbers per sample: the logarithm of its
+sum of exponentials, and the logit of the label if that is one of its classes. One exchange of these gives the loss, and
+the gradients of the logits need nothing else.
+
+`gather_logits` brings the classes together for whoever wants them all. For Hugging Face models, whose outputs carry
+logits beside the loss, `with_lazy_logits` puts that off until `output.logits` (or `output["logits"]`) is read: a
+training loop reads the loss only. Reading it is a collective, so all ranks of the group do, or none.
 """
 
 from __future__ import annotations
@@ -27,6 +35,159 @@ from smpkit.torch.tensor_parallel.layouts import Layout, default_layout
 __all__ = ["cross_entropy", "gather_logits", "with_lazy_logits"]
 
 
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    num_classes: int | None = None,
+    boundary: Layout | None = None,
+) -> torch.Tensor:
+    """Return the cross entropy of this rank's samples, as `torch.nn.functional.cross_entropy` does of whole logits.
+
+    Args:
+        logits: (samples, ..., this rank's classes), of the samples of all ranks of the tensor-parallel group: what
+            ColumnParallelLinear returns. The classes are the last dimension.
+        labels: (samples, ...), of this rank's samples.
+        ignore_index: label of samples that count for nothing.
+        reduction: `mean` over the samples that count, `sum`, or `none` (the loss of each).
+        num_classes: of all ranks; None if each has as many.
+        boundary: whether ranks have samples of their own (SHARD_BATCH) or the same (REPLICATE); None for what the
+            configuration says.
+
+    Raises:
+        UsageError: shapes do not fit, the reduction is unknown, or (on the CPU) a label is no class.
+        RuntimeError: a label is no class, on a GPU; it comes when the host waits for the GPU next.
+    """
+    if has_torch_function((logits, labels)):  # a StageTensor: the call runs on the pipeline rank that has the values
+        made: torch.Tensor = handle_torch_function(
+            cross_entropy,
+            (logits, labels),
+            logits,
+            labels,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            num_classes=num_classes,
+            boundary=boundary,
+        )
+        return made
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(f"the reduction `{reduction}` is unknown", hint="use `mean`, `sum` or `none`")
+    if state.tp_size == 1:
+        _check_shapes(logits, labels, tuple(labels.shape))
+        losses = functional.cross_entropy(
+            logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction=reduction
+        )
+        return losses.view(labels.shape) if reduction == "none" else losses
+    losses = _losses(logits, labels, ignore_index, num_classes, boundary or default_layout())
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (labels != ignore_index).sum()
+
+
+def _losses(
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None, boundary: Layout
+) -> torch.Tensor:
+    has_own_samples = boundary in (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED)
+    samples = (labels.shape[0] * (state.tp_size if has_own_samples else 1), *labels.shape[1:]) if labels.dim() else ()
+    _check_shapes(logits, labels, samples)
+    # Logits are those of all samples of the group, labels those of this rank's samples.
+    all_labels = gather_indices(labels, Layout.SHARD_BATCH) if has_own_samples else labels
+    own_labels = _own_labels(all_labels.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
+    made: tuple[torch.Tensor, ...] = _LocalStatistics.apply(logits.flatten(0, -2), own_labels)  # type: ignore[no-untyped-call]
+    statistics = torch.stack(made, -1).unsqueeze(0)
+    if has_own_samples:  # (1, all samples, 2) -> (ranks, my samples, 2)
+        statistics = collectives.all_to_all(statistics, 1, 0)
+    else:
+        statistics = collectives.gather_from_tp(statistics, 0)
+    losses = statistics[..., 0].logsumexp(0) - statistics[..., 1].sum(0)
+    return losses.view(labels.shape).masked_fill(labels == ignore_index, 0)
+
+
+def _check_shapes(logits: torch.Tensor, labels: torch.Tensor, samples: tuple[int, ...]) -> None:
+    if not logits.dim() or tuple(logits.shape[:-1]) != samples:
+        raise UsageError(
+            f"logits of {list(logits.shape)} do not fit labels of {list(labels.shape)} on {state.tp_size}"
+            f" tensor-parallel ranks: they should be {[*samples, 'classes of this rank']}"
+        )
+
+
+def _own_labels(labels: torch.Tensor, ignore_index: int, num_classes: int) -> torch.Tensor:
+    """Return the labels counted from this rank's first class; -1 for labels of other ranks and ignored ones."""
+    first, length = shard_range(num_classes, state.tp_rank, state.tp_size)
+    if not collectives.is_dry_run(labels):
+        _check_labels(labels, ignore_index, num_classes)
+    elsewhere = (labels == ignore_index) | (labels < first) | (labels >= first + length)
+    return (labels - first).masked_fill(elsewhere, -1)
+
+
+def _check_labels(labels: torch.Tensor, ignore_index: int, num_classes: int) -> None:
+    """Raise if a label is no class: no rank would have its logit, and the loss would be wrong silently."""
+    is_wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
+    if devices.is_asynchronous(labels.device):
+        # On the GPU, as in torch's own loss: the host would have to wait for the answer. The error is then that of a
+        # kernel, and comes when the host waits next.
+        message = f"a label is neither one of {num_classes} classes nor ignore_index ({ignore_index})"
+        torch._assert_async(~is_wrong.any(), message)
+        return
+    wrong = labels[is_wrong]
+    if len(wrong):
+        raise UsageError(f"{int(wrong[0])} is a label, but neither one of {num_classes} classes nor ignore_index")
+
+
+class _LocalStatistics(torch.autograd.Function):
+    """Compute two numbers per sample of logits (samples, classes), in float32 at least.
+
+    Written by hand, because autograd would keep the exponentials too, another tensor as large as the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, own_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        exact = logits.float() if logits.dtype.itemsize < 4 else logits
+        sums = exact.logsumexp(-1)
+        label_logits = exact.gather(1, own_labels.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(own_labels < 0, 0)
+        ctx.save_for_backward(logits, sums, own_labels)
+        return sums, label_logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_of_sums: torch.Tensor, grad_of_label_logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, sums, own_labels = ctx.saved_tensors
+        exact = logits.float() if logits.dtype.itemsize < 4 else logits
+        gradient = (exact - sums.unsqueeze(1)).exp_().mul_(grad_of_sums.unsqueeze(1))
+        gradient.scatter_add_(
+            1, own_labels.clamp(min=0).unsqueeze(1), grad_of_label_logits.masked_fill(own_labels < 0, 0).unsqueeze(1)
+        )
+        return gradient.to(logits.dtype), None
+
+
+def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Layout | None = None) -> torch.Tensor:
+    """Return all classes of this rank's samples, from this rank's classes of all samples.
+
+    Args:
+        logits: (samples, ..., this rank's classes), of all ranks' samples.
+        num_classes: of all ranks.
+        boundary: as in `cross_entropy`.
+    """
+    if has_torch_function((logits,)):
+        made: torch.Tensor = handle_torch_function(gather_logits, (logits,), logits, num_classes, boundary)
+        return made
+    if state.tp_size == 1:
+        return logits
+    # The last ranks may have fewer classes, but an exchange takes equal pieces.
+    longest = shard_range(num_classes, 0, state.tp_size)[1]
+    if logits.shape[-1] < longest:
+        logits = functional.pad(logits, (0, longest - logits.shape[-1]))
+    has_own_samples = (boundary or default_layout()) in (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED)
+    whole = collectives.all_to_all(logits, 0, -1) if has_own_samples else collectives.gather_from_tp(logits, -1)
+    return whole.narrow(-1, 0, num_classes)
+
+
+# --- logits of Hugging Face models, gathered when they are read ------------------------------------------------------
+
+
 def with_lazy_logits(output: Any, gather: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a `ModelOutput` like `output`, whose `logits` are replaced by `gather(logits)` when they are looked at."""
     kind: Any = type(output)
@@ -41,7 +202,7 @@ def _lazy_class(kind: Any) -> Any:
 
 
 class _LazyLogits(OrderedDict[str, Any]):
-    """What an output does before it hands its logits out."""
+    """Gathers the logits before any way of reading them returns."""
 
     _smp_kind: Any
 
@@ -77,156 +238,3 @@ class _LazyLogits(OrderedDict[str, Any]):
 
     def __reduce__(self) -> Any:
         return self._smp_kind, tuple(getattr(self, name) for name in self._smp_kind.__dataclass_fields__)
-
-
-# --- Loss on logits of which each tensor-parallel rank holds some classes, without bringing them together -------------
-# Each rank reduces its classes to two numbers per sample: the logarithm of its sum of exponentials, and the logit of
-# the label if that is among its classes. One exchange of these gives the loss; gradients of the logits need nothing
-# more.
-
-
-def cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    num_classes: int | None = None,
-    boundary: Layout | None = None,
-) -> torch.Tensor:
-    """Return the cross entropy of this rank's samples, as `torch.nn.functional.cross_entropy` does of whole logits.
-
-    Args:
-        logits: (samples, ..., this rank's classes), of the samples of all ranks of the tensor-parallel group: what
-            ColumnParallelLinear returns. The classes are the last dimension.
-        labels: (samples, ...), of this rank's samples.
-        ignore_index: label of samples that count for nothing.
-        reduction: `mean` over the samples that count, `sum`, or `none` (the loss of each).
-        num_classes: of all ranks; None if each has as many.
-        boundary: whether ranks have samples of their own (SHARD_BATCH) or the same (REPLICATE); None for what the
-            configuration says.
-
-    Raises:
-        UsageError: shapes do not fit, the reduction is unknown, or (on the CPU) a label is no class.
-        RuntimeError: a label is no class, on a GPU; it comes when the host waits for the GPU next.
-    """
-    if has_torch_function((logits, labels)):  # they lie on another pipeline rank, perhaps
-        made: torch.Tensor = handle_torch_function(
-            cross_entropy,
-            (logits, labels),
-            logits,
-            labels,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            num_classes=num_classes,
-            boundary=boundary,
-        )
-        return made
-    if reduction not in ("mean", "sum", "none"):
-        raise UsageError(f"the reduction `{reduction}` is unknown", hint="use `mean`, `sum` or `none`")
-    if state.tp_size == 1:
-        _check_shapes(logits, labels, tuple(labels.shape))
-        losses = functional.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction=reduction
-        )
-        return losses.view(labels.shape) if reduction == "none" else losses
-    losses = _losses(logits, labels, ignore_index, num_classes, boundary or default_layout())
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / (labels != ignore_index).sum()
-
-
-def _losses(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, num_classes: int | None, boundary: Layout
-) -> torch.Tensor:
-    has_own_samples = boundary in (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED)
-    samples = (labels.shape[0] * (state.tp_size if has_own_samples else 1), *labels.shape[1:]) if labels.dim() else ()
-    _check_shapes(logits, labels, samples)
-    all_labels = gather_indices(labels, Layout.SHARD_BATCH) if has_own_samples else labels
-    own_labels = _own_labels(all_labels.flatten(), ignore_index, num_classes or logits.shape[-1] * state.tp_size)
-    made: tuple[torch.Tensor, ...] = _LocalStatistics.apply(logits.flatten(0, -2), own_labels)  # type: ignore[no-untyped-call]
-    statistics = torch.stack(made, -1).unsqueeze(0)
-    if has_own_samples:  # (1, all samples, 2) -> (ranks, my samples, 2)
-        statistics = collectives.all_to_all(statistics, 1, 0)
-    else:
-        statistics = collectives.gather_from_tp(statistics, 0)
-    losses = statistics[..., 0].logsumexp(0) - statistics[..., 1].sum(0)
-    return losses.view(labels.shape).masked_fill(labels == ignore_index, 0)
-
-
-def _check_shapes(logits: torch.Tensor, labels: torch.Tensor, samples: tuple[int, ...]) -> None:
-    if not logits.dim() or tuple(logits.shape[:-1]) != samples:
-        raise UsageError(
-            f"logits of {list(logits.shape)} do not fit labels of {list(labels.shape)} on {state.tp_size}"
-            f" tensor-parallel ranks: they should be {[*samples, 'classes of this rank']}"
-        )
-
-
-def _own_labels(labels: torch.Tensor, ignore_index: int, num_classes: int) -> torch.Tensor:
-    """Return the labels counted from this rank's first class, -1 where they are another rank's or count for nothing."""
-    first, length = shard_range(num_classes, state.tp_rank, state.tp_size)
-    if not collectives.is_dry_run(labels):
-        _check_labels(labels, ignore_index, num_classes)
-    elsewhere = (labels == ignore_index) | (labels < first) | (labels >= first + length)
-    return (labels - first).masked_fill(elsewhere, -1)
-
-
-def _check_labels(labels: torch.Tensor, ignore_index: int, num_classes: int) -> None:
-    """Raise if a label is no class: no rank would find it, and its loss would be wrong without a word.
-
-    A GPU looks itself, as it does in torch's own loss, because the host would have to wait for it: the error is then
-    that of a kernel, and comes when the host waits next.
-    """
-    is_wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
-    if devices.is_asynchronous(labels.device):
-        message = f"a label is neither one of {num_classes} classes nor ignore_index ({ignore_index})"
-        torch._assert_async(~is_wrong.any(), message)
-        return
-    wrong = labels[is_wrong]
-    if len(wrong):
-        raise UsageError(f"{int(wrong[0])} is a label, but neither one of {num_classes} classes nor ignore_index")
-
-
-class _LocalStatistics(torch.autograd.Function):
-    """Two numbers per sample of logits (samples, classes), in float32 at least; backward makes one tensor like them."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, own_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        exact = logits.float() if logits.dtype.itemsize < 4 else logits
-        sums = exact.logsumexp(-1)
-        label_logits = exact.gather(1, own_labels.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(own_labels < 0, 0)
-        ctx.save_for_backward(logits, sums, own_labels)
-        return sums, label_logits
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_of_sums: torch.Tensor, grad_of_label_logits: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, sums, own_labels = ctx.saved_tensors
-        exact = logits.float() if logits.dtype.itemsize < 4 else logits
-        gradient = (exact - sums.unsqueeze(1)).exp_().mul_(grad_of_sums.unsqueeze(1))
-        gradient.scatter_add_(
-            1, own_labels.clamp(min=0).unsqueeze(1), grad_of_label_logits.masked_fill(own_labels < 0, 0).unsqueeze(1)
-        )
-        return gradient.to(logits.dtype), None
-
-
-def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Layout | None = None) -> torch.Tensor:
-    """Return all classes of this rank's samples, from this rank's classes of all samples.
-
-    Args:
-        logits: (samples, ..., this rank's classes), of all ranks' samples.
-        num_classes: of all ranks.
-        boundary: as in `cross_entropy`.
-    """
-    if has_torch_function((logits,)):
-        made: torch.Tensor = handle_torch_function(gather_logits, (logits,), logits, num_classes, boundary)
-        return made
-    if state.tp_size == 1:
-        return logits
-    longest = shard_range(num_classes, 0, state.tp_size)[1]
-    if logits.shape[-1] < longest:
-        logits = functional.pad(logits, (0, longest - logits.shape[-1]))
-    has_own_samples = (boundary or default_layout()) in (Layout.SHARD_BATCH, Layout.REPLICATE_GATHERED)
-    whole = collectives.all_to_all(logits, 0, -1) if has_own_samples else collectives.gather_from_tp(logits, -1)
-    return whole.narrow(-1, 0, num_classes)

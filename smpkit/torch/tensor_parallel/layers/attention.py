@@ -1,4 +1,18 @@
-"""Attention with its heads divided over the tensor-parallel ranks."""
+"""Attention with its heads divided over the tensor-parallel ranks.
+
+Each rank computes an equal share of the heads for all samples of the group: the weights of query, key and value are
+divided by output features, that of the dense layer by input features, so one sum between ranks ends the block.
+
+Shapes, with B samples of the group, L positions of queries and K of keys (the same, but for cross attention), H for
+`hidden_size`, N heads of this rank (`num_attention_heads / tp_size`) of D features (`attention_head_size`)::
+
+    hidden            [B, L, H]     outside of the block the part that the layout says (layouts.py)
+    query             [B, N, L, D]
+    key, value        [B, N, K, D]
+    scores and mask   [B, N, L, K]  a mask may have 1 for B, N and L
+    attended          [B, N, L, D], for the dense layer [B, L, N * D]
+    output            [B, L, H]     this rank's share of the sum; whole after `leave_region`
+"""
 
 from __future__ import annotations
 
@@ -20,138 +34,7 @@ from smpkit.torch.tensor_parallel.layers.options import LayerOptions
 from smpkit.torch.tensor_parallel.layouts import Layout, check_divisible, leave_region
 from smpkit.torch.tensor_parallel.module import DistributedModule
 
-__all__ = [
-    "DistributedAttentionLayer",
-    "FlashAttentionLayer",
-    "alibi_slopes",
-    "apply_rotary",
-    "relative_positions",
-    "visibility_bias",
-]
-
-
-# --- How attention knows of positions: rotation, penalties of distance, what may be seen ------------------------------
-
-
-def relative_positions(length: int, key_length: int, device: torch.device) -> torch.Tensor:
-    """Return (length, key_length): how far before a query each key is; the last of both are at the same position."""
-    queries = torch.arange(key_length - length, key_length, device=device)
-    return queries.unsqueeze(1) - torch.arange(key_length, device=device).unsqueeze(0)
-
-
-def visibility_bias(distance: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return what is added to scores so that positions see the last `window` up to their own; None for all of these."""
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
-
-
-def alibi_slopes(num_heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
-    """Return the penalty per distance of every head (Press, Smith, Lewis 2022), in float32.
-
-    Slopes are 2 ** (-bias_max * k / n) for head k of n, n the next power of two; of more than there are heads, first
-    every second one is taken, then those between.
-    """
-    power = 2 ** math.ceil(math.log2(num_heads))
-    slopes = torch.exp2(-(torch.arange(1, power + 1, device=device, dtype=torch.float32) * (bias_max / power)))
-    if power == num_heads:
-        return slopes
-    return torch.cat([slopes[1::2], slopes[0::2]])[:num_heads]
-
-
-def apply_rotary(
-    x: torch.Tensor, rotary_dim: int, base: float, positions: torch.Tensor | None = None, *, interleaved: bool
-) -> torch.Tensor:
-    """Return queries or keys (batch, heads, length, head size), their first features rotated by their positions.
-
-    Angles are computed in float32, as the models do that were trained with them.
-
-    Args:
-        positions: (batch, length), or (1, length) for all samples; None: 0, 1, 2, ...
-    """
-    rotated_part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    exponents = torch.arange(0, rotary_dim, 2, device=x.device, dtype=torch.int64).float() / rotary_dim
-    if positions is None:
-        positions = torch.arange(x.shape[2], device=x.device).unsqueeze(0)
-    angles = (positions.float().unsqueeze(-1) * (1.0 / (base**exponents))).unsqueeze(1)  # for all heads
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    if interleaved:
-        even, odd = rotated_part[..., 0::2], rotated_part[..., 1::2]
-        rotated_part = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    else:
-        first, second = rotated_part.chunk(2, -1)
-        rotated_part = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return torch.cat([rotated_part, rest], -1) if rest.shape[-1] else rotated_part
-
-
-# --- Attention with its heads divided over the tensor-parallel ranks --------------------------------------------------
-
-
-class FlashAttentionLayer(nn.Module):
-    """Attention on packed query, key and value (the class of that name in SMP v1), through torch's fused kernels.
-
-    Args:
-        attention_dropout_prob: dropout on the attention weights, in training.
-        attention_head_size: checked against the input if given.
-        scale_attention_scores: divide scores by the root of the head size.
-        scale_attn_by_layer_idx: divide them by `layer_idx + 1` as well.
-        layer_idx: position of the layer, from 0.
-        scale: multiply scores with this instead of all that.
-        triton_flash_attention, use_alibi: accepted for compatibility; ALiBi comes in the mask.
-    """
-
-    def __init__(
-        self,
-        attention_dropout_prob: float = 0.1,
-        attention_head_size: int | None = None,
-        scale_attention_scores: bool = True,
-        scale_attn_by_layer_idx: bool = False,
-        layer_idx: int | None = None,
-        scale: float | None = None,
-        triton_flash_attention: bool = False,
-        use_alibi: bool = False,
-    ) -> None:
-        super().__init__()
-        check_probability(type(self).__name__, "attention_dropout_prob", attention_dropout_prob)
-        if scale_attn_by_layer_idx and layer_idx is None:
-            raise UsageError("scale_attn_by_layer_idx=True needs `layer_idx`")
-        self.attention_dropout_prob = attention_dropout_prob
-        self.attention_head_size = attention_head_size
-        self.scale_attention_scores = scale_attention_scores
-        self.layer_scale = 1 / (layer_idx + 1) if scale_attn_by_layer_idx and layer_idx is not None else 1.0
-        self.scale = scale
-        self.triton_flash_attention = triton_flash_attention
-        self.use_alibi = use_alibi
-
-    def forward(self, qkv: torch.Tensor, attn_mask: torch.Tensor | None = None, causal: bool = False) -> torch.Tensor:
-        """Return (batch, heads, length, head size) for `qkv` of (batch, length, 3, heads, head size).
-
-        Args:
-            qkv: query, key and value.
-            attn_mask: added to the scores; broadcast to (batch, heads, length, length).
-            causal: let positions see themselves and earlier ones only.
-        """
-        if qkv.dim() != 5 or qkv.shape[2] != 3 or self.attention_head_size not in (None, qkv.shape[4]):
-            size = self.attention_head_size or "head_size"
-            raise UsageError(f"qkv is {list(qkv.shape)}, not [batch, length, 3, heads, {size}]")
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return self.attend(query, key, value, attn_mask, causal=causal)
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
-    ) -> torch.Tensor:
-        """Return (batch, heads, length, head size) for each of that shape; see `forward`."""
-        if causal and (mask is not None or query.shape[2] != key.shape[2]):
-            seen = visibility_bias(relative_positions(query.shape[2], key.shape[2], query.device), None, query.dtype)
-            mask, causal = seen if mask is None else mask + seen, False
-        scale = self.scale
-        if scale is None:
-            scale = (1 / math.sqrt(query.shape[3]) if self.scale_attention_scores else 1.0) * self.layer_scale
-        dropout = self.attention_dropout_prob if self.training else 0.0
-        mask = mask if mask is None else mask.to(query.dtype)
-        if dropout == 0:
-            return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale)
-        with tp_rng(query, equal=False):  # every rank has heads of its own
-            return functional.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
+__all__ = ["DistributedAttentionLayer", "FlashAttentionLayer", "check_norms", "gather_mask", "optional_layernorm"]
 
 
 class DistributedAttentionLayer(DistributedModule):
@@ -271,14 +154,18 @@ class DistributedAttentionLayer(DistributedModule):
         self, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         rotates = bool(self.options.rotary_dim) and not self.cross_attention
-        expected = (3,) if self.cross_attention else (2, 3) if rotates else (2,)
+        if self.cross_attention:
+            expected: tuple[int, ...] = (3,)
+        else:
+            expected = (2, 3) if rotates else (2,)
         if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
             names = "(hidden_states, cross_states, mask)" if self.cross_attention else "(hidden_states, attention_mask)"
             more = ", or with position_ids for a third" if rotates else ""
             raise UsageError(f"DistributedAttentionLayer takes one tuple {names}{more}")
         if self.cross_attention:
             return inputs[0], inputs[1], inputs[2], None
-        return inputs[0], None, inputs[1], inputs[2] if len(inputs) == 3 else None
+        positions = inputs[2] if len(inputs) == 3 else None
+        return inputs[0], None, inputs[1], positions
 
     def partial_output(
         self,
@@ -292,7 +179,14 @@ class DistributedAttentionLayer(DistributedModule):
         """Return what this rank's heads add to the output of all samples, before `leave_region` and the bias.
 
         Args:
+            hidden: (batch, length, hidden_size), where queries come from.
+            states: (batch, key length, hidden_size), where keys and values come from in cross attention.
+            mask: see `forward`.
+            positions: see `forward`.
             entered: `hidden` is that of all samples already.
+
+        Raises:
+            UsageError: the sequence is longer than `causal_mask_size`.
         """
         query, key, value = self._heads(hidden, states, entered=entered)
         length = query.shape[2]
@@ -302,7 +196,7 @@ class DistributedAttentionLayer(DistributedModule):
                 hint="make the layer with a larger causal_mask_size, or truncate",
             )
         dtype, options = query.dtype, self.options
-        if options.rotary_dim:
+        if options.rotary_dim:  # before the cast below: the rotation keeps the dtype of its input
             if positions is not None and not self.in_stack:
                 positions = gather_mask(positions, query.shape[0] // state.tp_size, self.boundary)
             rotation = (options.rotary_dim, options.rotary_base, positions)
@@ -312,7 +206,7 @@ class DistributedAttentionLayer(DistributedModule):
             query, key, value = query.float(), key.float(), value.float()
         bias, causal = self._bias(query, key, mask)
         attended = self.attention.attend(query, key, value, bias, causal=causal).to(dtype)
-        return self.dense.partial_output(attended.transpose(1, 2).flatten(2))
+        return self.dense.partial_output(attended.transpose(1, 2).flatten(2))  # of [B, L, N * D]
 
     def _heads(
         self, hidden: torch.Tensor, states: torch.Tensor | None, *, entered: bool
@@ -321,17 +215,19 @@ class DistributedAttentionLayer(DistributedModule):
         if states is None:
             linear = self.query_key_value
             packed = linear.project(hidden) if entered else linear(hidden)
+            # [B, L, 3 * N * D] -> three of [B, N, L, D]: each of the packed weights is divided by itself, so the
+            # features of this rank are its heads' queries, then their keys, then their values.
             query, key, value = packed.unflatten(-1, (3, -1, self.attention_head_size)).permute(2, 0, 3, 1, 4)
             return query, key, value
         query = self.query(hidden).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
-        packed = self.key_value(states)
+        packed = self.key_value(states)  # [B, K, 2 * N * D]
         key, value = packed.unflatten(-1, (2, -1, self.attention_head_size)).permute(2, 0, 3, 1, 4)
         return query, key, value
 
     def _bias(
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, bool]:
-        """Return what is added to the scores, and whether positions see earlier ones only besides."""
+        """Return what is added to the scores, and whether a causal mask is to be applied besides."""
         options, causal = self.options, self.causal_mask_size is not None
         if mask is not None and not self.in_stack:
             mask = gather_mask(mask, query.shape[0] // state.tp_size, self.boundary)
@@ -342,6 +238,7 @@ class DistributedAttentionLayer(DistributedModule):
         bias = visibility_bias(distance, window, query.dtype) if causal or window else query.new_zeros(())
         if options.use_alibi:
             slopes = alibi_slopes(self.num_attention_heads, options.alibi_bias_max, query.device)
+            # Slopes are those of the head's number in the whole layer: each rank takes those of its own heads.
             own_slopes = slopes.tensor_split(state.tp_size)[state.tp_rank].to(query.dtype)
             bias = bias + own_slopes.view(1, -1, 1, 1) * -distance.abs().to(query.dtype)
         return bias if mask is None else mask.to(query.dtype) + bias, False
@@ -362,3 +259,130 @@ def check_norms(pre_layernorm: bool, post_layernorm: bool, *, bare: bool) -> Non
 def optional_layernorm(wanted: bool, hidden_size: int, epsilon: float, boundary: Layout) -> ParallelLayerNorm | None:
     """Return a layer norm if it is wanted."""
     return ParallelLayerNorm(hidden_size, epsilon, boundary=boundary) if wanted else None
+
+
+class FlashAttentionLayer(nn.Module):
+    """Attention on packed query, key and value (the class of that name in SMP v1), through torch's fused kernels.
+
+    Args:
+        attention_dropout_prob: dropout on the attention weights, in training.
+        attention_head_size: checked against the input if given.
+        scale_attention_scores: divide scores by the root of the head size.
+        scale_attn_by_layer_idx: divide them by `layer_idx + 1` as well.
+        layer_idx: position of the layer, from 0.
+        scale: multiply scores with this instead of all that.
+        triton_flash_attention, use_alibi: accepted for compatibility; ALiBi comes in the mask.
+    """
+
+    def __init__(
+        self,
+        attention_dropout_prob: float = 0.1,
+        attention_head_size: int | None = None,
+        scale_attention_scores: bool = True,
+        scale_attn_by_layer_idx: bool = False,
+        layer_idx: int | None = None,
+        scale: float | None = None,
+        triton_flash_attention: bool = False,
+        use_alibi: bool = False,
+    ) -> None:
+        super().__init__()
+        check_probability(type(self).__name__, "attention_dropout_prob", attention_dropout_prob)
+        if scale_attn_by_layer_idx and layer_idx is None:
+            raise UsageError("scale_attn_by_layer_idx=True needs `layer_idx`")
+        self.attention_dropout_prob = attention_dropout_prob
+        self.attention_head_size = attention_head_size
+        self.scale_attention_scores = scale_attention_scores
+        self.layer_scale = 1 / (layer_idx + 1) if scale_attn_by_layer_idx and layer_idx is not None else 1.0
+        self.scale = scale
+        self.triton_flash_attention = triton_flash_attention
+        self.use_alibi = use_alibi
+
+    def forward(self, qkv: torch.Tensor, attn_mask: torch.Tensor | None = None, causal: bool = False) -> torch.Tensor:
+        """Return (batch, heads, length, head size) for `qkv` of (batch, length, 3, heads, head size).
+
+        Args:
+            qkv: query, key and value.
+            attn_mask: added to the scores; broadcast to (batch, heads, length, length).
+            causal: let positions see themselves and earlier ones only.
+        """
+        if qkv.dim() != 5 or qkv.shape[2] != 3 or self.attention_head_size not in (None, qkv.shape[4]):
+            size = self.attention_head_size or "head_size"
+            raise UsageError(f"qkv is {list(qkv.shape)}, not [batch, length, 3, heads, {size}]")
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.attend(query, key, value, attn_mask, causal=causal)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    ) -> torch.Tensor:
+        """Return (batch, heads, length, head size) for each of that shape; see `forward`.
+
+        Keys and values may be more than queries; the last of both are at the same position then.
+        """
+        # torch takes a mask or `is_causal`, not both, and its causal mask puts the first query beside the first key.
+        if causal and (mask is not None or query.shape[2] != key.shape[2]):
+            seen = visibility_bias(relative_positions(query.shape[2], key.shape[2], query.device), None, query.dtype)
+            mask, causal = seen if mask is None else mask + seen, False
+        scale = self.scale
+        if scale is None:
+            scale = self.layer_scale
+            if self.scale_attention_scores:
+                scale = 1 / math.sqrt(query.shape[3]) * self.layer_scale
+        dropout = self.attention_dropout_prob if self.training else 0.0
+        mask = mask if mask is None else mask.to(query.dtype)
+        if dropout == 0:
+            return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale)
+        with tp_rng(query, equal=False):  # every rank has heads of its own
+            return functional.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
+
+
+# --- positions: what may be seen, penalties of distance, rotation ----------------------------------------------------
+
+
+def relative_positions(length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    """Return (length, key_length): how far before a query each key is; the last of both are at the same position."""
+    queries = torch.arange(key_length - length, key_length, device=device)
+    return queries.unsqueeze(1) - torch.arange(key_length, device=device).unsqueeze(0)
+
+
+def visibility_bias(distance: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return what is added to scores so that positions see the last `window` up to their own; None for all of these."""
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+
+def alibi_slopes(num_heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
+    """Return the penalty per distance of every head (Press, Smith, Lewis 2022), in float32.
+
+    Slopes are 2 ** (-bias_max * k / n) for head k of n, n the next power of two; of more than there are heads, first
+    every second one is taken, then those between.
+    """
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = torch.exp2(-(torch.arange(1, power + 1, device=device, dtype=torch.float32) * (bias_max / power)))
+    if power == num_heads:
+        return slopes
+    return torch.cat([slopes[1::2], slopes[0::2]])[:num_heads]
+
+
+def apply_rotary(
+    x: torch.Tensor, rotary_dim: int, base: float, positions: torch.Tensor | None = None, *, interleaved: bool
+) -> torch.Tensor:
+    """Return queries or keys (batch, heads, length, head size), their first features rotated by their positions.
+
+    Angles are computed in float32, as the models do that were trained with them.
+
+    Args:
+        positions: (batch, length), or (1, length) for all samples; None: 0, 1, 2, ...
+    """
+    rotated_part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    exponents = torch.arange(0, rotary_dim, 2, device=x.device, dtype=torch.int64).float() / rotary_dim
+    if positions is None:
+        positions = torch.arange(x.shape[2], device=x.device).unsqueeze(0)
+    angles = (positions.float().unsqueeze(-1) * (1.0 / (base**exponents))).unsqueeze(1)  # for all heads
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    if interleaved:
+        even, odd = rotated_part[..., 0::2], rotated_part[..., 1::2]
+        rotated_part = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    else:
+        first, second = rotated_part.chunk(2, -1)
+        rotated_part = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([rotated_part, rest], -1) if rest.shape[-1] else rotated_part

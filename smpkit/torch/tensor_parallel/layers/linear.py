@@ -4,6 +4,8 @@ A block of two needs one collective on its way in and one on its way out::
 
     x ──enter_region──► ColumnParallelLinear ──► (per feature) ──► RowParallelLinear ──leave_region──► y
                         output features divided                    input features divided
+
+With `optimize: memory`, `gathered_linear` keeps what a rank holds of x for backward, not the gathered x.
 """
 
 from __future__ import annotations
@@ -31,48 +33,7 @@ from smpkit.torch.tensor_parallel.layouts import (
 )
 from smpkit.torch.tensor_parallel.module import DistributedModule, initialize_shard
 
-__all__ = ["ColumnParallelLinear", "DistributedLinear", "RowParallelLinear", "gathered_linear"]
-
-
-# --- A linear layer on values that are gathered for it, and gathered again in backward instead of being kept ----------
-# Without this, every linear layer that is divided by output features keeps the input of all ranks until backward: what
-# `optimize: memory` promises not to. The second gathering runs while the gradient of the input is computed, and that is
-# sent while the gradient of the weight is.
-
-
-def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
-    """Return `linear(gather_to_tp(x, dim), weight, bias)`."""
-    check_same_shape(x)
-    if torch.is_autocast_enabled(x.device.type):  # which would reach into forward, but not into backward
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    made: torch.Tensor = _GatheredLinear.apply(x, weight, bias, dim)  # type: ignore[no-untyped-call]
-    return made
-
-
-class _GatheredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.dim = dim
-        return functional.linear(collectives.start_all_gather(x, dim)(), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        wants_input_grad, wants_weight_grad, wants_bias_grad, _ = ctx.needs_input_grad
-        pending_gather = collectives.start_all_gather(x, ctx.dim) if wants_weight_grad else None
-        pending_reduce_scatter = collectives.start_reduce_scatter(grad @ weight, ctx.dim) if wants_input_grad else None
-        rows = grad.flatten(0, -2)
-        weight_grad = None if pending_gather is None else rows.t() @ pending_gather().flatten(0, -2)
-        bias_grad = rows.sum(0) if wants_bias_grad else None
-        return None if pending_reduce_scatter is None else pending_reduce_scatter(), weight_grad, bias_grad, None
-
-
-# --- Linear layers whose weight lies on several ranks: divided by output features, or by input features ---------------
+__all__ = ["ColumnParallelLinear", "DistributedLinear", "RowParallelLinear", "unshard_features"]
 
 
 class _Linear(DistributedModule):
@@ -96,17 +57,17 @@ class _Linear(DistributedModule):
 
     def reset_parameters(self) -> None:
         """Initialise this rank's pieces of what one process would hold."""
-        deviation, bound = self.initializer_range, 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        if deviation is None:
-            # As nn.Linear does: the Kaiming bound with this slope is 1 / sqrt(in_features) too.
-            initialize_shard(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
-        else:
+        deviation = self.initializer_range
+        if deviation is not None:
             initialize_shard(self.weight, lambda whole: nn.init.normal_(whole, 0.0, deviation))
+            if self.bias is not None:
+                initialize_shard(self.bias, nn.init.zeros_)
+            return
+        # As nn.Linear does: its Kaiming bound, with its slope of sqrt(5), is 1 / sqrt(in_features) for the weight too.
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        initialize_shard(self.weight, lambda whole: nn.init.uniform_(whole, -bound, bound))
         if self.bias is not None:
-            initialize_shard(
-                self.bias,
-                nn.init.zeros_ if deviation is not None else lambda whole: nn.init.uniform_(whole, -bound, bound),
-            )
+            initialize_shard(self.bias, lambda whole: nn.init.uniform_(whole, -bound, bound))
 
     def extra_repr(self) -> str:
         """Say what torch's own would, and the boundary."""
@@ -165,7 +126,7 @@ class ColumnParallelLinear(_Linear):
         return unshard_features(output, self.boundary) if self.gather_output else output
 
     def _regathers_in_backward(self, x: torch.Tensor) -> bool:
-        """Return whether the input of all ranks is gathered again in backward, instead of being kept."""
+        # What needs no gradient is not kept for backward in the first place.
         divided = self.boundary.dim is not None and state.tp_size > 1 and not collectives.is_dry_run(x)
         return divided and state.cfg.optimize == "memory" and torch.is_grad_enabled() and self.weight.requires_grad
 
@@ -212,9 +173,9 @@ class RowParallelLinear(_Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features) of what this rank holds of the values."""
-        output = leave_region(
-            self.partial_output(x if self.input_is_split else shard_features(x, self.boundary)), self.boundary
-        )
+        features = x if self.input_is_split else shard_features(x, self.boundary)
+        output = leave_region(self.partial_output(features), self.boundary)
+        # After the sum: before it, the bias would be added once by every rank.
         return output if self.bias is None else output + self.bias
 
     def partial_output(self, features: torch.Tensor) -> torch.Tensor:
@@ -265,3 +226,40 @@ def shard_features(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
 def unshard_features(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
     """Return all features of what this rank holds of the values, from this rank's features of all: the reverse."""
     return collectives.gather_from_tp(x, -1) if boundary.dim is None else collectives.all_to_all(x, boundary.dim, -1)
+
+
+def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
+    """Return `linear(gather_to_tp(x, dim), weight, bias)`, and gather `x` again in backward instead of keeping it.
+
+    Otherwise every column-parallel layer would keep the input of all ranks until backward.
+    """
+    check_same_shape(x)
+    if torch.is_autocast_enabled(x.device.type):  # autocast casts in forward, but not in a custom backward
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    made: torch.Tensor = _GatheredLinear.apply(x, weight, bias, dim)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dim = dim
+        return functional.linear(collectives.start_all_gather(x, dim)(), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        wants_input_grad, wants_weight_grad, wants_bias_grad, _ = ctx.needs_input_grad
+        # Each exchange runs while the host goes on: the gather of x while the gradient of x is computed, and that is
+        # reduced while the gradient of the weight is. Every rank starts them in this order, or they deadlock.
+        pending_gather = collectives.start_all_gather(x, ctx.dim) if wants_weight_grad else None
+        pending_reduce_scatter = collectives.start_reduce_scatter(grad @ weight, ctx.dim) if wants_input_grad else None
+        rows = grad.flatten(0, -2)
+        weight_grad = None if pending_gather is None else rows.t() @ pending_gather().flatten(0, -2)
+        bias_grad = rows.sum(0) if wants_bias_grad else None
+        return None if pending_reduce_scatter is None else pending_reduce_scatter(), weight_grad, bias_grad, None

@@ -1,4 +1,13 @@
-"""A whole language model, divided over the tensor-parallel ranks: embeddings, layers, head and loss."""
+"""A whole language model, divided over the tensor-parallel ranks: embeddings, layers, head and loss.
+
+Shapes, of this rank's samples outside of the stack of layers and of what its layout says inside (layouts.py)::
+
+    input_ids, labels   [batch, length]
+    hidden states       [batch, length, hidden_size]
+    logits of the head  [batch of the group, length, vocab_size / tp_size]    this rank's classes
+    logits, returned    [batch, length, vocab_size], or as the head makes them with `whole_logits=False`
+    loss                one number, the mean over this rank's samples
+"""
 
 from __future__ import annotations
 
@@ -157,7 +166,9 @@ class DistributedTransformerLMHead(DistributedModule):
         masks = [self._additive_mask(each, ids.shape[0], hidden.dtype) for each in (mask, cross_mask)]
         if self.add_cross_attention:
             assert states is not None
-            hidden = self.transformer((hidden, self._to_stack_states(states), *masks))[0]
+            # Whole: their length has nothing to do with that of the sequences, and need not divide.
+            states = to_stack_layout(states, self.boundary, self.inner, whole=True)
+            hidden = self.transformer((hidden, states, *masks))[0]
         elif positions is not None and self.transformer.rotates:
             hidden = self.transformer((hidden, masks[0], self._for_stack_samples(positions, ids.shape[0])))[0]
         else:
@@ -208,23 +219,24 @@ class DistributedTransformerLMHead(DistributedModule):
         return dropped
 
     def _in_stack_layout(self, indices: torch.Tensor, *, of: int | None = None, lookup: bool = False) -> torch.Tensor:
-        """Return what this rank looks up inside the stack, of indices that came from outside.
+        """Return the indices that this rank looks up inside the stack, from those that it was given outside.
 
         Args:
             of: how many samples there are, if `indices` may be the same for all.
             lookup: the embedding itself takes whole sequences, or this rank's samples.
         """
         if self.inner is Layout.REPLICATE_GATHERED:
-            return indices if of is not None and indices.shape[0] != of else gather_indices(indices, self.boundary)
+            is_shared = of is not None and indices.shape[0] != of  # [1, length]: the same for all samples
+            return indices if is_shared else gather_indices(indices, self.boundary)
         if self.inner is Layout.SHARD_SEQUENCE and not lookup:
             return collectives.scatter_to_tp(indices, 1)
         return indices
 
     def _additive_mask(self, mask: torch.Tensor | None, num_samples: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a mask that is added to scores, of the samples that the stack has."""
+        """Return a mask to add to the scores of the samples that the stack has."""
         if mask is None:
             return None
-        if mask.dim() == 2:
+        if mask.dim() == 2:  # [batch, length] of 0 and 1 -> [batch, 1, 1, length] of the least number and 0
             mask = (1 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
         return self._for_stack_samples(mask, num_samples)
 
@@ -232,10 +244,8 @@ class DistributedTransformerLMHead(DistributedModule):
         """Return a mask or positions of the samples that the stack has."""
         return given if self.inner is self.boundary else gather_mask(given, num_samples, self.boundary)
 
-    def _to_stack_states(self, states: torch.Tensor) -> torch.Tensor:
-        return to_stack_layout(states, self.boundary, self.inner, whole=True)
-
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if self.is_causal:  # the labels move, not the logits, which are many
+        # Shift the labels, not the logits: a slice of these would be a copy of the largest tensor there is.
+        if self.is_causal:
             labels = functional.pad(labels[:, 1:], (0, 1), value=-100)
         return cross_entropy(logits, labels, num_classes=self.vocab_size, boundary=self.boundary)

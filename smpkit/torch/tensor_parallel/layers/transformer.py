@@ -1,4 +1,15 @@
-"""Transformer layers and stacks of them, divided over the tensor-parallel ranks."""
+"""Transformer layers and stacks of them, divided over the tensor-parallel ranks.
+
+::
+
+    hidden ──► attention ──► (cross attention) ──► output layer ──► hidden      DistributedTransformerLayer
+    outer layout ──to_stack_layout──► layer 0 ... layer n-1 ──from_stack_layout──► outer layout   DistributedTransformer
+
+Shapes: hidden states are [batch, length, hidden_size], of which a rank holds what the layout says (layouts.py); between
+the linear layers of the output layer they are [batch of the group, length, intermediate_size / tp_size]. Masks and
+position ids are those of attention.py. A layer takes and returns one tuple, as in SMP v1: a stack is a plain
+`nn.Sequential` then, which can be cut and checkpointed anywhere.
+"""
 
 from __future__ import annotations
 
@@ -208,13 +219,18 @@ class DistributedTransformerLayer(DistributedModule):
     def _parallel_branches(
         self, hidden: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add both branches up on each rank, then between ranks: one exchange in (two with two norms), one out."""
+        """Return the layer's output where attention and MLP read the same input.
+
+        Both branches are linear in the end, so their shares are added on each rank first and need one exchange out of
+        the region; and one into it, or two where each branch has a norm of its own.
+        """
         attention, output = self.attention, self.output
         assert attention.pre_layernorm is not None
         entered = enter_region(attention.pre_layernorm(hidden), self.boundary)
         other = entered if output.pre_layernorm is None else enter_region(output.pre_layernorm(hidden), self.boundary)
         shares = attention.partial_output(entered, None, mask, positions, entered=True) + output.partial_output(other)
         result = leave_region(shares, self.boundary)
+        # After the sum between ranks: every rank has the whole biases, and would add them tp_size times before it.
         for linear in (attention.dense, output.dense2):
             result = result if linear.bias is None else result + linear.bias
         assert self.dropout is not None
@@ -222,7 +238,7 @@ class DistributedTransformerLayer(DistributedModule):
 
 
 def _without_positions(common: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of cross attention: other states have no common positions with the hidden ones."""
+    """Drop what depends on positions: those of other states have nothing to do with those of the hidden states."""
     positional = {"use_alibi", "alibi_bias_max", "rotary_dim", "rotary_interleaved", "rotary_base", "window_size"}
     return {name: value for name, value in common.items() if name not in positional}
 
@@ -329,29 +345,37 @@ def unpack_inputs(
     Raises:
         UsageError: it is not such a tuple.
     """
-    expected = (4,) if cross else (2, 3) if rotates else (2,)
-    if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
+    if cross:
+        expected: tuple[int, ...] = (4,)
         names = "(hidden_states, cross_states, attention_mask, cross_mask)"
-        more = ", or with position_ids for a third" if rotates and not cross else ""
+    elif rotates:
+        expected = (2, 3)
+        names = "(hidden_states, attention_mask), or with position_ids for a third"
+    else:
+        expected = (2,)
+        names = "(hidden_states, attention_mask)"
+    if not isinstance(inputs, (tuple, list)) or len(inputs) not in expected or inputs[0] is None:  # type: ignore[redundant-expr]
         raise UsageError(
-            f"a transformer layer takes one tuple {names if cross else '(hidden_states, attention_mask)'}{more}",
+            f"a transformer layer takes one tuple {names}",
             hint="pass None for a mask that is not needed",
         )
     if cross:
         return inputs[0], inputs[1], inputs[2], inputs[3], None
-    return inputs[0], None, inputs[1], None, inputs[2] if len(inputs) == 3 else None
+    positions = inputs[2] if len(inputs) == 3 else None
+    return inputs[0], None, inputs[1], None, positions
 
 
 def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: bool = False) -> torch.Tensor:
-    """Turn values of one boundary into those of another, at the entry of a stack.
+    """Change values from the layout outside of a stack to the one between its layers.
 
     Args:
-        whole: do not divide sequences.
+        x: (batch, length, ...).
+        whole: keep sequences whole where the layout inside divides them.
 
     Raises:
-        UsageError: there is no such way in.
+        UsageError: no stack has these two layouts outside and inside.
     """
-    if has_torch_function_unary(x):  # it lies on another pipeline rank, perhaps
+    if has_torch_function_unary(x):  # a StageTensor: the call runs on the pipeline rank that has the value
         made: torch.Tensor = handle_torch_function(to_stack_layout, (x,), x, outer, inner, whole=whole)
         return made
     if outer is inner or state.tp_size == 1:
@@ -361,14 +385,16 @@ def to_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout, *, whole: boo
         return collectives.gather_from_tp(x, 0)
     if (outer, inner) == (Layout.REPLICATE, Layout.SHARD_SEQUENCE):
         return x if whole else collectives.scatter_to_tp(x, 1)
-    raise UsageError(f"values of boundary {outer.value} cannot become {inner.value} inside a stack")
+    raise UsageError(f"a stack cannot have boundary {outer.value} outside and {inner.value} between its layers")
 
 
 def from_stack_layout(x: torch.Tensor, outer: Layout, inner: Layout) -> torch.Tensor:
-    """Turn the values back at the exit of a stack."""
+    """Change values back to the layout outside of a stack, at its end."""
     if has_torch_function_unary(x):
         made: torch.Tensor = handle_torch_function(from_stack_layout, (x,), x, outer, inner)
         return made
     if outer is inner or state.tp_size == 1:
         return x
-    return collectives.scatter_to_tp(x, 0) if inner is Layout.REPLICATE_GATHERED else collectives.gather_from_tp(x, 1)
+    if inner is Layout.REPLICATE_GATHERED:
+        return collectives.scatter_to_tp(x, 0)
+    return collectives.gather_from_tp(x, 1)
