@@ -20,41 +20,6 @@ from smpkit.torch.tensor_parallel.module import global_shape
 
 __all__ = ["ModelComparison", "common_seed", "compare_models"]
 
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def common_seed() -> int:
-    """Return the seed that a script set: the first one's on all ranks of a tensor-parallel group, which call this."""
-    seeds = [torch.initial_seed()]
-    if state.tp_size > 1:
-        group = state.process_group(CommGroup.TP_GROUP)
-        with waiting("the seed of tp_rank 0", group):
-            dist.broadcast_object_list(seeds, group=group, group_src=0)
-    return seeds[0]
-
-
-@dataclass(frozen=True)
-class ModelComparison:
-    """What the ranks of a tensor-parallel group have in common.
-
-    Args:
-        same_weights: their models have the same values; else those of the first rank count.
-        seed: of weights that are not made yet: that of the first rank.
-    """
-
-    same_weights: bool
-    seed: int
-
-    def first(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's tensor; all ranks of the group call this in the same order."""
-        if self.same_weights:
-            return whole
-        group = state.process_group(CommGroup.TP_GROUP)
-        tensor = whole.detach().to(state.device, copy=True).contiguous()
-        with waiting("the weights of tp_rank 0", group):
-            dist.broadcast(tensor, group=group, group_src=0)
-        return tensor
-
 
 def compare_models(root: nn.Module, names: Sequence[str]) -> ModelComparison:
     """Compare this rank's model with those of the other ranks of its tensor-parallel group.
@@ -85,6 +50,30 @@ def compare_models(root: nn.Module, names: Sequence[str]) -> ModelComparison:
     return ModelComparison(all(sums == reports[0][1] for _, sums, _ in reports), reports[0][2])
 
 
+@dataclass(frozen=True)
+class ModelComparison:
+    """Which weights the ranks of a tensor-parallel group divide between them.
+
+    Args:
+        same_weights: whether all models have equal values, so nothing needs to be sent; else those of tp_rank 0 are
+            taken.
+        seed: that of tp_rank 0, with which delayed weights are initialised.
+    """
+
+    same_weights: bool
+    seed: int
+
+    def first(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return tp_rank 0's tensor; all ranks of the group call this in the same order."""
+        if self.same_weights:
+            return whole
+        group = state.process_group(CommGroup.TP_GROUP)
+        tensor = whole.detach().to(state.device, copy=True).contiguous()
+        with waiting("the weights of tp_rank 0", group):
+            dist.broadcast(tensor, group=group, group_src=0)
+        return tensor
+
+
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
     for left, right in zip(first, second, strict=False):
         if left != right:
@@ -93,10 +82,24 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
 
 
 def _checksums(root: nn.Module) -> list[int]:
-    """Return a number for the values of each parameter; 0 where there are none yet, or where ranks hold pieces."""
+    """Return a checksum of each parameter; 0 for delayed ones, and for pieces, which differ between the ranks."""
     return [0 if is_delayed(each) or shard_of(each) is not None else _checksum(each) for each in root.parameters()]
 
 
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _checksum(tensor: torch.Tensor) -> int:
+    # Of the bits, not the values: NaN is then equal to itself, and the sum is exact in any order.
     bits = tensor.detach().contiguous().view(_INTEGERS[min(tensor.element_size(), 8)])
     return int(bits.sum(dtype=torch.int64))
+
+
+def common_seed() -> int:
+    """Return the seed that the script set on tp_rank 0; all ranks of a tensor-parallel group call this."""
+    seeds = [torch.initial_seed()]
+    if state.tp_size > 1:
+        group = state.process_group(CommGroup.TP_GROUP)
+        with waiting("the seed of tp_rank 0", group):
+            dist.broadcast_object_list(seeds, group=group, group_src=0)
+    return seeds[0]

@@ -59,8 +59,6 @@ So weights are made and taken apart one at a time, and those of other pipeline r
 tensor when it is asked for. A name that `state` lacks is left out, with everything that depends on it.
 """
 
-_RECORDED: Final = "_smp_arguments"
-
 _Module = TypeVar("_Module", bound=type[nn.Module])
 
 
@@ -137,6 +135,27 @@ def register(rule: ReplacementRule) -> None:
             _record_arguments(original)
         original = qualified_name(original)
     _rules[original] = rule
+
+
+_RECORDED: Final = "_smp_arguments"
+
+
+def _record_arguments(kind: type[nn.Module]) -> None:
+    """Record on every instance that is made from now on the arguments that it was made with."""
+    plain = kind.__init__
+    if getattr(plain, _RECORDED, False):
+        return
+
+    @functools.wraps(plain)
+    def recording(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        # Past nn.Module's registration: an argument that is a module must not become a child. A subclass's own
+        # __init__ that calls this one may have other arguments, and only exact instances are replaced.
+        if type(self) is kind:
+            object.__setattr__(self, _RECORDED, (args, kwargs))
+
+    setattr(recording, _RECORDED, True)
+    kind.__init__ = recording  # type: ignore[method-assign]
 
 
 def register_rewrite(rewrite: Rewrite) -> None:
@@ -229,7 +248,7 @@ def _check_class(given: object, name: str) -> None:
         raise UsageError(f"{name} must be a class of torch.nn.Module, got {given!r}")
 
 
-# --- questions --------------------------------------------------------------------------------------------------------
+# --- what is registered -----------------------------------------------------------------------------------------------
 
 
 def qualified_name(kind: type) -> str:
@@ -245,6 +264,12 @@ def rule_for(module: nn.Module) -> ReplacementRule | None:
 def rewrite_for(module: nn.Module) -> Rewrite | None:
     """Return how to rewrite a module in place; None if nothing applies."""
     return next((rewrite for rewrite in _rewrites if rewrite.applies(module)), None)
+
+
+def _import_class(name: str) -> type[nn.Module]:
+    place, _, kind = name.rpartition(".")
+    found: type[nn.Module] = getattr(importlib.import_module(place), kind)
+    return found
 
 
 def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:
@@ -269,15 +294,6 @@ def arguments_of(module: nn.Module, rule: ReplacementRule) -> CallArguments:
     return tuple(hook_args), dict(hook_kwargs)
 
 
-def argument_names(kind: type[nn.Module]) -> set[str]:
-    """Return the names by which the arguments of a class can be given."""
-    return {
-        name
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-
-
 def with_overrides(kind: type[nn.Module], arguments: CallArguments, overrides: Mapping[str, Any]) -> CallArguments:
     """Return the arguments with those keyword arguments of the user's that `kind` knows by name.
 
@@ -297,38 +313,16 @@ def with_overrides(kind: type[nn.Module], arguments: CallArguments, overrides: M
     return bound.args, bound.kwargs
 
 
-# --- inside -----------------------------------------------------------------------------------------------------------
+def argument_names(kind: type[nn.Module]) -> set[str]:
+    """Return the names by which the arguments of a class can be given."""
+    return {
+        name
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
 
 
-def _record_arguments(kind: type[nn.Module]) -> None:
-    """Let every instance that is made from now on remember its arguments."""
-    plain = kind.__init__
-    if getattr(plain, _RECORDED, False):
-        return
-
-    @functools.wraps(plain)
-    def recording(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        # Past nn.Module's registration: an argument that is a module must not become a child. A subclass's own
-        # __init__ that calls this one may have other arguments, and only exact instances are replaced.
-        if type(self) is kind:
-            object.__setattr__(self, _RECORDED, (args, kwargs))
-
-    setattr(recording, _RECORDED, True)
-    kind.__init__ = recording  # type: ignore[method-assign]
-
-
-def _import_class(name: str) -> type[nn.Module]:
-    place, _, kind = name.rpartition(".")
-    found: type[nn.Module] = getattr(importlib.import_module(place), kind)
-    return found
-
-
-# --- built in ---------------------------------------------------------------------------------------------------------
-
-
-def _same_names(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterable[tuple[str, TensorOrFactory]]:
-    return ((name, functools.partial(state.__getitem__, name)) for name in state)
+# --- torch.nn classes ----------------------------------------------------------------------------------------------
 
 
 def _linear_arguments(linear: nn.Module) -> CallArguments:
@@ -348,6 +342,10 @@ def _embedding_arguments(embedding: nn.Module) -> CallArguments:
     }
 
 
+def _same_names(state: Mapping[str, torch.Tensor], _: nn.Module) -> Iterable[tuple[str, TensorOrFactory]]:
+    return ((name, functools.partial(state.__getitem__, name)) for name in state)
+
+
 register(
     ReplacementRule(
         nn.Linear,
@@ -357,6 +355,7 @@ register(
         from_distributed=_same_names,
     )
 )
+
 register(
     ReplacementRule(
         nn.Embedding,

@@ -1,8 +1,14 @@
 """Put distributed modules in the place of marked ones: what `smp.DistributedModel` does first under tensor parallelism.
 
-find        the outermost supported marked modules; the distributed ones are made without memory
-agree       all tensor-parallel ranks are about to do the same, to the same weights
-replace     each parameter becomes this rank's piece of it, one at a time
+::
+
+    find      the outermost marked modules that are supported; the distributed ones are made, without memory
+    compare   the tensor-parallel ranks: they must do the same next, to the same weights
+    replace   parameter by parameter, each becomes this rank's piece, so no rank ever holds two whole models
+    install   where a parent has the old module as a child, it gets the new one
+
+A distributed module is called as the one that it replaced, and keeps its weights, its partition and what was frozen.
+Models with a plan of their own (`Rewrite`: Hugging Face's `_tp_plan`) are divided in place instead.
 """
 
 from __future__ import annotations
@@ -44,176 +50,7 @@ from smpkit.torch.tensor_parallel.registry import (
 )
 from smpkit.torch.tensor_parallel.replaced import record_replacement
 
-__all__ = [
-    "applied_rule_of",
-    "distribute",
-    "distribute_without_weights",
-    "load_replacement_weights",
-    "replacement_stubs",
-    "wrap_forward",
-]
-
-
-# --- Call a distributed module as the module whose place it took was called -------------------------------------------
-
-
-def wrap_forward(
-    module: nn.Module,
-    forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]] | None,
-    return_hook: Callable[[Any], Any] | None,
-) -> None:
-    """Let a module's forward take and return what other conventions say.
-
-    Args:
-        forward_hook: from the arguments of a call to those of the module's own forward.
-        return_hook: from the module's own result to that of a call.
-    """
-    if forward_hook is not None or return_hook is not None:
-        # On the instance, where nn.Module looks first: hooks that users register see the values they know.
-        object.__setattr__(module, "forward", _WrappedForward(module, forward_hook, return_hook))
-
-
-class _WrappedForward:
-    """The forward of one module; an object, because copies of a module copy it with them."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]] | None,
-        return_hook: Callable[[Any], Any] | None,
-    ) -> None:
-        self._module = module
-        self._forward_hook = forward_hook
-        self._return_hook = return_hook
-        if forward_hook is not None:
-            self.__signature__ = inspect.signature(forward_hook)  # for those who ask which arguments a model takes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._forward_hook is not None:
-            made_args, made_kwargs = self._forward_hook(*args, **kwargs)
-            args, kwargs = tuple(made_args), dict(made_kwargs)
-        result = type(self._module).forward(self._module, *args, **kwargs)
-        return result if self._return_hook is None else self._return_hook(result)
-
-
-# --- Give a distributed module the weights of the one whose place it takes, without ever holding two whole models -----
-
-
-def load_replacement_weights(
-    root: nn.Module,
-    name: str,
-    module: nn.Module,
-    replacement: nn.Module,
-    translation: Translation | None,
-    comparison: ModelComparison,
-) -> None:
-    """Fill `replacement` with this rank's pieces of what `module` has, or of what it would be initialised with.
-
-    Where `module` has no memory yet, `replacement` gets its own when the model is placed. Without a translation it is
-    initialised by itself.
-
-    Args:
-        root: the model, `name` that of `module` in it.
-    """
-    source = _OriginalState(root, name, module, comparison.seed)
-    is_delayed_source = source.is_delayed
-    if translation is not None:
-
-        def fill(wanted: Collection[int], device: torch.device) -> None:
-            source.device = device
-            _load_shards(replacement, source, translation, wanted, comparison)
-
-        set_initializer(replacement, fill)
-    if not is_delayed_source:
-        parameters = list(replacement.parameters())
-        device = next((each.device for each in module.parameters()), state.device)
-        initialize(replacement, parameters, device, comparison.seed)
-
-
-def _load_shards(
-    replacement: nn.Module,
-    source: _OriginalState,
-    translation: Translation,
-    wanted: Collection[int],
-    comparison: ModelComparison,
-) -> None:
-    """Fill those parameters (by id) of a distributed module that are wanted, one after the other, and its buffers.
-
-    Raises:
-        UsageError: the translation makes a name or a shape that the distributed module has not.
-    """
-    own_tensors: dict[str, torch.Tensor] = dict(replacement.named_parameters(remove_duplicate=False))
-    saved = replacement.state_dict(keep_vars=True)
-    own_tensors.update({name: buffer for name, buffer in replacement.named_buffers() if name in saved})
-    done: set[int] = set()
-    for name, made in translation(source, replacement):
-        tensor = own_tensors.get(name)
-        if tensor is None:
-            raise UsageError(f"a translation made `{name}`, which {type(replacement).__name__} does not have")
-        if id(tensor) in done or (isinstance(tensor, nn.Parameter) and id(tensor) not in wanted):
-            continue
-        whole = made() if callable(made) else made
-        if whole.shape != global_shape(tensor):
-            raise UsageError(
-                f"a translation made `{name}` of {type(replacement).__name__} {list(whole.shape)},"
-                f" not {list(global_shape(tensor))}"
-            )
-        _load(tensor, comparison.first(whole), source.device)
-        done.add(id(tensor))
-
-
-def _load(tensor: torch.Tensor, whole: torch.Tensor, device: torch.device) -> None:
-    load_shard(tensor, whole)
-    if tensor.device != device:
-        tensor.data = tensor.data.to(device)
-
-
-class _OriginalState(Mapping[str, torch.Tensor]):
-    """The state dict of a module that is to be replaced; weights without memory are made anew when asked for."""
-
-    def __init__(self, root: nn.Module, name: str, module: nn.Module, seed: int) -> None:
-        self.device = state.device
-        self._root = root
-        self._seed = seed
-        self._values: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
-        self._owners: dict[int, tuple[str, nn.Module]] = {}
-        for owner_name, owner in module.named_modules(prefix=name):
-            for parameter in owner.parameters(recurse=False):
-                self._owners.setdefault(id(parameter), (owner_name, owner))
-        self._last: dict[int, torch.Tensor] = {}
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether a weight has no memory yet."""
-        return any(is_delayed(each) for each in self._values.values())
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        value = self._values[key]
-        if is_delayed(value):
-            return self._initialized(value)
-        return value.detach()
-
-    def _initialized(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter is initialised with; those of one module are made together and kept till the next."""
-        name, owner = self._owners[id(parameter)]
-        if id(parameter) not in self._last:
-            values = initial_values(self._root, name, owner, self.device, self._seed)
-            own = dict(owner.named_parameters(recurse=False))
-            self._last = {id(own[key]): value for key, value in values.items()}
-        return self._last[id(parameter)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-# --- Put distributed modules in the place of marked ones: what `smp.DistributedModel` does first under tensor
-# parallelism
-
-
-_ENTRY: Final = "_smp_entry"
+__all__ = ["applied_rule_of", "distribute", "distribute_without_weights", "replacement_stubs"]
 
 
 def distribute(root: nn.Module) -> nn.Module:
@@ -229,6 +66,7 @@ def distribute(root: nn.Module) -> nn.Module:
         return root
     finder = _Finder(root)
     finder.visit(root, "")
+    # Before anything is sent for a single module: ranks that found other modules would wait for each other.
     comparison = compare_models(root, [*finder.skipped, *(target.name for target in finder.targets)])
     for target in finder.targets:
         if target.rewrite is not None:
@@ -244,7 +82,7 @@ def distribute(root: nn.Module) -> nn.Module:
 
 
 def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Do what `distribute` does on this rank, without weights and without the others, and say what: for a plan.
+    """Do what `distribute` does, without weights and other ranks, for `smpkit plan`; return the model and the report.
 
     Raises:
         UsageError: a marked module cannot be made as registered.
@@ -259,22 +97,28 @@ def distribute_without_weights(root: nn.Module) -> tuple[nn.Module, list[str]]:
     return _install_replacements(root, finder.targets), list(_report(finder))
 
 
-def applied_rule_of(module: nn.Module) -> ReplacementRule | None:
-    """Return by which rule a distributed module took the place of another; None if it did not."""
-    rule: ReplacementRule | None = vars(module).get(_ENTRY)
-    return rule
-
-
 def replacement_stubs(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, ReplacementRule]]:
-    """Yield the modules of a model that other degrees would replace, each with its name and what would take its place.
+    """Yield the modules that tensor parallelism would replace: name, module, replacement and rule.
 
-    The latter have no memory: they say names and sizes, so that states of theirs can be translated.
+    Replacements have no memory. They give names and sizes, with which checkpoints of other degrees are translated.
     """
     finder = _Finder(root)
     finder.visit(root, "")
     for target in finder.targets:
         if target.rule is not None and target.replacement is not None:
             yield target.name, target.module, target.replacement, target.rule
+
+
+def applied_rule_of(module: nn.Module) -> ReplacementRule | None:
+    """Return the rule by which a distributed module replaced another; None if it replaced none."""
+    rule: ReplacementRule | None = vars(module).get(_ENTRY)
+    return rule
+
+
+_ENTRY: Final = "_smp_entry"
+
+
+# --- find what is replaced --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -287,9 +131,6 @@ class _Target:
     rule: ReplacementRule | None = None
     replacement: nn.Module | None = None
     rewrite: Rewrite | None = None
-
-
-# --- find -------------------------------------------------------------------------------------------------------------
 
 
 class _Finder:
@@ -321,7 +162,7 @@ class _Finder:
             self.visit(child, f"{name}.{child_name}" if name else child_name)
 
     def _distributes(self, module: nn.Module, name: str, marking: Marking) -> bool:
-        """Note the module as a target, or why it is none; unsupported ones are none without a word."""
+        """Record the module as a target, or in `skipped` why it is none; unsupported classes are skipped silently."""
         rule, rewrite = rule_for(module), rewrite_for(module)
         if rule is None and rewrite is None:
             return False
@@ -335,7 +176,8 @@ class _Finder:
             if reason is None:
                 self.targets.append(_Target(name, module, marking, rule=rule, replacement=made))
                 return True
-        if rewrite is not None and self._why_tied(module) is None:  # which leaves out the parts that are excepted
+        # A rewrite leaves out the parts that the user excepted, so only ties to other modules rule it out.
+        if rewrite is not None and self._why_tied(module) is None:
             reason = rewrite.refusal(module) if rewrite.refusal is not None else None
             if reason is None:
                 self.targets.append(_Target(name, module, marking, rewrite=rewrite))
@@ -366,16 +208,17 @@ def _make(module: nn.Module, rule: ReplacementRule, marking: Marking) -> nn.Modu
     kind = rule.distributed_class
     args, kwargs = with_overrides(kind, arguments_of(module, rule), marking.config)
     dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
-    # On the host, whatever the user's default device is: weights come when they are taken over.
+    # On the host, whatever the user's default device is: weights get memory in `_load_shards`, not before. The fork
+    # leaves the script's random numbers as they were.
     with torch.device("cpu"), torch.random.fork_rng([]), delay_param_initialization(), default_dtype(dtype):
         return kind(*args, **kwargs)
 
 
-# --- replace ----------------------------------------------------------------------------------------------------------
+# --- replace it -------------------------------------------------------------------------------------------------------
 
 
 def _replace(root: nn.Module, target: _Target, comparison: ModelComparison | None) -> None:
-    """Give a distributed module the weights and the ways of the one whose place it takes; None: no weights."""
+    """Make a distributed module equal to the one that it replaces; without a comparison, all but its weights."""
     module, rule, replacement = target.module, target.rule, target.replacement
     assert rule is not None
     assert replacement is not None
@@ -392,7 +235,7 @@ def _replace(root: nn.Module, target: _Target, comparison: ModelComparison | Non
 
 
 def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
-    """Let parameters that were not trained not be trained, as far as names tell which those are now.
+    """Freeze the parameters that were frozen, if the names tell which those are now.
 
     Raises:
         UsageError: a part of the module is frozen, and the distributed one has other names.
@@ -413,7 +256,7 @@ def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
 
 
 def _install_replacements(root: nn.Module, targets: list[_Target]) -> nn.Module:
-    """Let the parents of what is replaced have the distributed modules for children, wherever it appears."""
+    """Make the distributed modules children of all parents of the modules that they replace; return the model."""
     new = {id(target.module): target.replacement for target in targets if target.replacement is not None}
     for parent in list(root.modules()):
         for name, child in list(parent._modules.items()):
@@ -425,12 +268,173 @@ def _install_replacements(root: nn.Module, targets: list[_Target]) -> nn.Module:
 
 
 def _disable_fast_path(parent: nn.Module) -> None:
-    """Make torch's transformer layers call their children in evaluation too, where they would read their weights."""
+    # In evaluation torch's fused kernel would read the weights of the children, now pieces, without calling them.
     if isinstance(parent, nn.TransformerEncoderLayer):
         parent.activation_relu_or_gelu = 0
 
 
-# --- report -----------------------------------------------------------------------------------------------------------
+# --- the weights of the one that is replaced --------------------------------------------------------------------------
+
+
+def load_replacement_weights(
+    root: nn.Module,
+    name: str,
+    module: nn.Module,
+    replacement: nn.Module,
+    translation: Translation | None,
+    comparison: ModelComparison,
+) -> None:
+    """Fill `replacement` with this rank's pieces of what `module` has, or of what it would be initialised with.
+
+    Where `module` has no memory yet, `replacement` gets its own when the model is placed. Without a translation it
+    draws weights of its own.
+
+    Args:
+        root: the model, `name` that of `module` in it.
+    """
+    source = _OriginalState(root, name, module, comparison.seed)
+    is_delayed_source = source.is_delayed
+    if translation is not None:
+
+        def fill(wanted: Collection[int], device: torch.device) -> None:
+            source.device = device
+            _load_shards(replacement, source, translation, wanted, comparison)
+
+        set_initializer(replacement, fill)
+    if not is_delayed_source:
+        parameters = list(replacement.parameters())
+        device = next((each.device for each in module.parameters()), state.device)
+        initialize(replacement, parameters, device, comparison.seed)
+
+
+def _load_shards(
+    replacement: nn.Module,
+    source: _OriginalState,
+    translation: Translation,
+    wanted: Collection[int],
+    comparison: ModelComparison,
+) -> None:
+    """Fill the buffers of a distributed module, and those of its parameters whose ids are wanted, one by one.
+
+    Raises:
+        UsageError: the translation makes a name or a shape that the distributed module does not have.
+    """
+    own_tensors: dict[str, torch.Tensor] = dict(replacement.named_parameters(remove_duplicate=False))
+    saved = replacement.state_dict(keep_vars=True)
+    own_tensors.update({name: buffer for name, buffer in replacement.named_buffers() if name in saved})
+    done: set[int] = set()
+    for name, made in translation(source, replacement):
+        tensor = own_tensors.get(name)
+        if tensor is None:
+            raise UsageError(f"a translation made `{name}`, which {type(replacement).__name__} does not have")
+        if id(tensor) in done or (isinstance(tensor, nn.Parameter) and id(tensor) not in wanted):
+            continue
+        whole = made() if callable(made) else made
+        if whole.shape != global_shape(tensor):
+            raise UsageError(
+                f"a translation made `{name}` of {type(replacement).__name__} {list(whole.shape)},"
+                f" not {list(global_shape(tensor))}"
+            )
+        _load(tensor, comparison.first(whole), source.device)
+        done.add(id(tensor))
+
+
+def _load(tensor: torch.Tensor, whole: torch.Tensor, device: torch.device) -> None:
+    load_shard(tensor, whole)
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
+
+
+class _OriginalState(Mapping[str, torch.Tensor]):
+    """The state dict of a module that is to be replaced; delayed weights are initialised when they are read."""
+
+    def __init__(self, root: nn.Module, name: str, module: nn.Module, seed: int) -> None:
+        self.device = state.device
+        self._root = root
+        self._seed = seed
+        self._values: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
+        self._owners: dict[int, tuple[str, nn.Module]] = {}
+        for owner_name, owner in module.named_modules(prefix=name):
+            for parameter in owner.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), (owner_name, owner))
+        self._last: dict[int, torch.Tensor] = {}
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a weight has no memory yet."""
+        return any(is_delayed(each) for each in self._values.values())
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        value = self._values[key]
+        if is_delayed(value):
+            return self._initialized(value)
+        return value.detach()
+
+    def _initialized(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what a parameter is initialised with.
+
+        The parameters of one module are initialised together, and kept until one of another module is read: the
+        translations read weight by weight, and no more than one module is ever held whole.
+        """
+        name, owner = self._owners[id(parameter)]
+        if id(parameter) not in self._last:
+            values = initial_values(self._root, name, owner, self.device, self._seed)
+            own = dict(owner.named_parameters(recurse=False))
+            self._last = {id(own[key]): value for key, value in values.items()}
+        return self._last[id(parameter)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+# --- its calls --------------------------------------------------------------------------------------------------------
+
+
+def wrap_forward(
+    module: nn.Module,
+    forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]] | None,
+    return_hook: Callable[[Any], Any] | None,
+) -> None:
+    """Let a distributed module be called as the one that it replaced.
+
+    Args:
+        forward_hook: from the arguments of a call to those of the module's own forward.
+        return_hook: from the module's own result to that of a call.
+    """
+    if forward_hook is not None or return_hook is not None:
+        # On the instance, where nn.Module looks first: hooks that users register see the values they know.
+        object.__setattr__(module, "forward", _WrappedForward(module, forward_hook, return_hook))
+
+
+class _WrappedForward:
+    """The forward of one module; an object, because copies of a module copy it with them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward_hook: Callable[..., tuple[Iterable[Any], Mapping[str, Any]]] | None,
+        return_hook: Callable[[Any], Any] | None,
+    ) -> None:
+        self._module = module
+        self._forward_hook = forward_hook
+        self._return_hook = return_hook
+        if forward_hook is not None:
+            # Hugging Face's Trainer, for one, reads from the signature which columns of the data a model takes.
+            self.__signature__ = inspect.signature(forward_hook)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_hook is not None:
+            made_args, made_kwargs = self._forward_hook(*args, **kwargs)
+            args, kwargs = tuple(made_args), dict(made_kwargs)
+        # Of the class: the instance's attribute `forward` is this object.
+        result = type(self._module).forward(self._module, *args, **kwargs)
+        return result if self._return_hook is None else self._return_hook(result)
+
+
+# --- what the log says of it ------------------------------------------------------------------------------------------
 
 
 def _report(finder: _Finder) -> Iterator[str]:

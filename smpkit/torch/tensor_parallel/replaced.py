@@ -26,7 +26,7 @@ _HINT: Final = "make the optimizer of `model.parameters()` after smp.Distributed
 
 @dataclass(frozen=True)
 class _ReplacedModule:
-    """One module that another has taken the place of; its parameters live on only if somebody else has them."""
+    """One module that was replaced. Weak references: its parameters live only as long as an optimizer holds them."""
 
     name: str
     originals: Mapping[str, weakref.ref[nn.Parameter]]
@@ -43,7 +43,7 @@ _replaced_modules: Final[list[_ReplacedModule]] = []
 
 
 def record_replacement(name: str, module: nn.Module, replacement: nn.Module, translation: Translation | None) -> None:
-    """Remember what took the place of a module of a name, and how its weights come from that one's."""
+    """Record which module replaced another, and the translation that made its weights."""
     if not _replaced_modules:
         state.reset_hooks.append(_replaced_modules.clear)
     originals = {key: weakref.ref(each) for key, each in module.named_parameters(remove_duplicate=False)}
@@ -53,13 +53,17 @@ def record_replacement(name: str, module: nn.Module, replacement: nn.Module, tra
 
 
 def replace_optimizer_parameters(optimizer: Any) -> None:
-    """Put into the groups of an optimizer what took the place of the parameters that it was made with.
+    """Put the parameters of distributed modules into the groups that held those of the modules they replaced.
 
     Raises:
-        UsageError: it has states of them already, is not one of torch's, or it is not clear what belongs where.
+        UsageError: the optimizer has states already, is not one of torch's, or it is not clear what belongs where.
     """
-    known = ((ref(), found, key) for found in _replaced_modules for key, ref in found.originals.items())
-    old = {id(each): (found, key) for each, found, key in known if each is not None}
+    old: dict[int, tuple[_ReplacedModule, str]] = {}
+    for found in _replaced_modules:
+        for key, ref in found.originals.items():
+            original = ref()
+            if original is not None:
+                old[id(original)] = found, key
     groups: list[dict[str, Any]] = optimizer.param_groups
     replaced = [each for group in groups for each in group["params"] if id(each) in old]
     _check_states(optimizer, replaced)
@@ -74,7 +78,7 @@ def replace_optimizer_parameters(optimizer: Any) -> None:
         )
     group_of = {id(each): index for index, group in enumerate(groups) for each in group["params"]}
     new_parameters: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    for found in {id(each): each for each, _ in (old[id(each)] for each in replaced)}.values():
+    for found in _unique([old[id(each)][0] for each in replaced]):
         for name, new_parameter, sources in _replacement_parameters(found):
             if any(id(each) in group_of for each in sources):
                 _check_group(found.full_name(name), sources, found, group_of)
@@ -84,8 +88,12 @@ def replace_optimizer_parameters(optimizer: Any) -> None:
         _rebuild_group(group, new_parameters)
 
 
+def _unique(modules: list[_ReplacedModule]) -> list[_ReplacedModule]:
+    return list({id(each): each for each in modules}.values())
+
+
 def _rebuild_group(group: dict[str, Any], new_parameters: Mapping[int, list[tuple[str, nn.Parameter]]]) -> None:
-    """Change a group's list in place: some optimizers have a second reference to it."""
+    """Replace the parameters of a group, in place: some optimizers have a second reference to the list."""
     names = group.get("param_names")
     rebuilt: dict[int, tuple[str | None, nn.Parameter]] = {}
     for index, parameter in enumerate(group["params"]):
@@ -98,10 +106,10 @@ def _rebuild_group(group: dict[str, Any], new_parameters: Mapping[int, list[tupl
 
 
 def _replacement_parameters(found: _ReplacedModule) -> Iterator[tuple[str, nn.Parameter, list[nn.Parameter]]]:
-    """Yield the parameters of a distributed module with their names and what they took the place of.
+    """Yield the parameters of a distributed module: name, parameter, and the parameters that it replaced.
 
     Raises:
-        UsageError: it cannot be told.
+        UsageError: it is not known what a trained one replaced.
     """
     names: dict[int, set[str]] = {}
     ours = dict(found.distributed.named_parameters(remove_duplicate=False))
@@ -123,7 +131,7 @@ def _replacement_parameters(found: _ReplacedModule) -> Iterator[tuple[str, nn.Pa
 
 
 def _sources_of_weights(found: _ReplacedModule) -> Iterator[tuple[str, set[str]]]:
-    """Yield the names of distributed weights, each with the names that its translation reads."""
+    """Yield the names of distributed weights, each with the names of the weights that its translation reads."""
     if found.translation is None:
         return
     reading = _ReadTracker(found.shapes)
@@ -142,7 +150,7 @@ def _sources_of_weights(found: _ReplacedModule) -> Iterator[tuple[str, set[str]]
 
 
 class _ReadTracker(Mapping[str, torch.Tensor]):
-    """A state dict that knows what has been read of it."""
+    """A state dict that records which of its names are read."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
@@ -174,7 +182,7 @@ def _check_group(name: str, sources: list[nn.Parameter], found: _ReplacedModule,
 
 
 def _check_states(optimizer: Any, replaced: list[nn.Parameter]) -> None:
-    """Refuse states of whole parameters, where this rank has pieces now."""
+    """Refuse optimizer states of whole parameters, of which this rank has pieces now."""
     states: Mapping[Any, Any] = optimizer.state
     for each in replaced:
         if states.get(each):

@@ -1,8 +1,11 @@
 """Check that tensor-parallel ranks are about to make the same call, before any collective blocks.
 
-Ranks that call different steps, or bring batches of different shapes, would meet in exchanges that do not fit. So a
-step (and a forward outside any step) begins with one small message: checksums of what is called and with what, and of
-the exchanges since the groups were made, which tell of ranks that got out of step in the call before.
+Ranks that call different steps, or bring batches of different shapes, would meet in collectives that do not fit: they
+would hang, or go on with wrong values. So a step (and a forward outside any step) begins with one small message::
+
+    [ checksum of the call and its shapes | of values | of all collectives so far | a random number ]
+
+The third differs where ranks took different paths through the model in the call before.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from smpkit.torch.tensor_parallel.collectives import checksum_of_collectives
 __all__ = ["CallConsistencyCheck"]
 
 _NUM_VALUE_CHECKS: Final = 3
-"""Calls whose values are compared, with `prescaled_batch`: data that is dealt out wrongly differs from the first on."""
+"""How many calls have their values compared, with `prescaled_batch`: wrongly sharded data differs from the first on."""
 
 
 class CallConsistencyCheck:
@@ -55,11 +58,12 @@ class CallConsistencyCheck:
         tensors = _tensors_in(arguments)
         description = f"{name} ({mode}) with {', '.join(str(spec_of(tensor)) for tensor in tensors) or 'no tensors'}"
         values = 0
-        # Of a pipeline's ranks only the first one's values count.
+        # The other ranks of a pipeline get their batch from pp_rank 0.
         if state.cfg.prescaled_batch and state.pp_rank == 0 and self._num_value_checks < _NUM_VALUE_CHECKS:
             self._num_value_checks += 1
             values = _checksum(tensors)
         group = state.process_group(CommGroup.TP_GROUP)
+        # On the host where the group can send from there, so that no GPU is waited for.
         own = torch.tensor([zlib.crc32(description.encode()), values, checksum_of_collectives(), number], device="cpu")
         if "cpu" not in str(dist.get_backend_config(group)):
             own = own.to(state.device)
@@ -88,7 +92,7 @@ class CallConsistencyCheck:
 
 
 def _first_mismatch(by_tp_rank: Sequence[Any]) -> int:
-    """Return the first tensor-parallel rank that said something else than rank 0; 0 if none did."""
+    """Return the first tensor-parallel rank whose value is not that of rank 0; 0 if all are equal."""
     return next((rank for rank, each in enumerate(by_tp_rank) if each != by_tp_rank[0]), 0)
 
 

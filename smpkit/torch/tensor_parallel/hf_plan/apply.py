@@ -1,8 +1,8 @@
 """Tensor parallelism by the plan that a Hugging Face model carries, its layers divided where they stand.
 
 A plan names layers and a style for each: `{"layers.*.self_attn.q_proj": "colwise", ...}`. Layers keep their classes and
-names, and parameters become pieces of what they were. What the styles mean is told of whole *blocks* (the attention or
-the MLP of a layer), because only there is it simple::
+names, and parameters become pieces of what they were. Styles are read block by block (a *block* is the attention or the
+MLP of a layer), because a block as a whole has one way in and one way out::
 
     hidden ──enter──► colwise ──► (heads, activation) ──► rowwise ──leave──► hidden
                       └── between the two a rank has its own heads, and its gradients are its own contribution: what ──┘
@@ -106,22 +106,22 @@ def apply_tp_plan(root: nn.Module, _config: Mapping[str, Any] | None = None) -> 
 
 
 def _base_models(root: nn.Module, stacks: Iterable[str]) -> dict[str, bool]:
-    """Return the models that run lists of layers, and whether they run several."""
+    """Return the models that run lists of layers, each with whether it runs several."""
     count = Counter(_base_of(root, name) for name in stacks)
     return {base: lists > 1 for base, lists in sorted(count.items())}
 
 
 def _boundaries(root: nn.Module, stacks: set[str]) -> dict[str, Layout]:
-    """Return what the layers of each list hand on."""
+    """Return the layout between the layers of each list."""
     several = _base_models(root, stacks)
     # The layers of one list may read what those of another made, of all samples and positions.
     equal = Layout.REPLICATE if state.cfg.prescaled_batch else Layout.REPLICATE_GATHERED
     chosen = {name: equal if several[_base_of(root, name)] else stack_layout() for name in sorted(stacks)}
     for name, boundary in chosen.items():
         base = root.get_submodule(_base_of(root, name))
-        # Ranks with samples of their own have random numbers of their own: they would drop other values of what has to
-        # be equal on all. Of its own samples each may drop what it likes. Experts stay whole: each rank runs its own
-        # samples through them, not those of the whole group, and balances these.
+        # REPLICATE_GATHERED needs equal values on all ranks, and dropout would draw other masks on each: ranks with
+        # samples of their own have random numbers of their own. Experts are not divided, so with it every rank would
+        # run the samples of the whole group through all of them, and balance their load over these.
         if boundary is Layout.REPLICATE_GATHERED and (_has_dropout(base) or _expert_names(styles_of(base))):
             chosen[name] = Layout.SHARD_BATCH
     return chosen
@@ -136,15 +136,16 @@ def _has_dropout(base: nn.Module) -> bool:
 
 
 def _mark_layers(root: nn.Module, blocks: Sequence[ParallelBlock], boundaries: Mapping[str, Layout]) -> None:
-    """Write on what stays whole in the layers how its gradient is averaged."""
-    # A rank's gradient in a block is a contribution: where each brought its own samples, averaging over the ranks makes
-    # of the contributions what it has to; where they share one batch, the contributions have to be added.
+    """Mark the parameters of the layers that stay whole with how their gradients are reduced."""
+    # Inside a block a rank's gradient is its contribution to the whole gradient. Where ranks have samples of their own,
+    # the average over the data-parallel ranks divides the sum of contributions by the right number; where they share
+    # one batch, contributions have to be added, as for parts of a sequence.
     inside = Layout.SHARD_BATCH if default_layout() is Layout.SHARD_BATCH else Layout.SHARD_SEQUENCE
     ids: set[int] = set()
     for block in blocks:
         row = root.get_submodule(_row_of(block))
         for parameter in block.module.parameters():
-            if parameter is not row.bias:  # which is added to the sum
+            if parameter is not row.bias:  # added after the sum, where gradients are whole
                 ids.add(id(parameter))
                 mark_replicated(parameter, inside)
     for name, boundary in boundaries.items():
@@ -182,10 +183,7 @@ def _bytes(parameter: nn.Parameter) -> int:
 
 
 def parallel_blocks(root: nn.Module, styles: Mapping[str, str]) -> list[ParallelBlock]:
-    """Group the divided layers into the blocks that are entered and left once.
-
-    A block is the smallest module around a layer that is divided by columns and one that is divided by rows.
-    """
+    """Group the divided layers into blocks: the smallest modules with both a column- and a row-divided layer."""
     linear = {
         name: style
         for name, style in styles.items()
@@ -204,6 +202,7 @@ def parallel_blocks(root: nn.Module, styles: Mapping[str, str]) -> list[Parallel
             full = f"{block.name}.{name}"
             if styles.get(full) in COLUMN:
                 block.parameters[full] = styles[full]
+    # A block inside another block would be entered twice.
     return [block for block in blocks.values() if not any(_is_inside(block.name, other) for other in blocks)]
 
 
@@ -224,7 +223,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _stack_of(root: nn.Module, name: str) -> str | None:
-    """Return the list of layers that a module lies in; None if it lies in none."""
+    """Return the name of the outermost list of layers around a module; None if there is none."""
     parts = name.split(".")
     for count in range(1, len(parts)):
         outer = ".".join(parts[:count])

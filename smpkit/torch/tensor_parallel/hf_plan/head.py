@@ -1,8 +1,8 @@
 """The word embedding and the head of a model with a plan, divided by the vocabulary.
 
-They lie outside the list of layers: what enters the head is this rank's samples, or the batch that all share. Where the
-model takes its loss by Hugging Face's loss of causal models, that is taken of the logits as they lie, and logits are
-brought together only if they are looked at.
+They lie outside the list of layers: what enters the head is this rank's samples, or the batch that all ranks share.
+A model that calls Hugging Face's loss of causal models gets `causal_loss` instead, which reads the logits of this
+rank's classes as they are; all logits are gathered only if the script reads them. Other models get gathered logits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def shard_vocabulary(root: nn.Module, styles: Mapping[str, str], excepted: set[s
 def _name_with_style(
     root: nn.Module, styles: Mapping[str, str], excepted: set[str], getter: str, wanted: tuple[str, ...]
 ) -> str | None:
-    """Return the name of the module that `getter` answers, if the plan gives it a style that is wanted."""
+    """Return the name of the module that `getter` returns, if it is not excepted and its style is one of `wanted`."""
     module = _call_getter(root, getter)
     for name, each in root.named_modules():
         if each is module:
@@ -117,7 +117,7 @@ def _shard_module(module: nn.Module) -> None:
 
 
 def _use_vocabulary_parallel_loss(owner: nn.Module, vocabulary: int) -> None:
-    """Let a model that has a head take its loss of the logits as they lie."""
+    """Replace the loss of a model that calls `self.loss_function` on the logits of its head."""
     loss = getattr(owner, "loss_function", None)
     code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
     if getattr(loss, "__name__", "") != "ForCausalLMLoss" or code is None or "loss_function" not in code.co_names:
@@ -136,7 +136,7 @@ def causal_loss(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Return what Hugging Face's loss of causal models does, of logits of this rank's part of the vocabulary."""
+    """Compute Hugging Face's loss of causal models, from the logits of this rank's part of the vocabulary."""
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     if shift_labels is None:  # each position is compared with the next token
@@ -148,7 +148,7 @@ def causal_loss(
 
 
 class _LogitsState(threading.local):
-    """Whether this thread is in the forward of a model that reads logits as they lie."""
+    """Whether this thread is in the forward of a model whose loss reads the divided logits."""
 
     split = False
 
@@ -157,11 +157,12 @@ _logits_state = _LogitsState()
 
 
 def _begin_forward(owner: Any, _args: Any) -> None:
-    _logits_state.split = owner.loss_function is causal_loss  # the user may have set another one since
+    # Not known when the hook was installed: a script may set another loss function at any time.
+    _logits_state.split = owner.loss_function is causal_loss
 
 
 class _GatherLogitsHook:
-    """Hands a model's logits out: a hook after its forward."""
+    """Gathers the logits that a model returns, at once or when they are read: a hook after its forward."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -186,7 +187,7 @@ class _GatherLogitsHook:
 
 
 class _VocabularyParallelEmbedding:
-    """Looks up the tokens whose rows this rank has; the others' are 0, and the ranks' are added."""
+    """Looks up the tokens whose rows this rank has; those of other ranks are 0, and the sum over ranks is whole."""
 
     tp_rows: tuple[int, int]
 
@@ -195,7 +196,7 @@ class _VocabularyParallelEmbedding:
         if boundary is Layout.REPLICATE:
             return collectives.reduce_from_tp(self._look_up_own_rows(indices))
         if inputs_are_gathered():
-            # Each rank's gradient is that of its own samples: they add up too.
+            # `copy_to_tp` sums the gradients: each rank's is that of its own samples (_OwnGradient in stacks.py).
             return collectives.copy_to_tp(collectives.reduce_from_tp(self._look_up_own_rows(indices)))
         return leave_region(self._look_up_own_rows(collectives.gather_to_tp(indices, 0)), boundary)
 
@@ -208,7 +209,7 @@ class _VocabularyParallelEmbedding:
 
 
 class _VocabularyParallelHead:
-    """Makes the logits of this rank's part of the vocabulary; whoever calls it by itself gets all ranks'."""
+    """Computes the logits of this rank's classes; outside of a model whose loss reads these, gathers all classes."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Lists of layers and the models that run them: where what a rank holds changes.
+"""Lists of layers and the models that run them: where the layout of values changes.
 
 ::
 
@@ -7,7 +7,7 @@
            (SHARD_BATCH or    an ordinary    to the                back
            REPLICATE_GATHERED) parameter)    stack's layout
 
-Before and after the layers, the gradient of a weight is that of this rank's own samples, as ever in data parallelism.
+Before and after the layers each rank has its own samples, so gradients are those of ordinary data parallelism.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["inputs_are_gathered", "install_base_hooks", "install_stack_hooks"]
 
 
 def install_stack_hooks(layers: nn.Module, boundary: Layout) -> None:
-    """Change what a rank holds before the first layer of a list and after the last one."""
+    """Change the layout before the first layer of a list, and back after the last one."""
     assert isinstance(layers, nn.ModuleList)
     if boundary is not Layout.REPLICATE:
         layers[0].register_forward_pre_hook(_EnterStackHook(boundary), with_kwargs=True)
@@ -43,7 +43,7 @@ def install_stack_hooks(layers: nn.Module, boundary: Layout) -> None:
 
 
 def _refuse_extra_trained_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse layers that read trained values besides their hidden states, which nothing here would change."""
+    """Refuse layers that read values with a gradient besides their hidden states: their layout would not change."""
     named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
     trained = [name for name, value in named.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     if len(trained) > 1:
@@ -55,7 +55,7 @@ def _refuse_extra_trained_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs
 
 
 class _EnterStackHook:
-    """Takes what the layers hand on from what the model made of the samples: a hook before the first layer."""
+    """Changes hidden states to the layout of the stack: a hook before the first layer."""
 
     def __init__(self, boundary: Layout) -> None:
         self.boundary = boundary
@@ -82,7 +82,7 @@ class _EnterStackHook:
 
 
 class _LeaveStackHook:
-    """Gives back what the rest of the model reads: a hook after the last layer."""
+    """Changes hidden states back to this rank's samples: a hook after the last layer."""
 
     def __init__(self, boundary: Layout) -> None:
         self.boundary = boundary
@@ -104,13 +104,14 @@ def _own_samples(of_all: int) -> tuple[int, int]:
 
 
 def _keep_own_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Return a value of all ranks' samples whose gradient goes back for this rank's samples only."""
+    """Return `x`, all samples of the group, with a gradient for this rank's samples only."""
     made: torch.Tensor = _OwnGradient.apply(x)  # type: ignore[no-untyped-call]
     return made
 
 
 class _OwnGradient(torch.autograd.Function):
-    """All ranks have the whole gradient here; each is the one to hand back that of its own samples."""
+    # Every rank has the gradient of all samples here. Before the stack the ranks' gradients are averaged, so a sample
+    # must count on one rank only: the one that brought it.
 
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -128,11 +129,11 @@ class _OwnGradient(torch.autograd.Function):
 
 
 def install_base_hooks(base: nn.Module, name: str, boundaries: Collection[Layout], *, several: bool) -> None:
-    """Let a model run on the inputs of all ranks of the group, where each brings its own.
+    """Make a model run on the inputs of all ranks of the group, where each brings its own.
 
     Args:
-        boundaries: what its layers hand on.
-        several: it has several lists of layers, which read each other's results.
+        boundaries: the layouts between its layers.
+        several: whether it has several lists of layers, which read each other's results.
     """
     base.register_forward_pre_hook(_RefuseOutputsHook(name, boundaries), with_kwargs=True)
     if not state.cfg.prescaled_batch:
@@ -145,11 +146,11 @@ _OPTIONAL_OUTPUTS: Final = {
     "output_hidden_states": frozenset({Layout.REPLICATE}),
     "output_router_logits": frozenset({Layout.REPLICATE, Layout.SHARD_BATCH}),
 }
-"""What a model can be asked for besides its result, and where this rank's is that of its samples."""
+"""What a model can be asked for besides its result, and the layouts in which a rank has it for its own samples."""
 
 
 class _RefuseOutputsHook:
-    """Refuses to hand out what is not what the caller means: a hook before a model's forward."""
+    """Refuses optional outputs that this rank does not have for its own samples: a hook before a model's forward."""
 
     def __init__(self, name: str, boundaries: Collection[Layout]) -> None:
         self.name, self.boundaries = name, boundaries
@@ -158,17 +159,19 @@ class _RefuseOutputsHook:
         now = {current_layout(boundary) for boundary in self.boundaries}
         for what, valid in _OPTIONAL_OUTPUTS.items():
             asked = kwargs.get(what)
-            if (getattr(module.config, what, False) if asked is None else asked) and not now <= valid:
-                held = ", ".join(sorted(boundary.value for boundary in now))
-                hint = "set `prescaled_batch: true` and `optimize: speed`" if valid else "leave it out"
-                raise UnsupportedError(
-                    f"`{self.name}` ({type(module).__name__}) was asked for `{what}`, but between its layers each"
-                    f" tensor-parallel rank holds other values than those of its samples (boundary: {held})"
-                    if valid
-                    else f"`{self.name}` ({type(module).__name__}) was asked for `{what}`, but each tensor-parallel"
-                    " rank has some of the heads",
-                    hint=hint,
-                )
+            if asked is None:
+                asked = getattr(module.config, what, False)
+            if not asked or now <= valid:
+                continue
+            called = f"`{self.name}` ({type(module).__name__}) was asked for `{what}`, but"
+            if not valid:
+                raise UnsupportedError(f"{called} each tensor-parallel rank has some of the heads", hint="leave it out")
+            held = ", ".join(sorted(boundary.value for boundary in now))
+            raise UnsupportedError(
+                f"{called} between its layers each tensor-parallel rank holds other values than those of its samples"
+                f" (boundary: {held})",
+                hint="set `prescaled_batch: true` and `optimize: speed`",
+            )
 
 
 class _ForwardState(threading.local):
@@ -181,7 +184,7 @@ _forward_state = _ForwardState()
 
 
 def inputs_are_gathered() -> bool:
-    """Return whether what runs now is part of a model that has gathered its inputs."""
+    """Tell whether this thread is in the forward of a model that has gathered its inputs."""
     return _forward_state.gathered
 
 
@@ -238,7 +241,7 @@ _compared_inputs: Final[set[tuple[Any, ...]]] = set()
 
 
 def _compare_inputs(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """See that all ranks bring the same kinds of inputs, of the same shapes, the first time that they are seen.
+    """Check that all ranks bring inputs of the same names and shapes, the first time that these are seen here.
 
     Raises:
         UsageError: they do not.
