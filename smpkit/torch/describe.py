@@ -1,7 +1,7 @@
 """`python -m smpkit.torch.describe module:factory`: what a model is made of, as JSON, for `smpkit plan`.
 
 The model is made of tensors without data, so one that fits no machine can be described on a laptop. A factory that
-needs values gets to run again with real ones.
+fails on these because it needs values is called again, with real tensors.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def describe(
 
 @contextlib.contextmanager
 def _first_rank(cfg: ModelParallelConfig | None, world_size: int) -> Iterator[None]:
-    """Let this process be the first rank of a job whose other ranks do not exist, if tensors are divided over them."""
+    """Make this process the first rank of a job without its other ranks, if tensors are divided over them."""
     if cfg is None or cfg.tensor_parallel_degree == 1:
         yield
         return
     degrees = (cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree)
     mesh = Mesh.from_world(world_size, *degrees, cfg.placement_strategy)
-    alone: Any = None  # there is nobody to exchange anything with
+    alone: Any = None  # no process groups: weights are not compared, and nothing is sent
     state.runtime = Runtime(cfg, Launch(world_size=world_size), mesh, {}, alone)
     try:
         yield
@@ -89,6 +89,7 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
         with mode:
             made = factory()
     except Exception:  # user code on tensors without data may fail in any way
+        # A new mode: fakes that the failed call has left somewhere belong to the old one.
         mode, made = FakeTensorMode(allow_non_fake_inputs=True), _call_with_data(factory)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -113,7 +114,7 @@ def _describe(factory: Callable[[], Any], cfg: ModelParallelConfig, *, by_hand: 
 
 
 def _master_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return what sharded data parallelism keeps parameters in, by name: its blocks only compute in half precision."""
+    """Return the dtypes that sharded data parallelism keeps parameters in, by name: it casts for computing only."""
     dtypes = {name: each.dtype for name, each in model.named_parameters() if each.is_floating_point()}
     return {name: torch.float32 if dtype.itemsize == 2 else dtype for name, dtype in dtypes.items()}
 
@@ -134,8 +135,14 @@ def _call_with_data(factory: Callable[[], Any]) -> Any:
 
 def _forward_call(model: nn.Module, inputs: Any, mode: FakeTensorMode) -> Callable[[], object]:
     """Return a call of the model that needs no data."""
-    args = inputs if isinstance(inputs, tuple | list) else () if isinstance(inputs, dict) else (inputs,)
-    kwargs = inputs if isinstance(inputs, dict) else {}
+    args: Sequence[Any] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(inputs, dict):
+        kwargs = inputs
+    elif isinstance(inputs, tuple | list):
+        args = inputs
+    else:
+        args = (inputs,)
 
     def fake(value: Any) -> Any:
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
@@ -183,7 +190,7 @@ def _first_names(model: nn.Module) -> dict[int, str]:
 
 
 def _unit(model: nn.Module, cost: UnitCost, names: dict[int, str]) -> UnitFacts:
-    """Name the tensors of a unit; the planner's keys of shared ones are ids, which mean nothing elsewhere."""
+    """Return a unit with the names of its tensors, in place of ids, which mean nothing in another process."""
     module = model.get_submodule(cost.name)
     held: Iterable[torch.Tensor] = [*module.parameters(), *module.buffers()]
     shared = {names[int(key)]: num_bytes for key, num_bytes in cost.shared.items()}

@@ -1,7 +1,7 @@
 """`smp.optimizers`: Adam, LAMB and NovoGrad that update many tensors at once.
 
 SMP v1 had them in place of Apex's, with Apex's names and arguments; here they are built on torch's fused kernels and
-operations on lists of tensors. Norms that they ask for are those of the whole model and of whole tensors, on however
+operations on lists of tensors. The norms in their rules are those of the whole model and of whole tensors, on however
 many ranks these lie.
 """
 
@@ -21,7 +21,8 @@ from torch.optim.optimizer import ParamsT
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.optim.gradient_norm import global_norm, local_tensor, norms_of
+from smpkit.torch.optim.gradient_norm import global_norm, norms_of
+from smpkit.torch.placement.dtensor import local_tensor_of
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedLamb", "FusedNovoGrad"]
 
@@ -30,12 +31,14 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class _SameStepParameters:
-    """Parameters of a group that have a gradient and have taken as many steps.
+    """Parameters of a group with a gradient that have taken the same number of steps.
+
+    One call of a kernel updates them all: bias correction depends on the number of steps.
 
     Args:
         parameters: as the group has them.
         states: of each, by name.
-        steps: how many they will have taken after this one.
+        steps: their number, this one included.
     """
 
     parameters: Tensors
@@ -45,18 +48,18 @@ class _SameStepParameters:
     @cached_property
     def weights(self) -> Tensors:
         """What this rank holds of the parameters."""
-        return [local_tensor(each.detach()) for each in self.parameters]
+        return [local_tensor_of(each.detach()) for each in self.parameters]
 
     @cached_property
     def gradients(self) -> Tensors:
-        return [local_tensor(each.grad) for each in self.parameters if each.grad is not None]
+        return [local_tensor_of(each.grad) for each in self.parameters if each.grad is not None]
 
     def state(self, name: str) -> Tensors:
-        return [local_tensor(each[name]) for each in self.states]
+        return [local_tensor_of(each[name]) for each in self.states]
 
 
 class _Fused(torch.optim.Optimizer, ABC):
-    """What the three have in common: steps counted for each parameter, moments, many tensors at once."""
+    """Counts steps per parameter, keeps moments, and updates parameters of equal counts together."""
 
     def __init__(self, params: ParamsT, *, set_grad_none: bool, amsgrad: bool, **defaults: Any) -> None:
         if amsgrad:
@@ -89,7 +92,7 @@ class _Fused(torch.optim.Optimizer, ABC):
         return loss
 
     def _before_update(self) -> None:
-        """Look at all gradients before any parameter changes."""
+        """Read all gradients before any parameter changes; for norms of the whole model."""
 
     @abstractmethod
     def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
@@ -289,7 +292,7 @@ class FusedNovoGrad(_Fused):
         super().__init__(params, set_grad_none=set_grad_none, amsgrad=amsgrad, lr=lr, **settings)
 
     def _initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": local_tensor(parameter).new_zeros(())}
+        return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": local_tensor_of(parameter).new_zeros(())}
 
     def _update(self, group: dict[str, Any], same_step: _SameStepParameters) -> None:
         beta1, _ = group["betas"]
@@ -308,7 +311,7 @@ class FusedNovoGrad(_Fused):
         torch._foreach_add_(same_step.weights, updates, alpha=-float(group["lr"]))
 
     def _divisors(self, group: dict[str, Any], same_step: _SameStepParameters) -> torch.Tensor:
-        """Bring the averages of norms up to date; return what gradients are divided by."""
+        """Update the averages of norms, and return the divisor of each gradient: [number of parameters]."""
         _, beta2 = group["betas"]
         averages = same_step.state("exp_avg_sq")
         norms = norms_of(same_step.gradients, same_step.parameters, 2.0 if group["norm_type"] == 2 else math.inf)
@@ -327,7 +330,8 @@ class FusedNovoGrad(_Fused):
 
 
 def _step_counts(weights: Tensors, count: float) -> Tensors:
-    """Return a tensor of one number for each weight, on its device: made at once, not by a kernel for each weight."""
+    """Return a tensor of one number for each weight, on its device."""
+    # One tensor per device, cut into numbers: a kernel for each weight would take longer than the update.
     of_device = {
         device: iter(torch.full((number,), count, dtype=torch.float32, device=device).unbind())
         for device, number in Counter(weight.device for weight in weights).items()
@@ -338,10 +342,11 @@ def _step_counts(weights: Tensors, count: float) -> Tensors:
 def _adam_updates(
     group: dict[str, Any], same_step: _SameStepParameters, gradients: Tensors, weight: float, decoupled: bool
 ) -> Tensors:
-    """Bring Adam's moments up to date and return what the parameters change by, without the learning rate.
+    """Update Adam's moments, and return the change of the parameters before the learning rate.
 
     Args:
         weight: of the new gradient in the first moment.
+        decoupled: decay weights (AdamW); else gradients.
     """
     beta1, beta2 = group["betas"]
     first, second = same_step.state("exp_avg"), same_step.state("exp_avg_sq")
@@ -365,7 +370,7 @@ def _adam_updates(
 
 
 def _model_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the model's parameter whose master weight this may be: it knows on which ranks it lies."""
+    """Return the model's parameter whose master weight this may be: that one is marked with its place."""
     return parameter if state.optimizer is None else state.optimizer.model_parameter(parameter)
 
 

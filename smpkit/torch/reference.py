@@ -157,7 +157,10 @@ def _split(arguments: str) -> list[str]:
     """Split at the commas that are in no brackets."""
     parts, depth = [""], 0
     for character in arguments:
-        depth += (character in "([{") - (character in ")]}")
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
         if character == "," and depth == 0:
             parts.append("")
         else:
@@ -188,8 +191,15 @@ def _prose(docstring: str) -> str:
             code = True
             lines += ["```text", line[4:]]
         elif line.strip() != "::":
-            lines.append(line[4:] if code else line.removesuffix("::") + ":" * line.endswith("::"))
-    return "\n".join([*lines, *(["```"] * code)]).strip()
+            if code:
+                lines.append(line[4:])
+            elif line.endswith("::"):
+                lines.append(line.removesuffix(":"))
+            else:
+                lines.append(line)
+    if code:
+        lines.append("```")
+    return "\n".join(lines).strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

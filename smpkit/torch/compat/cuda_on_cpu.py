@@ -29,7 +29,7 @@ _installed = False
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """Changes the device in calls of torch; a mode belongs to one thread, and is handed on with others (parking.py)."""
+    """Changes the device in calls of torch."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -117,28 +116,32 @@ class Bucket:
             self.flags.fill_(1)
         else:
             self.flags.zero_()
-            for start, stop in self._used_ranges():  # a tensor of the host would make it wait for the device
+            for start, stop in self._used_ranges():  # not from a tensor of the host: the copy would wait for the device
                 self.flags[start:stop].fill_(1)
 
     def _used_ranges(self) -> list[tuple[int, int]]:
-        """Return the slots that a backward has reached as ranges."""
-        slots = range(len(self.params))
-        groups = (list(run) for used, run in itertools.groupby(slots, self.used.__contains__) if used)
-        return [(run[0], run[-1] + 1) for run in groups]
+        """Return the slots that a backward has reached, as ranges of (first, last + 1)."""
+        ranges: list[tuple[int, int]] = []
+        for slot in sorted(self.used):
+            if ranges and ranges[-1][1] == slot:
+                ranges[-1] = (ranges[-1][0], slot + 1)
+            else:
+                ranges.append((slot, slot + 1))
+        return ranges
 
     @property
     def needs_flags(self) -> bool:
-        """Whether only the flags tell which gradients there are: this rank left out a parameter.
+        """Whether `unpack` needs the flags: this rank left out a parameter, which another may have used.
 
-        Else they are not read, which would wait for the device.
+        Else they are not read, because the host would wait for the device.
         """
         return self.is_owner and not self._all_used()
 
     def unpack(self, as_view: bool, flags: Sequence[float] | None = None) -> None:
-        """Give each parameter that any rank's backward reached its reduced gradient; take it away but on the owner.
+        """Give each parameter that any rank's backward reached its reduced gradient, if this rank is its owner.
 
         Args:
-            flags: those of the sum, read from the device, where they are needed.
+            flags: those of the sum, read from the device, if `needs_flags`.
         """
         if not self.is_owner:
             for param in self.params:
@@ -172,13 +175,13 @@ class Bucket:
         self.earlier_results.clear()
 
     def stash_result(self, slot: int) -> None:
-        """Take a result out of the way of this rank's next contribution.
+        """Move a result out of `param.grad`, which this rank's next contribution needs.
 
-        See [Note: results on one rank] in reducer.py. It may have been cleared in the meantime, by `zero_grad`.
+        See [Note: results on one rank] in reducer.py.
         """
         self.reduced.discard(slot)
         grad = self.params[slot].grad
-        if grad is not None:
+        if grad is not None:  # `zero_grad` may have cleared it in the meantime
             self.earlier_results[slot] = grad.clone() if self._in_place(slot) else grad
             self.params[slot].grad = None
 
@@ -208,7 +211,7 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Group parameters, given in the order their gradients become ready, into buckets of at most `cap_bytes`.
 
-    A bucket holds one dtype of one device for one route; a parameter larger than the cap has a bucket of its own.
+    A bucket holds one dtype of one device for one target; a parameter larger than the cap has a bucket of its own.
     Buckets are in the order in which their last gradients become ready.
     """
     contents: list[list[nn.Parameter]] = []

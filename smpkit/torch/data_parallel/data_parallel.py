@@ -1,4 +1,11 @@
-"""Keep replicas of a model equal: same values at the start, averaged gradients after each step."""
+"""Keep replicas of a model equal: same values at the start, averaged gradients after each step.
+
+::
+
+    replicate()       compare the models ──► broadcast the first replica's values
+    each pass         broadcast buffers ──► forward, backward ──► GradientReducer averages (reducer.py)
+    with zero-1       each gradient goes to the owner of its parameter only (state_sharding.py)
+"""
 
 from __future__ import annotations
 
@@ -19,52 +26,13 @@ from smpkit.torch.data_parallel.reducer import CommHook, GradientReducer
 from smpkit.torch.data_parallel.replicas import broadcast_tensors, check_same_model
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition
 from smpkit.torch.placement.placement import ParameterPlacement, place_parameters
-from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.placement.shards import is_tp_shard
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress
     from smpkit.torch.data_parallel.join import JoinContext
 
-__all__ = ["DataParallel", "GradientScaling", "ReductionOptions", "broadcast_parameters", "replicate"]
-
-
-# --- Multiply gradients as they arise, so that averages of averages stay right (see the note in reducer.py) -----------
-
-
-class GradientScaling:
-    """Multiplies what every backward adds to the gradient of some parameters.
-
-    Args:
-        grad_scales: parameters, and what their gradients are multiplied by.
-    """
-
-    def __init__(self, grad_scales: Iterable[tuple[nn.Parameter, float]]) -> None:
-        self._grad_scales = [(parameter, grad_scale) for parameter, grad_scale in grad_scales if grad_scale != 1]
-        self._handles: dict[int, RemovableHandle] = {}
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take in parameters that were frozen until now; a hook outlives freezing, unfreezing and casts."""
-        for parameter, grad_scale in self._grad_scales:
-            if parameter.requires_grad and id(parameter) not in self._handles:
-                self._handles[id(parameter)] = _register_scaling(parameter, grad_scale)
-
-    def release(self) -> None:
-        """Let go of the parameters."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles, self._grad_scales = {}, []
-
-
-def _register_scaling(parameter: nn.Parameter, grad_scale: float) -> RemovableHandle:
-    def scale(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * grad_scale
-
-    handle: RemovableHandle = parameter.register_hook(scale)  # type: ignore[no-untyped-call]
-    return handle
-
-
-# --- Keep replicas of a model equal: same values at the start, averaged gradients after each step ---------------------
+__all__ = ["DataParallel", "ReductionOptions", "broadcast_parameters", "replicate"]
 
 
 @dataclass(frozen=True)
@@ -126,41 +94,39 @@ class DataParallel:
         self._grad_scaling = GradientScaling((each.parameter, each.grad_scale) for each in placements)
         # Parameters on several ranks of a pipeline wait for the end of backward: their ranks get there at different
         # times, and a collective that one of them starts early would hold up the others' messages.
-        self._overlapped_reducer, self._end_reducer = (
-            GradientReducer(
-                [
-                    (each.name, each.parameter, self._reduce_target_of(each))
-                    for each in placements
-                    if each.reduce_group is not None and (len(each.pp_ranks) > 1) is late
-                ],
-                bucket_cap_bytes=reduction.bucket_cap_bytes,
-                as_view=reduction.gradient_as_bucket_view,
-            )
-            for late in (False, True)
-        )
+        reduced = [each for each in placements if each.reduce_group is not None]
+        self._overlapped_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) == 1], reduction)
+        self._end_reducer = self._make_reducer([e for e in reduced if len(e.pp_ranks) > 1], reduction)
         self.reducers = [self._overlapped_reducer, self._end_reducer]
+
+    def _make_reducer(self, placements: Sequence[ParameterPlacement], reduction: ReductionOptions) -> GradientReducer:
+        return GradientReducer(
+            [(each.name, each.parameter, self._reduce_target_of(each)) for each in placements],
+            bucket_cap_bytes=reduction.bucket_cap_bytes,
+            as_view=reduction.gradient_as_bucket_view,
+        )
 
     def _reduce_target_of(self, placement: ParameterPlacement) -> ReduceTarget:
         return ReduceTarget(placement.reduce_group) if self.zero1 is None else self.zero1.reduce_target_of(placement)
 
     def release(self) -> None:
-        """Let go of the parameters, when the groups come to their end."""
+        """Remove the hooks from the parameters, at shutdown."""
         for reducer in self.reducers:
             reducer.release()
         self._grad_scaling.release()
 
     def update_param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Let the parameter groups of an optimizer that was made before hold what this rank updates: as they are."""
+        """Make an optimizer's groups hold the parameters that this rank updates; here they do already."""
 
     def begin_step(self, training: bool) -> None:
-        """Get ready for the microbatches of a step."""
+        """Prepare for the microbatches of a step."""
         for reducer in self.reducers:
             reducer.on_backward_end = None
             reducer.cancel_overlap()
         self._begin_pass(training)
 
     def before_backward(self, run: StepProgress) -> None:
-        """Let the last backward of a step reduce while it runs."""
+        """Make the coming backward reduce while it runs, if it is the last of the step."""
         if not self._reduces_now():
             return
         if any(reducer.active for reducer in self.reducers):
@@ -170,7 +136,7 @@ class DataParallel:
             self.before_last_backward()
 
     def before_last_backward(self) -> None:
-        """Let the backward that comes next reduce while it runs."""
+        """Make the coming backward, which is the last of the step, reduce while it runs."""
         if self.overlapping and self._reduces_now():
             self._overlapped_reducer.overlap_next_backward()
 
@@ -185,7 +151,7 @@ class DataParallel:
             reducer.abandon()
 
     def begin_pass_outside_step(self, training: bool) -> None:
-        """Get ready for a forward and backward outside any step."""
+        """Prepare for a forward and backward outside any step."""
         if not torch.is_grad_enabled():
             return
         self._begin_pass(training)
@@ -248,7 +214,7 @@ class DataParallel:
     def _broadcast_all_buffers(self, source: int) -> None:
         """Copy the buffers of the replica with dp_rank `source`; pieces only to the ranks that hold the same piece."""
         buffers = [buffer for buffer in self._module.buffers() if buffer.device.type != "meta"]
-        pieces = [buffer for buffer in buffers if (shard := shard_of(buffer)) is not None and shard.is_distributed]
+        pieces = [buffer for buffer in buffers if is_tp_shard(buffer)]
         shard_ids = {id(piece) for piece in pieces}
         broadcast_tensors([buffer for buffer in buffers if id(buffer) not in shard_ids], self.group, source)
         rdp_rank = state.mesh.coordinates(self._rank_of(source)).rdp
@@ -296,11 +262,49 @@ def broadcast_parameters(placements: Sequence[ParameterPlacement], source: int) 
 
 
 def _holder_in_replica(placement: ParameterPlacement, rank: int) -> int:
-    """Return the global rank, of those that hold the same values, that belongs to the replica of global rank `rank`."""
+    """Return the rank in the replica of `rank` that holds this parameter's values; all ranks are global ones."""
     assert placement.replica_group is not None
     wanted = state.mesh.coordinates(rank)
-    coordinates_by_rank = {
-        each: state.mesh.coordinates(each) for each in dist.get_process_group_ranks(placement.replica_group)
-    }
-    in_replica = [each for each, own in coordinates_by_rank.items() if own.rdp == wanted.rdp]
-    return next((each for each in in_replica if coordinates_by_rank[each].tp == wanted.tp), in_replica[0])
+    in_replica = [
+        each
+        for each in dist.get_process_group_ranks(placement.replica_group)
+        if state.mesh.coordinates(each).rdp == wanted.rdp
+    ]
+    # A whole parameter has several such ranks, one for each tp_rank: the one beside `rank` if it is among them.
+    same_tp = [each for each in in_replica if state.mesh.coordinates(each).tp == wanted.tp]
+    return same_tp[0] if same_tp else in_replica[0]
+
+
+class GradientScaling:
+    """Multiplies what every backward adds to the gradient of some parameters.
+
+    As gradients arise and not once at the end, so that averages of averages stay right (see the note in reducer.py).
+
+    Args:
+        grad_scales: parameters, and what their gradients are multiplied by.
+    """
+
+    def __init__(self, grad_scales: Iterable[tuple[nn.Parameter, float]]) -> None:
+        self._grad_scales = [(parameter, grad_scale) for parameter, grad_scale in grad_scales if grad_scale != 1]
+        self._handles: dict[int, RemovableHandle] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Add parameters that were frozen until now; a hook outlives freezing, unfreezing and casts."""
+        for parameter, grad_scale in self._grad_scales:
+            if parameter.requires_grad and id(parameter) not in self._handles:
+                self._handles[id(parameter)] = _register_scaling(parameter, grad_scale)
+
+    def release(self) -> None:
+        """Remove the hooks: they live as long as the parameters, which may outlive the process groups."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles, self._grad_scales = {}, []
+
+
+def _register_scaling(parameter: nn.Parameter, grad_scale: float) -> RemovableHandle:
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * grad_scale
+
+    handle: RemovableHandle = parameter.register_hook(scale)  # type: ignore[no-untyped-call]
+    return handle

@@ -44,7 +44,7 @@ __all__ = ["ShardedDataParallel", "shard_model"]
 
 
 def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataParallel:
-    """Divide a model over this rank's sharding group, and return what keeps the replicas of the parts equal.
+    """Divide a model over this rank's sharding group, and return its `ShardedDataParallel`.
 
     Weights that have no memory yet (`delay_param_initialization`) get it block by block, so that no rank ever holds
     more than one block whole.
@@ -79,7 +79,8 @@ def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataPa
             mp_policy=_precision(),
         )
         for part in parts:
-            part.parameter.data = part.parameter.new_empty(0)  # an optimizer that refers to it keeps no memory
+            # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
+            part.parameter.data = part.parameter.new_empty(0)
     return ShardedDataParallel(module, replaced, reduction)
 
 
@@ -102,13 +103,13 @@ class ShardedDataParallel(DataParallel):
             if shard is not None:
                 mark(after, shard)
         self._was_called = False
-        """Whether the model has been called: only then `fully_shard` has something to forget."""
+        """Whether the model has been called; before that `fully_shard` has no state to reset."""
         module.register_forward_pre_hook(self._mark_called)
         self._gathered_at_failure: frozenset[str] | None = None
         """The parameters that were gathered when a pass failed, until the next one begins."""
 
     def update_param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Let the parameter groups of an optimizer that was made before the model was divided hold the parts."""
+        """Put the divided parameters into the groups of an optimizer that was made with the whole ones."""
         for group in groups:
             group["params"] = [self._replaced.get(id(each), (each, each))[1] for each in group["params"]]
 
@@ -121,7 +122,7 @@ class ShardedDataParallel(DataParallel):
         self._root.set_requires_all_reduce(last and self._reduces_now())
 
     def before_last_backward(self) -> None:
-        """Nothing: `fully_shard` reduces while backward runs, every time."""
+        """Do nothing: `fully_shard` reduces while backward runs, every time."""
 
     def begin_pass_outside_step(self, training: bool) -> None:
         """Get ready for a backward outside any step, which averages over all replicas: averages add up."""
@@ -131,9 +132,9 @@ class ShardedDataParallel(DataParallel):
             self._begin_pass(training)
 
     def abandon(self) -> None:
-        """Divide again what a failed pass had gathered, and drop what of its gradients was not reduced yet.
+        """Reshard what a failed pass had gathered, and drop its gradients that were not reduced yet.
 
-        Without a message to other ranks, which may not have failed: the next pass asks them.
+        No message goes to the other ranks, which may not have failed: the next pass asks them.
         """
         gathered = {n: each for n, each in self._root.named_parameters() if not is_dtensor(each)}
         self._gathered_at_failure = frozenset(gathered) | (self._gathered_at_failure or frozenset())
@@ -143,7 +144,7 @@ class ShardedDataParallel(DataParallel):
             self._root.reset_iter_state()
         done = self._passes % self._passes_per_reduction
         if done and self._has_replicate_groups:
-            # Their gradients lay beside the parameters, reduced over a row and not yet over the columns.
+            # Gradients of earlier passes lie beside the parameters, reduced over a row and not yet over the columns.
             self._passes -= done
             warnings.warn(
                 f"a step failed, and the gradients of the {done} before it in this accumulation are lost with it:"
@@ -156,10 +157,10 @@ class ShardedDataParallel(DataParallel):
         self._was_called = True
 
     def _check_same_failure(self) -> None:
-        """After a failed pass, go on if all ranks failed at the same place: then no message is on its way.
+        """After a failed pass, continue if all ranks failed at the same place: no collective is half done then.
 
         Raises:
-            UsageError: they did not, or this torch cannot forget a failed pass.
+            UsageError: they did not, or this torch cannot reset a failed pass.
         """
         if self._gathered_at_failure is None:
             return
@@ -206,7 +207,7 @@ def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement]) -> None:
     initialize(root, [each.parameter for each in parts], state.device, torch.initial_seed())
     for each in parts:
         value = each.parameter.data.to(state.device)
-        # Parts in float32 are their own master weights; the block computes in what _precision says.
+        # Parts stay in float32 and are their own master weights; `fully_shard` casts a block when it gathers it.
         half = value.dtype in (torch.float16, torch.bfloat16) and _precision().param_dtype is not None
         each.parameter.data = value.float() if half else value
     broadcast_parameters(parts, dist.get_global_rank(state.process_group(CommGroup.DP_GROUP), 0))
@@ -220,7 +221,7 @@ def _precision() -> MixedPrecisionPolicy:
 
 
 def _reshards_after_forward(block: nn.Module, root: nn.Module, parts: Sequence[ParameterPlacement]) -> bool:
-    """Tell whether a block is divided again between its forward and its backward."""
+    """Tell whether a block is resharded between its forward and its backward; the rest of the model never is."""
     size = sum(each.parameter.numel() for each in parts)
     return block is not root and size >= state.cfg.sdp_param_persistence_threshold
 

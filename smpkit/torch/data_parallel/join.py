@@ -97,7 +97,7 @@ class _JoinHook(JoinHook):
         masters = None if state.optimizer is None else state.optimizer.masters
         if masters is not None:
             self._replica.broadcast_masters(masters.masters(), source)
-            # Or the next step would average gradients that have different scales.
+            # Else the next step would average gradients of different scales.
             scale = [masters.scaler.state_dict()]
             with waiting("the loss scale of the replica that took every step", group):
                 dist.broadcast_object_list(scale, group=group, group_src=source)

@@ -48,7 +48,7 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 @dataclass(frozen=True)
 class _PendingReduction:
-    """A reduction under way: the all-reduce of a buffer (or of its flags), and what a hook made of the gradients."""
+    """A reduction under way: the all-reduce of a buffer, or that of its flags and a hook's future of the gradients."""
 
     work: dist.Work
     hook_result: torch.futures.Future[Any] | None = None
@@ -68,7 +68,7 @@ class GradientReducer:
     """Reduces the gradients of parameters, each over its own group.
 
     Args:
-        parameters: name, parameter and route; those that do not require gradients are left out until they do.
+        parameters: name, parameter and target; those that do not require gradients are left out until they do.
         bucket_cap_bytes: most bytes reduced at once.
         as_view: let gradients be views of the buckets, which saves one copy of all gradients.
     """
@@ -146,19 +146,19 @@ class GradientReducer:
         return used, reduced | self._frozen_results
 
     def release(self) -> None:
-        """Let go of the parameters: what their hooks hold, the group among it, lives as long as they do."""
+        """Remove the hooks from the parameters: they would keep the process group alive as long as these live."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._signature = [], []
 
     def overlap_next_backward(self) -> None:
-        """Let the backward that comes next start reductions as its gradients become final."""
+        """Make the coming backward start reductions as its gradients become final."""
         for bucket in self._buckets:
             bucket.ready.clear()
         self._overlaps = True
 
     def cancel_overlap(self) -> None:
-        """Take `overlap_next_backward` back: the backward that comes next is not the last."""
+        """Undo `overlap_next_backward`: the coming backward is not the last."""
         self._overlaps = False
 
     @property
@@ -190,7 +190,7 @@ class GradientReducer:
         self._pending = []
 
     def abandon(self) -> None:
-        """Forget what an exception interrupted, so that the next step starts clean."""
+        """Drop what an exception interrupted, so that the next step starts clean."""
         self._overlaps = False
         self._end_queued = False
         self._pending = []
@@ -198,7 +198,7 @@ class GradientReducer:
             bucket.reset()
 
     def join_reductions(self) -> None:
-        """Take part in one reduction with zeros, for the others of the group that still have inputs."""
+        """Take part in one reduction with zeros, for the ranks of the group that still have inputs."""
         for bucket in self._buckets:
             bucket.flat.zero_()
             self._start_packed(bucket)
@@ -212,7 +212,7 @@ class GradientReducer:
                 bucket.stash_result(slot)
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        """Note that a backward has accumulated `param.grad` (runs inside backward, after each accumulation)."""
+        """Record that a backward has accumulated `param.grad` (runs inside backward, after each accumulation)."""
         with self._lock:
             bucket, slot = self._slots[id(param)]
             self._check(param, bucket)
@@ -264,7 +264,7 @@ class GradientReducer:
 
 
 def _flags_of(buckets: Sequence[Bucket]) -> list[list[float]]:
-    """Read the flags of buckets from their devices, all at once: each time, the host waits for what a device does."""
+    """Return the flags of each bucket: read in one copy per device and dtype, because the host waits for each copy."""
     known: dict[Bucket, list[float]] = {}
     by_device_and_dtype: defaultdict[tuple[torch.device, torch.dtype], list[Bucket]] = defaultdict(list)
     for bucket in buckets:
@@ -281,7 +281,7 @@ def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def _reduce(bucket: Bucket) -> dist.Work:
-    """Start to add up what the group has packed, on all of it or on the owner."""
+    """Start to sum the packed buffers of the group, on all ranks or on the owner."""
     if bucket.owner is None:
         return _all_reduce(bucket.flat, _group_of(bucket))
     work: dist.Work = dist.reduce(bucket.flat, group=_group_of(bucket), group_dst=bucket.owner, async_op=True)

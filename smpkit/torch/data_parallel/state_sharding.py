@@ -32,10 +32,11 @@ _CHUNKS_IN_FLIGHT = 4  # bounds the memory that packing needs
 
 
 class Zero1Partition:
-    """Who owns which parameter.
+    """Assigns each parameter an owner among the ranks that hold it.
 
     Args:
-        placements: of this rank's parameters; the same on all ranks that hold the same.
+        placements: of this rank's parameters; in the same order on all ranks that hold the same, which must come to
+            the same owners without a message.
     """
 
     def __init__(self, placements: Sequence[ParameterPlacement]) -> None:
@@ -58,7 +59,7 @@ class Zero1Partition:
 
     @contextlib.contextmanager
     def hide_unowned_gradients(self) -> Iterator[None]:
-        """Hide gradients of parameters that others own, or the optimizer would make states for them."""
+        """Hide gradients of parameters that others own: the optimizer would make states for them."""
         hidden = [(each.parameter, each.parameter.grad) for each in self._placements if not self.owns(each.parameter)]
         for parameter, _ in hidden:
             parameter.grad = None
@@ -73,14 +74,14 @@ class Zero1Partition:
         """Broadcast each updated parameter from its owner; every rank calls this, after a step."""
         pending: deque[_PendingBroadcast] = deque()
         for chunk in self._chunks():
-            if len(pending) == _CHUNKS_IN_FLIGHT:
+            if len(pending) == _CHUNKS_IN_FLIGHT:  # before the next is packed
                 pending.popleft().finish()
             pending.append(_PendingBroadcast.start(chunk, self.reduce_target_of(chunk[0])))
         for pending_broadcast in pending:
             pending_broadcast.finish()
 
     def _chunks(self) -> list[list[ParameterPlacement]]:
-        """Return parameters that travel together, the same in the same order on all ranks that hold them."""
+        """Group parameters into broadcasts: equal ones in the same order on all ranks, or these would deadlock."""
         chunks: list[list[ParameterPlacement]] = []
         filled: dict[object, tuple[list[ParameterPlacement], int]] = {}
         for each in self._placements:
@@ -131,10 +132,10 @@ class _PendingBroadcast:
 
 
 def _assign_owners(placements: Sequence[ParameterPlacement]) -> dict[int, int]:
-    """Return who owns each parameter, as an index in the group that averages it.
+    """Return the owner of each parameter (by its id), as an index in the group that averages its gradient.
 
-    The largest first, each to whom has least: no rank then owns more than the mean and one parameter. Frozen parameters
-    are dealt out by themselves, or they would leave those that have a state to few ranks.
+    The largest parameter first, each to the rank that owns the fewest bytes: no rank then owns more than the mean and
+    one parameter.
     """
     owners: dict[int, int] = {}
     bytes_owned: dict[tuple[dist.ProcessGroup, bool], list[int]] = {}
@@ -143,6 +144,7 @@ def _assign_owners(placements: Sequence[ParameterPlacement]) -> dict[int, int]:
     ):
         if each.reduce_group is None:
             continue
+        # Frozen parameters are counted apart: they have no state, and would leave those that have to few ranks.
         key = (each.reduce_group, each.parameter.requires_grad)
         owned = bytes_owned.setdefault(key, [0] * dist.get_world_size(each.reduce_group))
         owner = owned.index(min(owned))

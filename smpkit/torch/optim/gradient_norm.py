@@ -1,8 +1,15 @@
 """The norm of the whole model's gradient, of which each rank holds a part, and clipping by it.
 
-Every part counts once: pieces of tensor-parallel parameters on each tensor-parallel rank, what those ranks all hold on
-the first of them, what several pipeline ranks hold on the first of these; replicas are equal and count alone, unless
-each of them holds only a part (sharded optimizer state, sharded data parallelism).
+Every value counts once::
+
+    piece of a tensor-parallel parameter         on each tensor-parallel rank
+    whole parameter beside such pieces           on tp_rank 0
+    parameter on several pipeline ranks          on the first of them
+    replicas of any of these                     count alone, because their gradients are equal; but where each replica
+                                                 has a part of the gradients (sharded optimizer state, sharded data
+                                                 parallelism) all replicas are summed over
+
+`norms_of` gives the norms of single tensors, which optimizers such as LAMB need, from their pieces on other ranks.
 """
 
 from __future__ import annotations
@@ -20,49 +27,10 @@ from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.placement.dtensor import is_dtensor
-from smpkit.torch.placement.shards import shard_of
+from smpkit.torch.placement.dtensor import is_dtensor, local_tensor_of
+from smpkit.torch.placement.shards import is_tp_shard, shard_of
 
 __all__ = ["clip_grad_norm_", "clip_to_norm", "global_norm", "norms_of", "warn_of_torch_clipping"]
-
-
-# --- The norm of each tensor of a list, of which ranks may hold pieces (tensor parallelism) or parts (sharding) -------
-
-
-def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of each tensor, which is what this rank holds of something shaped like a parameter.
-
-    Of pieces and parts, that of the whole; all ranks call this.
-    """
-    filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # nothing has no largest value
-    norms = torch.stack(list(torch._foreach_norm(filled, norm_type)))
-    squares = norm_type == 2.0
-    for group, divided in _sharded_over(parameters):
-        whole = norms.square() if squares else norms.clone()
-        with waiting("the norms of divided tensors", group):
-            dist.all_reduce(whole, op=dist.ReduceOp.SUM if squares else dist.ReduceOp.MAX, group=group)
-        norms = torch.where(torch.tensor(divided, device=norms.device), whole.sqrt() if squares else whole, norms)
-    return norms
-
-
-def _sharded_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
-    """Yield the groups of ranks that hold tensors together, and which tensors: first what was divided last."""
-    dtensors = [is_dtensor(each) for each in parameters]
-    mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None)
-    if mesh is not None:
-        yield mesh.get_group("shard"), dtensors
-    tp_shards = [(shard := shard_of(each)) is not None and shard.is_distributed for each in parameters]
-    if state.initialized and state.tp_size > 1 and any(tp_shards):
-        yield state.process_group(CommGroup.TP_GROUP), tp_shards
-
-
-# --- The norm of the whole model's gradient, of which each rank holds a part, and clipping by it ----------------------
-
-
-_TORCH_FUNCTION: Final = "_clip_grads_with_norm_"
-"""What `torch.nn.utils.clip_grad_norm_` scales gradients by; of torch 2.6 to 2.13 at least."""
-
-_torch_function: Final[Callable[..., None] | None] = getattr(torch_clip_grad, _TORCH_FUNCTION, None)
 
 
 def clip_grad_norm_(
@@ -122,13 +90,13 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
         A tensor without dimensions; in float64, or on a single rank in the type of the gradients, float32 at least.
     """
     pairs = list(gradients)
-    locals_ = [local_tensor(gradient) for parameter, gradient in pairs if _is_counted_here(parameter)]
+    locals_ = [local_tensor_of(gradient) for parameter, gradient in pairs if _is_counted_here(parameter)]
     norm = _local_norm([each for each in locals_ if each.numel()], float(norm_type))
     group = state.process_group(CommGroup.WORLD if _replicas_hold_shards() else CommGroup.MP_GROUP)
     if dist.get_world_size(group) == 1:
         return norm
-    # In float64 the powers neither overflow nor lose what float32 norms know; and a rank without gradients does not
-    # know of what type the others' are.
+    # In float64 the powers neither overflow nor lose precision. All ranks must send one type, and a rank without
+    # gradients does not know the type of the others'.
     is_max_norm = norm_type == float("inf")
     value = norm.double() if is_max_norm else norm.double() ** norm_type
     # NaN travels as a flag of its own: a maximum would lose it.
@@ -139,11 +107,109 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
     return total.masked_fill(packed[1] != 0, float("nan"))
 
 
-def warn_of_torch_clipping() -> None:
-    """Make torch's own `clip_grad_norm_` warn that it clips by the norm of one pipeline rank's part only.
+def _is_counted_here(parameter: torch.Tensor) -> bool:
+    """Tell whether this rank counts its gradient of a parameter, of all ranks that hold the same."""
+    shard = shard_of(parameter)
+    model = state.model
+    zero1 = None if model is None or model.data_parallel is None else model.data_parallel.zero1
+    if zero1 is not None and zero1.is_sharded(parameter):
+        if not zero1.owns(parameter):
+            return False
+        # Owners are found in the group that averages the gradient. In RDP_GROUP every tensor-parallel rank has an owner
+        # of a whole parameter; pieces differ, and in DP_GROUP there is one owner over all tensor-parallel ranks.
+        one_owner = is_tp_shard(parameter) or shard is None or shard.group is CommGroup.DP_GROUP
+        return one_owner or state.tp_rank == 0
+    degree = state.cfg.sharded_data_parallel_degree
+    if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole model: the first one counts
+        return False
+    if not is_tp_shard(parameter) and state.tp_rank > 0:
+        return False
+    if model is None or model.pipeline is None:
+        return True
+    holders: frozenset[int] = model.pipeline.holders.get(id(parameter), frozenset({state.pp_rank}))
+    return state.pp_rank == min(holders)
 
-    Scripts import that function by name, so the helper that it looks up on every call is replaced instead.
+
+def _replicas_hold_shards() -> bool:
+    return state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
+
+
+def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=state.device)
+    total: torch.Tensor
+    if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
+        total = torch.nn.utils.get_total_norm(gradients, norm_type)
+        return total
+    # torch's `get_total_norm` computes in the dtype of the gradients: half precision overflows and has few digits.
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_norm_dtype(each.dtype)) for each in gradients]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@torch.no_grad()
+def clip_to_norm(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Multiply gradients by `max_norm / norm` where that is less than 1, without waiting for the device."""
+    grad_holders = []
+    for gradient in gradients:
+        part = local_tensor_of(gradient)
+        # torch scales the `.grad` of tensors; ours may be on no tensor. This alias holds one, and costs no memory.
+        grad_holder = part.detach()
+        grad_holder.grad = part
+        grad_holders.append(grad_holder)
+    torch.nn.utils.clip_grads_with_norm_(grad_holders, max_norm, norm)
+
+
+# --- norms of single tensors ------------------------------------------------------------------------------------------
+
+
+def norms_of(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of each tensor, for divided ones that of the whole; all ranks call this.
+
+    Args:
+        tensors: what this rank holds of values that are divided as the parameters are (gradients, say).
+        parameters: of each tensor.
+        norm_type: 2, or infinity for the largest absolute value.
     """
+    filled = [each if each.numel() else each.new_zeros(1) for each in tensors]  # an empty tensor has no largest value
+    norms = torch.stack(list(torch._foreach_norm(filled, norm_type)))
+    squares = norm_type == 2.0
+    for group, divided in _sharded_over(parameters):
+        # All tensors in one message; the sums of those that are not divided are thrown away.
+        whole = norms.square() if squares else norms.clone()
+        with waiting("the norms of divided tensors", group):
+            dist.all_reduce(whole, op=dist.ReduceOp.SUM if squares else dist.ReduceOp.MAX, group=group)
+        norms = torch.where(torch.tensor(divided, device=norms.device), whole.sqrt() if squares else whole, norms)
+    return norms
+
+
+def _sharded_over(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[dist.ProcessGroup, list[bool]]]:
+    """Yield groups of ranks, each with whether it holds the pieces of each parameter: innermost division first."""
+    dtensors = [is_dtensor(each) for each in parameters]
+    mesh = next((each.device_mesh for each in parameters if is_dtensor(each)), None)
+    if mesh is not None:
+        yield mesh.get_group("shard"), dtensors
+    tp_shards = [is_tp_shard(each) for each in parameters]
+    if state.initialized and state.tp_size > 1 and any(tp_shards):
+        yield state.process_group(CommGroup.TP_GROUP), tp_shards
+
+
+# --- torch.nn.utils.clip_grad_norm_ -----------------------------------------------------------------------------------
+
+
+_TORCH_FUNCTION: Final = "_clip_grads_with_norm_"
+"""The helper with which `torch.nn.utils.clip_grad_norm_` scales gradients, in torch 2.6 to 2.13 at least."""
+
+_torch_function: Final[Callable[..., None] | None] = getattr(torch_clip_grad, _TORCH_FUNCTION, None)
+
+
+def warn_of_torch_clipping() -> None:
+    """Make torch's own `clip_grad_norm_` warn that it clips by the norm of one pipeline rank's part only."""
+    # Scripts import that function by name, so it cannot be replaced; the helper that it looks up on every call can.
     if _torch_function is not None:
         setattr(torch_clip_grad, _TORCH_FUNCTION, _warn_and_clip)
 
@@ -161,63 +227,3 @@ def _warn_and_clip(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) ->
             )
     assert _torch_function is not None
     _torch_function(parameters, *args, **kwargs)
-
-
-@torch.no_grad()
-def clip_to_norm(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Multiply gradients by `max_norm / norm` where that is less than 1, without waiting for the device."""
-    grad_holders = []
-    for gradient in gradients:
-        part = local_tensor(gradient)
-        grad_holder = part.detach()  # torch scales the gradients of tensors: this one costs no memory
-        grad_holder.grad = part
-        grad_holders.append(grad_holder)
-    torch.nn.utils.clip_grads_with_norm_(grad_holders, max_norm, norm)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor that may be sharded."""
-    local = getattr(tensor, "to_local", None)
-    part: torch.Tensor = tensor if local is None else local()
-    return part
-
-
-def _replicas_hold_shards() -> bool:
-    return state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
-
-
-def _is_counted_here(parameter: torch.Tensor) -> bool:
-    """Tell whether this rank counts its gradient of a parameter, of all ranks that hold the same."""
-    shard = shard_of(parameter)
-    is_tp_shard = shard is not None and shard.is_distributed
-    model = state.model
-    zero1 = None if model is None or model.data_parallel is None else model.data_parallel.zero1
-    if zero1 is not None and zero1.is_sharded(parameter):
-        over_tp = is_tp_shard or shard is None or shard.group is CommGroup.DP_GROUP  # then one rank owns each value
-        return zero1.owns(parameter) and (over_tp or state.tp_rank == 0)
-    degree = state.cfg.sharded_data_parallel_degree
-    if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole
-        return False
-    if not is_tp_shard and state.tp_rank > 0:
-        return False
-    if model is None or model.pipeline is None:
-        return True
-    holders: frozenset[int] = model.pipeline.holders.get(id(parameter), frozenset({state.pp_rank}))
-    return state.pp_rank == min(holders)
-
-
-def _local_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    if not gradients:
-        return torch.zeros((), device=state.device)
-    total: torch.Tensor
-    if all(each.dtype in (torch.float32, torch.float64) for each in gradients):
-        total = torch.nn.utils.get_total_norm(gradients, norm_type)
-        return total
-    # Half-precision norms overflow, and know few digits.
-    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_norm_dtype(each.dtype)) for each in gradients]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-    return total
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32

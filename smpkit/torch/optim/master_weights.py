@@ -25,7 +25,8 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
-from smpkit.torch.optim.gradient_norm import clip_to_norm, global_norm, local_tensor
+from smpkit.torch.optim.gradient_norm import clip_to_norm, global_norm
+from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
 from smpkit.torch.precision.loss_scale import LossScaler, all_reduce_found_inf
 
@@ -62,7 +63,7 @@ class MasterWeights:
     # --- what is a master of what ----------------------------------------------------------------------------------
 
     def create_missing(self) -> bool:
-        """Make the masters that are missing; return False while this rank does not know its part of the model."""
+        """Make the masters that are missing; return False as long as this rank does not know its part of the model."""
         model = state.model
         if model is None or not model.partitioned:
             return False
@@ -77,7 +78,8 @@ class MasterWeights:
 
     def _make_master(self, parameter: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-        master.__dict__.update(vars(parameter))  # marks, of tensor parallelism and of the user
+        # Marks of tensor parallelism, which norms and state dicts read, and whatever the user has written on it.
+        master.__dict__.update(vars(parameter))
         self._weights[master] = parameter
         states = self._optimizer.state
         if parameter in states:
@@ -88,7 +90,7 @@ class MasterWeights:
         return master
 
     def model_parameter_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the model's parameter that a member of the optimizer's groups stands for: often itself."""
+        """Return the model's parameter behind a member of the optimizer's groups: itself where it has no master."""
         return self._weights.get(parameter, parameter)
 
     @property
@@ -143,7 +145,11 @@ class MasterWeights:
         return self.scaler.loss_scale
 
     def unscale_gradients(self) -> None:
-        """Give the masters their gradients, unscaled, and find out whether all of them are finite; once for a step."""
+        """Give the masters their unscaled gradients, and agree whether all are finite; does nothing the second time.
+
+        Raises:
+            UsageError: this rank does not know its part of the model yet.
+        """
         if self._unscaled:
             return
         if not self.create_missing():
@@ -157,7 +163,7 @@ class MasterWeights:
         self._unscaled = True
 
     def step(self, update: Callable[[], Any]) -> Any:
-        """Call `update`, the optimizer's own step, and give its results to the model; neither after an overflow."""
+        """Call `update`, the optimizer's own step, and round its results into the model; neither after an overflow."""
         self.unscale_gradients()
         result = None if self.overflow else update()
         if not self.overflow:
@@ -168,13 +174,13 @@ class MasterWeights:
         return result
 
     def clear_gradients(self) -> None:
-        """Let go of the masters' gradients: those of the model are kept for as long as the user wants."""
+        """Free the masters' gradients; those of the model stay until the user clears them."""
         self._unscaled = False
         for master in self._weights:
             master.grad = None
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients of the model's parameters; the optimizer's own clears only what its groups hold."""
+        """Clear the gradients of the model's parameters, which the optimizer's groups do not hold."""
         self.clear_gradients()
         for weight in self._weights.values():
             if set_to_none or weight.grad is None:
@@ -203,7 +209,7 @@ class MasterWeights:
         return [(weight, gradient) for weight, gradient in pairs if id(weight) in wanted]
 
     def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the optimizer's parameters that have a gradient, and its values."""
+        """Yield the optimizer's parameters that have a gradient, each with the values of that (sparse ones too)."""
         model = state.model
         assert model is not None
         for group in self._groups:
@@ -217,7 +223,7 @@ class MasterWeights:
             master.grad = None
             if weight.grad is None:
                 continue
-            if weight.grad.is_sparse:  # added up in float32: duplicates may overflow in half precision
+            if weight.grad.is_sparse:  # duplicates are summed in float32: half precision might overflow
                 master.grad = weight.grad.to(torch.float32).coalesce()
             else:
                 master.grad = torch.empty_like(master)
@@ -228,7 +234,7 @@ class MasterWeights:
         """Divide the gradients by the loss scale; return 1 if one of them is not finite, else 0."""
         by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for _, gradient in self._gradients():
-            by_kind[gradient.device, gradient.dtype].append(local_tensor(gradient))
+            by_kind[gradient.device, gradient.dtype].append(local_tensor_of(gradient))
         found = torch.zeros((), device=state.device)
         for (device, _), gradients in by_kind.items():
             here = torch.zeros((), device=device)
@@ -238,7 +244,7 @@ class MasterWeights:
         return found
 
     def _update_scale(self) -> None:
-        """Tell the loss scale how the step went, and the user about what was skipped."""
+        """Update the loss scale, and log a step that was skipped."""
         if self._dtype is not torch.float16:
             return
         before, is_at_minimum = self.scaler.loss_scale, self.overflow and self.scaler.at_minimum
@@ -259,7 +265,7 @@ class MasterWeights:
 
     def state_dict(self, plain: dict[str, Any]) -> dict[str, Any]:
         """Add masters and loss scale to the optimizer's own state dict."""
-        if self._pending_state is not None:  # loaded, and not yet given to the optimizer: it is what there is
+        if self._pending_state is not None:  # loaded before this rank knew its part: the optimizer has none of it yet
             return dict(self._pending_state)
         self.create_missing()
         states = dict(plain["state"])
@@ -279,7 +285,7 @@ class MasterWeights:
             number: {key: value for key, value in entry.items() if key != MASTER_KEY}
             for number, entry in values["state"].items()
         }
-        # An entry that held a master only is none of the optimizer's: some take an empty one for their own.
+        # Drop entries that held a master only: some optimizers take an empty entry for a state that they have made.
         states = {number: entry for number, entry in states.items() if entry}
         self._optimizer.load_state_dict({"state": states, "param_groups": values["param_groups"]})
         if SCALER_KEY in values:

@@ -26,16 +26,19 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
             visit(child)
 
     visit(root)
-    inside = Counter(id(parameter) for block in found for parameter in block.parameters())
-    all_uses = Counter(
-        id(parameter) for module in root.modules() for parameter in module._parameters.values() if parameter is not None
-    )
-    own_uses = [
-        Counter(id(p) for module in block.modules() for p in module._parameters.values() if p is not None)
-        for block in found
-    ]
+    # A parameter that two blocks share, or a block and the rest of the model, cannot be gathered with one of them.
+    num_blocks = Counter(id(parameter) for block in found for parameter in block.parameters())
+    num_uses = _uses_of_parameters(root)
     return [
         block
-        for block, own in zip(found, own_uses, strict=True)
-        if all(inside[key] == 1 and all_uses[key] == count for key, count in own.items())
+        for block in found
+        if all(num_blocks[key] == 1 and num_uses[key] == count for key, count in _uses_of_parameters(block).items())
     ]
+
+
+def _uses_of_parameters(root: nn.Module) -> Counter[int]:
+    """Return how many modules have each parameter (by its id) for their own."""
+    uses: Counter[int] = Counter()
+    for module in root.modules():
+        uses.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
+    return uses

@@ -4,6 +4,8 @@ Inside `smp.delay_param_initialization()` a parameter has its shape over a singl
 nothing. When the model is placed, a rank allocates what it holds and runs the initialisation of those modules: the
 `_init_weights` of a Hugging Face model, or `reset_parameters`, each under random numbers keyed by the module's name, so
 weights do not depend on the partition.
+
+A checkpoint that is loaded before the partition waits for it too (`defer_load`): only then does a rank know its part.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 def make_delayed(root: nn.Module) -> None:
-    """Make the parameters of a model that is only planned delayed ones, which can be divided and need no memory."""
+    """Make the parameters of a model delayed, to plan it: tensor parallelism can then divide them without memory."""
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
@@ -111,12 +113,12 @@ def set_delayed_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.device, seed: int) -> None:
     """Allocate and initialise the delayed ones of `parameters` on `device`.
 
-    Of a parameter that is divided over tensor-parallel ranks, the whole is made for a moment: one seed gives one model
-    at every degree. Those in half precision are initialised in float32 and rounded, because not all initialisations
-    know half precision.
+    One seed gives one model at every degree: of a parameter that is divided over tensor-parallel ranks, the whole is
+    initialised for a moment. Half precision is initialised in float32 and rounded, because not every initialiser
+    supports it.
 
     Raises:
-        UsageError: nothing says how to initialise one of them.
+        UsageError: there is no initialiser for one of them.
     """
     pending = {id(parameter): parameter for parameter in parameters if is_delayed(parameter)}
     for name, module in root.named_modules():
@@ -133,7 +135,7 @@ def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.de
 
 
 def set_initializer(module: nn.Module, custom_initializer: Initializer) -> None:
-    """Let `custom_initializer` fill the delayed parameters of a module, instead of what the classes in it say."""
+    """Let `custom_initializer` fill the delayed parameters of a module, instead of the initialisers of its classes."""
     vars(module)[_INITIALIZER] = custom_initializer
 
 
@@ -167,7 +169,7 @@ def _initialize_own(
         parameter.data = torch.empty(shape, dtype=dtype, device=device)
         setattr(parameter, _DELAYED, False)
         if parameter.is_floating_point():
-            parameter.data.fill_(torch.nan)  # shows what an initialiser has left out
+            parameter.data.fill_(torch.nan)  # what an initialiser leaves out stays NaN, which is checked below
     for initializer in _initializers(root, module, own_only=pieces):
         with _seeded(seed, name, device):
             initializer()
@@ -182,7 +184,7 @@ def _initialize_own(
 
 
 def _initializers(root: nn.Module, module: nn.Module, *, own_only: bool) -> Iterator[Callable[[], Any]]:
-    """Yield what may initialise a module's own parameters, best first: the model may not know the class."""
+    """Yield what may initialise a module's own parameters: `_init_weights` first, which may not know the class."""
     for owner in () if own_only else (root, *root.children()):
         init_weights = getattr(owner, "_init_weights", None)
         if callable(init_weights):
@@ -201,7 +203,7 @@ def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
 
 
 class _SkipInitialization(TorchFunctionMode):
-    """Skips what would write to a parameter without memory."""
+    """Skips operations in place on delayed parameters: all elements are one in memory, which torch refuses to write."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -220,26 +222,26 @@ def _is_placeholder(tensor: torch.Tensor) -> bool:
     return bool(strides) and not any(strides)
 
 
-# --- Loads that wait for the partition: before it, a rank does not know which parameters it holds ---------------------
-# A rank reads its part when the model is partitioned. Should a script ask for the state before that, all of it is read.
+# --- loads that wait for the partition --------------------------------------------------------------------------------
+# Should a script ask for the state before the partition, all of it is read then.
 
 
 _deferred: list[Callable[[], object]] = []
 
 
 def defer_load(read: Callable[[], object]) -> None:
-    """Keep `read` for `run_deferred_loads`."""
+    """Put off calling `read` until `run_deferred_loads`."""
     _deferred.append(read)
 
 
 def run_deferred_loads() -> None:
-    """Read what waits; nothing most of the time."""
+    """Call the loads that wait, in the order in which they were deferred."""
     while _deferred:
         _deferred.pop(0)()
 
 
 def drop_deferred_loads() -> None:
-    """Let go of what waits: something else is loaded in its place."""
+    """Drop the loads that wait: something else is loaded instead."""
     _deferred.clear()
 
 

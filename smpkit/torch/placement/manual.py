@@ -24,16 +24,15 @@ __all__ = [
 ]
 
 _partition_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-"""Partition by module, as the user said."""
-
+"""The partition that the user chose, by module."""
 
 _num_partitions: int | None = None
-"""How many places there are where a model is only planned, without `smp.init()`."""
+"""The number of partitions where a model is only planned, without `smp.init()`."""
 
 
 @contextlib.contextmanager
 def planning_partitions(num_partitions: int) -> Iterator[None]:
-    """Let `partition` and `set_partition` be used without a runtime, with so many places."""
+    """Let `partition` and `set_partition` be used without `smp.init()`, with indices below `num_partitions`."""
     global _num_partitions  # noqa: PLW0603 - one per process, as the model that is planned
     previous, _num_partitions = _num_partitions, num_partitions
     try:
@@ -75,7 +74,7 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 
 def inherit_partition(name: str, module: nn.Module, replacement: nn.Module) -> None:
-    """Put what takes the place of a module where the user put the module.
+    """Put a module that replaces another on the partition that the user chose for that one.
 
     Args:
         name: of the module, for the error.
@@ -99,19 +98,21 @@ def inherit_partition(name: str, module: nn.Module, replacement: nn.Module) -> N
 
 @dataclass(frozen=True)
 class ManualPlacement:
-    """What the user chose.
+    """The partitions that the user chose.
 
     Args:
-        partitions: partition by module name; modules whose parts were placed apart are left out.
-        split: names of those.
+        partitions: by module name; modules whose parts are on several partitions are left out.
+        split: the names of those.
     """
 
     partitions: Mapping[str, int]
     split: frozenset[str]
 
     def for_units(self, units: Collection[str]) -> dict[str, int]:
-        """Return the places of units and of modules around them; parts of a unit are where it is."""
-        around = {name[:end] for name in units for end in _prefix_ends(name)}
+        """Return the partitions of units and of the modules around them; parts of a unit are where it is."""
+        around: set[str] = set()
+        for name in units:
+            around.update(name[:end] for end in _prefix_ends(name))
         return {name: index for name, index in self.partitions.items() if name in around}
 
 
@@ -136,14 +137,14 @@ def _is_manual() -> bool:
 
 
 def _check(index: int) -> None:
+    num_chunks = 1 if _num_partitions is not None else state.cfg.virtual_pipeline_degree
     if _num_partitions is not None:
         what, of, limit = "planned partition", "", _num_partitions
-    elif (num_chunks := state.cfg.virtual_pipeline_degree) > 1:
+    elif num_chunks > 1:
         what, limit = "virtual stage", state.pp_size * num_chunks
         of = f"; pipeline_parallel_degree is {state.pp_size}, virtual_pipeline_degree {num_chunks}"
     else:
         what, of, limit = "pipeline rank", f"; pipeline_parallel_degree is {state.pp_size}", state.pp_size
-    if (
-        type(index) is not int or index < 0 or (_is_manual() and index >= limit)
-    ):  # not a bool, which Python takes for an int
+    is_integer = type(index) is int  # not a bool, which is an int to Python
+    if not is_integer or index < 0 or (_is_manual() and index >= limit):
         raise UsageError(f"partition {index!r} is no {what}{of}", hint=f"valid are 0 to {limit - 1}")

@@ -25,7 +25,7 @@ from smpkit.torch.placement.trace import TrialStep, restoring_model
 
 __all__ = ["MeasureOptions", "measure"]
 
-_RUNS: Final = 4  # the first one warms up; of the others the fastest counts, which other processes disturbed least
+_RUNS: Final = 4  # the first run warms up; of the others the fastest counts, which was disturbed least
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class MeasureOptions:
         return self.times or self.memory
 
     def __str__(self) -> str:
-        return " and ".join(["execution times"] * self.times + ["memory"] * self.memory)
+        if self.times and self.memory:
+            return "execution times and memory"
+        return "execution times" if self.times else "memory"
 
 
 def measure(
@@ -121,7 +123,7 @@ def _removing(handle: Any) -> Iterator[None]:
 
 
 class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows what operations have allocated and nobody has let go of."""
+    """Counts the bytes that operations have allocated and that are still in use."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,7 +134,7 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {_storage_key(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
-            # Not views and changes in place of what was there before the step, such as weights.
+            # Results that share memory with an argument are views and changes in place: nothing new.
             if isinstance(each, torch.Tensor) and _storage_key(each) not in given:
                 storage = each.untyped_storage()
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]

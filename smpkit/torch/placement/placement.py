@@ -1,4 +1,18 @@
-"""Apply an assignment: every rank keeps the weights of its own units, and those that several ranks use."""
+"""Where parameters are placed: which ranks hold each, and which of these average its gradient.
+
+The ranks of a pipeline first apply an assignment (`keep_local_parameters`): each keeps the weights of its own units,
+and those that several ranks use. Then `place_parameters` returns for every parameter that a rank holds::
+
+    parameter                        replica group               reduce group               gradient scale
+    ordinary                         DP_GROUP                    DP_GROUP                   1
+    piece of a tensor-parallel one   RDP_GROUP                   RDP_GROUP                  TpShard.scale
+    whole, beside such pieces        DP_GROUP                    TpShard.group              TpShard.scale
+    on several pipeline ranks        the same on each of them    the same, of all of them   how many ranks of one
+                                                                                            pipeline hold it
+
+A parameter on several pipeline ranks gets a part of its gradient on each, and the whole is their sum: the scale takes
+back the division of the average by the number of these ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +27,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.delayed import initialize
-from smpkit.torch.placement.shards import copy_mark_to, shard_of
+from smpkit.torch.placement.shards import copy_mark_to, is_tp_shard, shard_of
 
 __all__ = [
     "ParameterPlacement",
@@ -48,17 +62,15 @@ def keep_local_parameters(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Move what this rank holds to its device and let go of the memory of everything else.
-
-    Parameters stay the same objects, which optimizers made earlier hold; those of other ranks keep their shape, over
-    one element of NaN, so that using one by mistake shows.
-    """
+    """Move what this rank holds to its device, and free the memory of everything else."""
     held = [parameter for parameter in root.parameters() if rank in holders[id(parameter)]]
     initialize(root, held, device, torch.initial_seed())
     for parameter in root.parameters():
         if rank in holders[id(parameter)]:
             parameter.data = parameter.data.to(device)
         else:
+            # The object stays, with its shape: an optimizer that was made earlier holds it. Its values are one element
+            # of NaN, so that using it by mistake shows.
             filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
             parameter.data = torch.full((), filler, dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape
@@ -102,20 +114,6 @@ def running_pp_rank_of(name: str, placement: Mapping[str, int]) -> int | None:
     return pp_ranks.pop() if len(pp_ranks) == 1 else None
 
 
-# --- Where a parameter is placed: which ranks hold it, and which of them average its gradient -------------------------
-# ::
-#
-#     parameter                        replica group               reduce group               gradient scale
-#     ordinary                         DP_GROUP                    DP_GROUP                   1
-#     piece of a tensor-parallel one   RDP_GROUP                   RDP_GROUP                  TpShard.scale
-#     whole, beside such pieces        DP_GROUP                    TpShard.group              TpShard.scale
-#     on several pipeline ranks        the same on each of them    the same, of all of them   how many ranks of one
-#                                                                                             pipeline hold it
-#
-# A parameter on several pipeline ranks gets a part of its gradient on each; the whole is their sum, so what the average
-# divides by too much is multiplied again.
-
-
 @dataclass(frozen=True)
 class ParameterPlacement:
     """A parameter that this rank holds.
@@ -137,8 +135,7 @@ class ParameterPlacement:
     @property
     def is_tp_shard(self) -> bool:
         """Whether the tensor-parallel ranks hold different values."""
-        shard = shard_of(self.parameter)
-        return shard is not None and shard.is_distributed
+        return is_tp_shard(self.parameter)
 
 
 def place_parameters(module: nn.Module, holders: Mapping[int, frozenset[int]]) -> list[ParameterPlacement]:
@@ -150,27 +147,22 @@ def place_parameters(module: nn.Module, holders: Mapping[int, frozenset[int]]) -
     alone = frozenset({state.pp_rank})
     named = [(name, each, holders.get(id(each), alone)) for name, each in module.named_parameters()]
     local = [(name, each, pp_ranks) for name, each, pp_ranks in named if state.pp_rank in pp_ranks]
-    needed_groups = {
-        (pp_ranks, kind)
-        for _, each, pp_ranks in local
-        for kind in (_replica_group_kind(each), _reduce_group_kind(each))
-    }
+    needed_groups: set[_GroupKey] = set()
+    for _, each, pp_ranks in local:
+        needed_groups |= {(pp_ranks, _replica_group_kind(each)), (pp_ranks, _reduce_group_kind(each))}
     groups = _make_groups(needed_groups)
     placements = []
     for name, each, pp_ranks in local:
         shard = shard_of(each)
         grad_scale = len(pp_ranks) * (1.0 if shard is None else shard.scale)
-        replica_group, reduce_group = (
-            groups[pp_ranks, _replica_group_kind(each)],
-            groups[pp_ranks, _reduce_group_kind(each)],
-        )
+        replica_group = groups[pp_ranks, _replica_group_kind(each)]
+        reduce_group = groups[pp_ranks, _reduce_group_kind(each)]
         placements.append(ParameterPlacement(name, each, replica_group, reduce_group, pp_ranks, grad_scale))
     return placements
 
 
 def _replica_group_kind(parameter: nn.Parameter) -> CommGroup:
-    shard = shard_of(parameter)
-    return CommGroup.RDP_GROUP if shard is not None and shard.is_distributed else CommGroup.DP_GROUP
+    return CommGroup.RDP_GROUP if is_tp_shard(parameter) else CommGroup.DP_GROUP
 
 
 def _reduce_group_kind(parameter: nn.Parameter) -> CommGroup:
@@ -182,8 +174,8 @@ _GroupKey = tuple[frozenset[int], CommGroup]
 
 
 def _make_groups(needed_groups: set[_GroupKey]) -> dict[_GroupKey, dist.ProcessGroup | None]:
-    """Make the process groups, in an order that no two ranks see differently, or they would wait for each other."""
     groups: dict[_GroupKey, dist.ProcessGroup | None] = {}
+    # Sorted: making a group is a collective, and ranks that made theirs in different orders would deadlock.
     for key in sorted(needed_groups, key=lambda key: (sorted(key[0]), key[1].value)):
         ranks = _members(*key)
         groups[key] = extra_group(ranks) if len(ranks) > 1 else None
@@ -191,7 +183,7 @@ def _make_groups(needed_groups: set[_GroupKey]) -> dict[_GroupKey, dist.ProcessG
 
 
 def _members(pp_ranks: frozenset[int], kind: CommGroup) -> tuple[int, ...]:
-    """Return the global ranks, of those on `pp_ranks`, that are in this rank's group of a kind, or would be there."""
+    """Return the global ranks on `pp_ranks` that a group of this kind has, seen from this rank's tp and rdp rank."""
     local = state.mesh.coordinates(state.rank)
     members = []
     for rank in range(state.size):

@@ -1,7 +1,7 @@
-"""How a parameter of this rank lies in the whole model's, and over which ranks its gradient is averaged.
+"""`TpShard`: how a parameter of this rank lies in the whole model's, and over which ranks its gradient is averaged.
 
-Parameters stay plain local tensors: what is special about one is written on it, and read by data parallelism, by
-gradient norms and by everything that saves or loads.
+Parameters stay plain local tensors. What is special about one is an attribute of the object, which data parallelism,
+gradient norms and everything that saves or loads reads; so the object must stay, or hand its mark on.
 
 A dimension of n is divided as `torch.chunk` (and DTensor) does it: every rank has ceil(n / tp_size), the last ones what
 is left. So a vocabulary of 50257 needs no padding; where shapes must be equal, the modules refuse uneven sizes.
@@ -9,6 +9,7 @@ is left. So a vocabulary of 50257 needs no padding; where shapes must be equal, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -34,55 +35,6 @@ __all__ = [
     "shard_range",
     "take_shard",
 ]
-
-
-# --- What is written on a parameter, and the parameter itself, through copies and state dicts -------------------------
-# Much of what is known of a parameter stands on the object itself or goes by it: its place in the whole model, whether
-# it has memory yet, the hooks that reduce its gradient, its state in the optimizer.
-
-
-_ASSIGN: Final = "assign_to_params_buffers"
-"""How `nn.Module.load_state_dict` tells each module of `assign=True`."""
-
-
-def keep_attributes_in_copies(tensor: torch.Tensor) -> None:
-    """Let `copy.deepcopy` copy what is written on a parameter, as it does for any other tensor.
-
-    `nn.Parameter.__deepcopy__` copies values only. Without it, `copy.deepcopy` takes what pickle takes, attributes
-    included.
-    """
-    if isinstance(tensor, nn.Parameter):
-        tensor.__deepcopy__ = None  # type: ignore[method-assign, assignment]
-
-
-def refuse_assignment(root: nn.Module) -> None:
-    """Refuse `load_state_dict(assign=True)` for every part of a model, as long as it is the wrapped one.
-
-    Scripted parts take no hooks. The one that a whole model has comes first, so only a part loaded by itself slips by.
-    """
-    for module in root.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
-
-
-def _refuse(module: nn.Module, _: Any, __: str, metadata: dict[str, Any], *_others: Any) -> None:
-    if metadata.get(_ASSIGN) and state.model is not None and any(each is module for each in state.model.modules()):
-        raise assignment_refusal()
-
-
-def assignment_refusal() -> UnsupportedError:
-    """Return the error for `load_state_dict(assign=True)`."""
-    return UnsupportedError(
-        "load_state_dict(assign=True) would replace parameters that the optimizer and data parallelism know",
-        hint="leave `assign` out: values are copied into the parameters",
-    )
-
-
-# --- How a parameter of this rank lies in the whole model's, and over which ranks its gradient is averaged ------------
-
-
-_ATTRIBUTE = "_smp_shard"
 
 
 @dataclass(frozen=True)
@@ -130,22 +82,20 @@ class TpShard:
         return self.group is CommGroup.RDP_GROUP
 
 
+# --- the mark of a parameter ------------------------------------------------------------------------------------------
+
+
+_ATTRIBUTE = "_smp_shard"
+
+
 def mark(parameter: torch.Tensor, shard: TpShard) -> None:
-    """Write on a parameter (or buffer) where it lies; `copy.deepcopy` then copies that too."""
+    """Mark a parameter (or buffer) with its place in the whole one; `copy.deepcopy` then copies the mark too."""
     setattr(parameter, _ATTRIBUTE, shard)
     keep_attributes_in_copies(parameter)
 
 
-def copy_mark_to(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with what is written on the one whose place it takes, if anything is."""
-    shard = shard_of(before)
-    if shard is not None:
-        mark(tensor, shard)
-    return tensor
-
-
 def shard_of(parameter: torch.Tensor) -> TpShard | None:
-    """Return what was written on a parameter; None for an ordinary one, equal on all ranks of the DP group."""
+    """Return the mark of a parameter; None for an ordinary one, equal on all ranks of the DP group."""
     shard: TpShard | None = getattr(parameter, _ATTRIBUTE, None)
     return shard
 
@@ -162,8 +112,27 @@ def sees_scaled_batch(tensor: torch.Tensor) -> bool:
     return shard is not None and shard.sees_scaled_batch
 
 
+def copy_mark_to(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` with the mark of `before`, which it replaces, if that has one."""
+    shard = shard_of(before)
+    if shard is not None:
+        mark(tensor, shard)
+    return tensor
+
+
+def keep_attributes_in_copies(tensor: torch.Tensor) -> None:
+    """Let `copy.deepcopy` copy the attributes of a parameter, as it does for any other tensor."""
+    # `nn.Parameter.__deepcopy__` copies values only. Without it, `copy.deepcopy` copies what pickle would, attributes
+    # included.
+    if isinstance(tensor, nn.Parameter):
+        tensor.__deepcopy__ = None  # type: ignore[method-assign, assignment]
+
+
+# --- pieces and wholes ------------------------------------------------------------------------------------------------
+
+
 def shard_range(size: int, rank: int, of: int) -> tuple[int, int]:
-    """Return start and length of a rank's piece of a dimension; the last pieces are shorter where it is uneven."""
+    """Return start and length of a rank's piece of a dimension; the last pieces of an uneven one are shorter."""
     longest = -(-size // of)
     start = min(longest * rank, size)
     return start, min(longest, size - start)
@@ -189,4 +158,39 @@ def join_shards(pieces: Sequence[torch.Tensor], shard: TpShard) -> torch.Tensor:
         torch.split(piece, [shard_range(size, rank, shard.tp_size)[1] for size in parts], shard.dim)
         for rank, piece in enumerate(pieces)
     ]
-    return torch.cat([piece for part in zip(*parts_by_rank, strict=True) for piece in part], shard.dim)
+    # Part by part, and within each in the order of the ranks.
+    pieces_by_part = zip(*parts_by_rank, strict=True)
+    return torch.cat(list(itertools.chain.from_iterable(pieces_by_part)), shard.dim)
+
+
+# --- marks and `load_state_dict(assign=True)` -------------------------------------------------------------------------
+
+
+_ASSIGN: Final = "assign_to_params_buffers"
+"""How `nn.Module.load_state_dict` tells each module of `assign=True`."""
+
+
+def refuse_assignment(root: nn.Module) -> None:
+    """Refuse `load_state_dict(assign=True)` for every part of a model, as long as it is the wrapped one.
+
+    Besides marks, hooks that reduce gradients and the optimizer's states go by the object of a parameter.
+    """
+    for module in root.modules():
+        # Scripted modules take no hooks. The hook of the whole model runs first, so only such a part that is loaded by
+        # itself is missed.
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+
+
+def _refuse(module: nn.Module, _: Any, __: str, metadata: dict[str, Any], *_others: Any) -> None:
+    if metadata.get(_ASSIGN) and state.model is not None and any(each is module for each in state.model.modules()):
+        raise assignment_refusal()
+
+
+def assignment_refusal() -> UnsupportedError:
+    """Return the error for `load_state_dict(assign=True)`."""
+    return UnsupportedError(
+        "load_state_dict(assign=True) would replace parameters that the optimizer and data parallelism know",
+        hint="leave `assign` out: values are copied into the parameters",
+    )

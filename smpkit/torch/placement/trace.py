@@ -1,8 +1,14 @@
-"""What the parts of a model cost, from one run of the step on tensors without data.
+"""Cut a model into units, and learn what each costs from one run of the step on tensors without data.
+
+::
+
+    run_fake ──► TrialStep ──► forward of each unit ──► FlopCounterMode, FusedKernels   operations
+    (fake model)                                   ──► _SavedBytes                      what autograd keeps for backward
+                                                   ──► CheckpointedCalls                what is recomputed there instead
 
 Fake tensors have shapes and no memory, so the pass needs neither a GPU nor time, and gives the same on every machine:
-on a laptop, which has none, and in the job, whose step works on GPUs. A step that looks at values cannot run so; then
-the sizes of parameters, in the order of definition, have to do.
+on a laptop, which has none, and in the job, whose step works on GPUs. A step that reads values cannot run so; then the
+model is partitioned by the sizes of its parameters, in the order of definition.
 """
 
 from __future__ import annotations
@@ -46,112 +52,25 @@ __all__ = [
     "units_of",
 ]
 
-
-# --- What checkpointed calls keep and what they compute again, seen while a model runs on tensors without data --------
-
-
-@dataclass(frozen=True)
-class CheckpointedCall:
-    """One of them."""
-
-    unit: str | None
-    """The first unit that ran inside; None if it was inside of one itself."""
-    boundary_bytes: int
-    """Of what it keeps: its inputs, as far as nothing before it keeps them."""
-    recomputed_bytes: int
-    """Of what it makes, and makes again in backward; an upper bound of what that keeps."""
-    flops: int
-
-
-class CheckpointedCalls:
-    """Installed in the place of an offload engine, to record checkpointed calls.
-
-    Args:
-        saved_bytes: tells what autograd keeps so far.
-        flops: tells what was computed so far.
-    """
-
-    def __init__(self, saved_bytes: Callable[[], int], flops: Callable[[], int]) -> None:
-        self.calls: list[CheckpointedCall] = []
-        self._started_units: list[str] = []
-        self._num_open_units = 0
-        self._saved_bytes = saved_bytes
-        self._flops = flops
-
-    def begin_unit(self, name: str) -> None:
-        """Note that a unit's forward begins."""
-        self._started_units.append(name)
-        self._num_open_units += 1
-
-    def end_unit(self) -> None:
-        """Note that it ends."""
-        self._num_open_units -= 1
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Record checkpointed calls in this block."""
-        previous = install(self)
-        try:
-            yield
-        finally:
-            install(previous)
-
-    def offload_inputs(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - of every Offloader
-        """Note one call; entered around it."""
-        return self._note()
-
-    def follow(self, actions: Sequence[Action]) -> None:
-        """Do nothing: no pipeline runs here."""
-
-    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
-        """Do nothing."""
-
-    def footprint(self) -> list[int]:
-        """Return that nothing is taken."""
-        return []
-
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Do nothing."""
-
-    @contextlib.contextmanager
-    def _note(self) -> Iterator[None]:
-        saved, flops, begun, is_inside = (
-            self._saved_bytes(),
-            self._flops(),
-            len(self._started_units),
-            self._num_open_units > 0,
-        )
-        with _NewBytes() as made:
-            yield
-        unit = None if is_inside else next(iter(self._started_units[begun:]), None)
-        saved, flops = self._saved_bytes() - saved, self._flops() - flops
-        self.calls.append(CheckpointedCall(unit, saved, made.num_bytes, flops))
-
-
-class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of what operations make; views and what is changed in place are not new."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        values = output if isinstance(output, tuple | list) else (output,)
-        for value, declared in zip(values, func._schema.returns, strict=False):
-            if isinstance(value, torch.Tensor) and declared.alias_info is None:
-                self.num_bytes += value.untyped_storage().nbytes()
-        return output
-
-
-# --- What the parts of a model cost, from one run of the step on tensors without data ---------------------------------
-
-
 _log = logging.getLogger("smpkit")
 
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
 _UNCUT: Final = (nn.AdaptiveLogSoftmaxWithLoss,)
-"""Modules of torch's own whose parts get what values decide: they are not cut."""
-_MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
+"""Classes of torch that are never cut: what their parts compute depends on values."""
+
+
+def units_of(module: nn.Module, split: Collection[str] = ()) -> UnitTree:
+    """Cut a model into units; leaves without parameters are none, they run on the rank that has their input.
+
+    Args:
+        split: names of modules that must be cut, because the user placed their parts apart.
+    """
+    tree = unit_tree(node_of(module), split)
+    placed = tuple(unit for unit in tree.units if unit.parameters_bytes)
+    return UnitTree(placed, tree.spanning, tree.loose)
 
 
 def node_of(module: nn.Module) -> Node:
@@ -163,9 +82,10 @@ def _node(module: nn.Module, name: str, seen: set[int]) -> Node:
     seen.add(id(module))
     children = []
     is_whole = isinstance(module, _UNCUT)
-    for child_name, child in () if is_whole else module.named_children():
-        if id(child) not in seen:
-            children.append(_node(child, f"{name}.{child_name}" if name else child_name, seen))
+    if not is_whole:
+        for child_name, child in module.named_children():
+            if id(child) not in seen:
+                children.append(_node(child, f"{name}.{child_name}" if name else child_name, seen))
     owned = [*module.parameters(recurse=is_whole), *_statistics(module)]
     return Node(
         name,
@@ -177,19 +97,14 @@ def _node(module: nn.Module, name: str, seen: set[int]) -> Node:
 
 
 def _statistics(module: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers that the calls of torch's own leaves change (BatchNorm's): they make it something to place."""
+    """Return the buffers of a module of torch's own, such as BatchNorm's statistics.
+
+    Its calls change them, so it has to be placed on a rank even if it has no parameters.
+    """
     return list(module.buffers(recurse=False)) if type(module).__module__.startswith("torch.nn") else []
 
 
-def units_of(module: nn.Module, split: Collection[str] = ()) -> UnitTree:
-    """Cut a model into units; leaves that hold nothing are none, they run where their input is.
-
-    Args:
-        split: names of modules that are cut in any case.
-    """
-    tree = unit_tree(node_of(module), split)
-    placed = tuple(unit for unit in tree.units if unit.parameters_bytes)
-    return UnitTree(placed, tree.spanning, tree.loose)
+# --- their costs ------------------------------------------------------------------------------------------------------
 
 
 def measure_units(root: nn.Module, tree: UnitTree, body: Callable[[], Any] | None) -> list[UnitCost]:
@@ -206,10 +121,6 @@ def measure_units(root: nn.Module, tree: UnitTree, body: Callable[[], Any] | Non
         return every
     # Multiplying by a weight takes two operations per element and sample: parameters measure compute up to a factor.
     return [_with(cost, flops=float(cost.parameters_bytes)) for cost in every]
-
-
-def _with(cost: UnitCost, **changes: Any) -> UnitCost:
-    return UnitCost(**{**{name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}, **changes})
 
 
 def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], Any]) -> dict[str, UnitCost]:
@@ -267,7 +178,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
         for handle in handles:
             handle.remove()
     for call in checkpointed.calls:
-        if call.unit is not None:  # it spans units: the first of them holds what it keeps
+        if call.unit is not None:  # it spans units: its inputs are kept on the rank of the first one
             known = measured[call.unit]
             measured[call.unit] = _checkpointed(
                 known, [call], activation_bytes=known.activation_bytes + call.boundary_bytes
@@ -276,7 +187,6 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
 
 
 def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: Any) -> UnitCost:
-    """Return the cost with these checkpointed calls, and with other changes."""
     return _with(
         cost,
         boundary_bytes=cost.boundary_bytes + sum(call.boundary_bytes for call in calls),
@@ -286,48 +196,8 @@ def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: 
     )
 
 
-class _SavedBytes:
-    """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.total = 0
-        self._parameters: Callable[[], Iterable[nn.Parameter]] = root.parameters
-        # The tensors are kept, or the address of a storage that is gone could be that of another one later on.
-        self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in root.parameters()}
-        self._modes: set[int] = set()
-        self._packed: list[torch.Tensor] = []
-
-    def pack(self, tensor: torch.Tensor) -> int:
-        if isinstance(tensor, FakeTensor) and id(tensor.fake_mode) not in self._modes:
-            self._register_parameters(tensor.fake_mode)
-        if _storage_key(tensor) not in self._seen:
-            self._seen[_storage_key(tensor)] = tensor
-            self.total += tensor.untyped_storage().nbytes()
-        self._packed.append(tensor)
-        return len(self._packed) - 1
-
-    def forget(self) -> None:
-        """Let go of the tensors: the graphs that they belong to hold this object, where no collector looks for cycles.
-
-        Otherwise the model, and the threads that end with it, would stay for ever.
-        """
-        self._seen.clear()
-        self._packed.clear()
-        self._parameters = tuple
-
-    def _register_parameters(self, mode: FakeTensorMode) -> None:
-        """Count the fake tensors that this mode makes of the parameters as seen: operations save those."""
-        self._modes.add(id(mode))
-        for parameter in self._parameters():  # those that `run_fake` shows, where it runs the step
-            fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
-            self._seen[_storage_key(fake)] = fake
-
-    def unpack(self, number: int) -> torch.Tensor:
-        return self._packed[number]
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _with(cost: UnitCost, **changes: Any) -> UnitCost:
+    return UnitCost(**{**{name: getattr(cost, name) for name in UnitCost.__dataclass_fields__}, **changes})
 
 
 def _bytes_of(output: Any) -> int:
@@ -342,9 +212,152 @@ def _bytes_of(output: Any) -> int:
     return total
 
 
+class _SavedBytes:
+    """Counts what autograd keeps for backward, each storage once, parameters and their views not at all."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.total = 0
+        self._parameters: Callable[[], Iterable[nn.Parameter]] = root.parameters
+        # By the tensors, which keep the storages alive: the address of a freed one could become that of another.
+        self._seen: dict[int, torch.Tensor] = {_storage_key(parameter): parameter for parameter in root.parameters()}
+        self._modes: set[int] = set()
+        self._packed: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        if isinstance(tensor, FakeTensor) and id(tensor.fake_mode) not in self._modes:
+            self._register_parameters(tensor.fake_mode)
+        if _storage_key(tensor) not in self._seen:
+            self._seen[_storage_key(tensor)] = tensor
+            self.total += tensor.untyped_storage().nbytes()
+        self._packed.append(tensor)
+        return len(self._packed) - 1
+
+    def forget(self) -> None:
+        """Drop all tensors.
+
+        Their autograd graphs hold this object through its hooks, a cycle that Python's collector cannot see: the model,
+        and the threads that end with it, would never be freed.
+        """
+        self._seen.clear()
+        self._packed.clear()
+        self._parameters = tuple
+
+    def _register_parameters(self, mode: FakeTensorMode) -> None:
+        """Count the fake tensors that this mode makes of the parameters as seen: operations save those."""
+        self._modes.add(id(mode))
+        for parameter in self._parameters():  # under `run_fake` these are fake already
+            fake = parameter if isinstance(parameter, FakeTensor) else mode.from_tensor(parameter)
+            self._seen[_storage_key(fake)] = fake
+
+    def unpack(self, number: int) -> torch.Tensor:
+        return self._packed[number]
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+# --- checkpointed calls -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckpointedCall:
+    """The costs of one call whose activations are recomputed in backward."""
+
+    unit: str | None
+    """The first unit that ran inside; None if the call was inside of one unit itself."""
+    boundary_bytes: int
+    """The inputs that it keeps, as far as nothing before it keeps them."""
+    recomputed_bytes: int
+    """What its operations allocate, and allocate again in backward: an upper bound of what backward keeps then."""
+    flops: int
+
+
+class CheckpointedCalls:
+    """Records checkpointed calls. It is installed as the offload engine, which every checkpointed call asks for.
+
+    Args:
+        saved_bytes: returns the bytes that autograd keeps so far.
+        flops: returns the operations computed so far.
+    """
+
+    def __init__(self, saved_bytes: Callable[[], int], flops: Callable[[], int]) -> None:
+        self.calls: list[CheckpointedCall] = []
+        self._started_units: list[str] = []
+        self._num_open_units = 0
+        self._saved_bytes = saved_bytes
+        self._flops = flops
+
+    def begin_unit(self, name: str) -> None:
+        """Record that a unit's forward begins."""
+        self._started_units.append(name)
+        self._num_open_units += 1
+
+    def end_unit(self) -> None:
+        """Record that the forward of the latest unit ends."""
+        self._num_open_units -= 1
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Record checkpointed calls in this block."""
+        previous = install(self)
+        try:
+            yield
+        finally:
+            install(previous)
+
+    def offload_inputs(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002 - of every Offloader
+        """Return the context that records one checkpointed call."""
+        return self._record()
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Do nothing; the rest of the Offloader protocol, which no pipeline calls here."""
+
+    def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
+        """Do nothing."""
+
+    def footprint(self) -> list[int]:
+        """Return no buffers."""
+        return []
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Do nothing."""
+
+    @contextlib.contextmanager
+    def _record(self) -> Iterator[None]:
+        saved_before, flops_before = self._saved_bytes(), self._flops()
+        num_started_before = len(self._started_units)
+        is_inside_unit = self._num_open_units > 0
+        with _NewBytes() as new:
+            yield
+        started_inside = self._started_units[num_started_before:]
+        unit = None if is_inside_unit or not started_inside else started_inside[0]
+        saved, flops = self._saved_bytes() - saved_before, self._flops() - flops_before
+        self.calls.append(CheckpointedCall(unit, saved, new.num_bytes, flops))
+
+
+class _NewBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that operations allocate: not their views and changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        values = output if isinstance(output, tuple | list) else (output,)
+        for value, declared in zip(values, func._schema.returns, strict=False):
+            if isinstance(value, torch.Tensor) and declared.alias_info is None:
+                self.num_bytes += value.untyped_storage().nbytes()
+        return output
+
+
+# --- the step, without data and without a trace in the model ----------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class TrialStep:
-    """A step function and the arguments of one microbatch, to be tried out before training."""
+    """A step function and the arguments of one microbatch, to run once before training."""
 
     body: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -360,9 +373,9 @@ class TrialStep:
 
 
 def run_fake(root: nn.Module, step: TrialStep) -> None:
-    """Run a step on tensors without data, and the model's weights with it, on the device that its arguments lie on.
+    """Run a step with fake arguments and a fake model, on the device of the arguments.
 
-    There the step will run. The weights are elsewhere: each rank moves its own when it knows which they are.
+    The step will run there, though the weights may still be elsewhere: each rank moves its own once it knows them.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = _FakeTensors(mode, _device_of(step))
@@ -382,7 +395,7 @@ def _device_of(step: TrialStep) -> torch.device:
 
 
 class _FakeTensors:
-    """Shows the tensors of a model on a device, without data: one that has several names as one."""
+    """Makes fakes of a model's tensors on a device; a tensor with several names gets one fake."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self._mode = mode
@@ -390,14 +403,15 @@ class _FakeTensors:
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a parameter or buffer."""
+        """Return the fake of a parameter or buffer."""
         if id(tensor) not in self._known:
-            self._known[id(tensor)] = tensor, self._make_fake(tensor)  # kept, or another could get its id
+            # With the tensor, so that its id stays its own.
+            self._known[id(tensor)] = tensor, self._make_fake(tensor)
         return self._known[id(tensor)][1]
 
     def _make_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._mode, torch.no_grad():
-            if is_delayed(tensor):  # a single element for now, which operations would take for a broadcast one
+            if is_delayed(tensor):  # one element expanded, whose strides of 0 operations would hand on
                 value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             else:
                 value = self._mode.from_tensor(tensor).detach().to(self._device)
@@ -405,13 +419,13 @@ class _FakeTensors:
             return value
         parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
         for name, attribute in vars(tensor).items():
-            vars(parameter).setdefault(name, attribute)  # it has some of its own, as a tensor without data
+            vars(parameter).setdefault(name, attribute)  # not those that a fake tensor has of its own
         return parameter
 
 
 @contextlib.contextmanager
 def _fake_parameters(root: nn.Module, fakes: _FakeTensors) -> Iterator[None]:
-    """Put what stands for the parameters in their place."""
+    """Replace the parameters of a model by their fakes in this block."""
     saved_state = [(module._parameters, dict(module._parameters)) for module in root.modules()]
     try:
         for place, parameters in saved_state:
@@ -425,13 +439,16 @@ def _fake_parameters(root: nn.Module, fakes: _FakeTensors) -> Iterator[None]:
             place.update(parameters)
 
 
+_MUTABLE_CONTAINERS: Final = frozenset({list, deque, dict, OrderedDict, defaultdict, set})
+
+
 @contextlib.contextmanager
 def restoring_model(root: nn.Module, make_buffer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Restore the model and the random number generators after a trial of the step on this rank only.
 
     Forward may change buffers (running statistics), set attributes (a mask kept for the next call), append to lists
-    and register hooks. A step that draws random numbers must find the same ones as on the ranks that tried nothing, or
-    it takes another way there.
+    and register hooks. If the generators were not restored, a step that draws random numbers would draw others here
+    than on the ranks that ran no trial, and could take another path.
 
     Args:
         make_buffer: makes the buffer that forward may change meanwhile.

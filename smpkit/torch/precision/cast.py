@@ -1,8 +1,9 @@
 """`fp16` and `bf16`: the model computes in half precision; what it is given and what it returns stays in float32.
 
-Half precision is for what there is much of: weights, activations, gradients, what travels between ranks. Float32 is
-kept for what it would ruin: the running statistics of batch normalisation, the frequencies of rotary positions, what a
-Hugging Face model asks to keep, the loss, and the master weights that the optimizer updates (master_weights.py).
+Weights, activations, gradients and messages between ranks are in half precision, because there is much of them. What
+half precision would ruin stays in float32: the running statistics of batch normalisation, the frequencies of rotary
+positions, what a Hugging Face model asks to keep, the loss, and the master weights that the optimizer updates
+(master_weights.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,16 @@ from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.placement.delayed import is_delayed
 from smpkit.torch.placement.shards import copy_mark_to
 
-__all__ = ["MASTER_KEY", "SCALER_KEY", "cast_inputs", "cast_model", "cast_outputs", "half_dtype", "join_fp16_states"]
-
-__all__ += ["split_fp16_states"]
+__all__ = [
+    "MASTER_KEY",
+    "SCALER_KEY",
+    "cast_inputs",
+    "cast_model",
+    "cast_outputs",
+    "half_dtype",
+    "join_fp16_states",
+    "split_fp16_states",
+]
 
 MASTER_KEY: Final = "master"
 """Where a parameter's entry in an optimizer's state dict has its master weight, beside its moments."""
@@ -60,14 +68,15 @@ def cast_model(root: nn.Module, dtype: torch.dtype, *, weights: bool = True) -> 
 
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    if is_delayed(parameter):  # one element that stands for all: casting the whole would make it whole
+    if is_delayed(parameter):  # one element, expanded: `to` would allocate all of them
         return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
     return parameter.data.to(dtype)
 
 
 def _kept_in_float32(root: nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the names of the modules that keep float32."""
-    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype is torch.float16 else [])]
+    lists = ["_keep_in_fp32_modules_strict"]
+    if dtype is torch.float16:
+        lists.append("_keep_in_fp32_modules")
     for name, module in root.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             yield name
@@ -91,7 +100,7 @@ def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
 
 
 def split_fp16_states(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take a state dict of `DistributedOptimizer` apart: what the optimizer inside has, and what half precision adds.
+    """Split a state dict of `DistributedOptimizer` into that of the optimizer inside and what half precision adds.
 
     SMP v1's checkpoints keep the two in files of their own, `optimizer_*.pt` and `fp16_states_*.pt`. The second is
     `{"loss_scaler": {...}, "masters": {number of the parameter: master weight}}`, and empty without half precision.
@@ -108,7 +117,7 @@ def split_fp16_states(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], di
 
 
 def join_fp16_states(plain: Mapping[str, Any], fp16_states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict that `split_fp16_states` took apart."""
+    """Return the state dict that `split_fp16_states` split."""
     if not fp16_states:
         return dict(plain)
     states = {number: dict(entry) for number, entry in plain["state"].items()}

@@ -6,6 +6,8 @@ steps in which all were (names and rules are SMP v1's, which are Apex's)::
     scale    2^32 ──x──► 2^31 ──x──► 2^30 ── scale_window good steps ──► 2^31 ──x──► ...      x: a step is skipped
 
 With `delayed_shift` above 1 that many overflows are forgiven (each skips its step all the same) before one shrinks it.
+All ranks of a model skip a step together, or none does (`all_reduce_found_inf`): else their weights, and their scales,
+would differ from then on.
 """
 
 from __future__ import annotations
@@ -26,31 +28,8 @@ from smpkit.torch.distributed.deadline import waiting
 __all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "all_reduce_found_inf", "loss_scaler_of"]
 
 
-# --- Whether a gradient of the model is not finite on any of its ranks: all of them skip the step, or none does -------
-
-
-def all_reduce_found_inf(found: torch.Tensor) -> torch.Tensor:
-    """Return the largest `found` of all ranks that train the same weights; all of them call this.
-
-    The gradients of replicas are equal once they are reduced, so the ranks of one model ask only each other; unless
-    each replica has gradients of a part only, as with sharded states.
-    """
-    if not state.initialized:
-        return found
-    sharded = state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
-    kind = CommGroup.WORLD if sharded else CommGroup.MP_GROUP
-    if len(state.group(kind)) > 1:
-        group = state.process_group(kind)
-        with waiting("the agreement whether all gradients are finite", group):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found
-
-
-# --- How much the loss is multiplied with, so that gradients in float16 neither vanish nor overflow -------------------
-
-
 class LossScaler(Protocol):
-    """What the loss is multiplied with, and what it learns from steps."""
+    """A loss scale, constant or adapted to the overflows of steps."""
 
     @property
     def loss_scale(self) -> float:
@@ -61,13 +40,13 @@ class LossScaler(Protocol):
         """Whether an overflow would not make the scale smaller."""
 
     def update_scale(self, overflow: bool) -> None:
-        """Learn whether a gradient of the step that is over was not finite."""
+        """Adapt the scale to whether a gradient of the latest step was not finite."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken; that of another kind of scaler gives its scale, where that can be."""
+        """Continue where `state_dict()` was taken; a dynamic scale takes the value of a static one too."""
 
 
 class StaticLossScaler:
@@ -184,3 +163,18 @@ def loss_scaler_of(static: float | None, dynamic: bool, arguments: Mapping[str, 
     if not 0 < scale < math.inf:
         raise UsageError(f"static_loss_scale must be more than 0, got {static!r}")
     return StaticLossScaler(scale)
+
+
+def all_reduce_found_inf(found: torch.Tensor) -> torch.Tensor:
+    """Return the largest `found` (1 for a gradient that is not finite, else 0) of all ranks; all of them call this."""
+    if not state.initialized:
+        return found
+    # Reduced gradients are equal on all replicas, so the ranks of one model are enough. With sharded states each
+    # replica has the gradients of a part only.
+    sharded = state.cfg.ddp and (state.cfg.shard_optimizer_state or state.cfg.sharded_data_parallel_degree > 1)
+    kind = CommGroup.WORLD if sharded else CommGroup.MP_GROUP
+    if len(state.group(kind)) > 1:
+        group = state.process_group(kind)
+        with waiting("the agreement whether all gradients are finite", group):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found
