@@ -16,7 +16,7 @@ from benchmarks.activation_offload.training import Sizes, training_rows
 from smpkit.plan.offload.simulate import Rules, peak_without_offloading, simulate_offload
 from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.templates import one_f_one_b
-from smpkit.torch.offload.build import make_engine
+from smpkit.torch.offload.engine import make_engine
 
 __all__ = ["gpu_tables"]
 

@@ -33,25 +33,38 @@ here sends nothing whose type the service refuses.
 
 A rank that raises, dies or hangs fails the test with every rank's traceback (`RankFailed`). It needs `smpkit[torch]`.
 
-smpkit itself does not import this package; only `--backend fake` loads it, by name.
+**Offloading on a CPU.** `EmulatedLink` stands in for a GPU's link to host memory, as slow as you make it, so order,
+overlap and stalls show on any machine::
+
+    from smpkit.testing import EmulatedLink
+
+    offload = smpkit.torch.offload.activations(model, link=EmulatedLink(25e9, latency_seconds=10e-6))
+
+**An offload engine that checks itself.** With `SMPKIT_OFFLOAD_DEBUG=1` in the environment, offloading activations uses
+the engine of `smpkit.testing.checked_offload`: it raises `RaceError` where no event orders two accesses to the same
+bytes, where bytes come back changed, and where host memory is left over. Slow.
+
+smpkit itself does not import this package. Only `--backend fake` and `SMPKIT_OFFLOAD_DEBUG=1` load it, by name. Names
+are loaded when first used, so the fake service needs no torch and the engine no botocore.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from smpkit.testing.fake_sagemaker.client import Faults
-from smpkit.testing.fake_sagemaker.clock import FakeClock, FastClock
-from smpkit.testing.fake_sagemaker.jobs import FakeJob
-from smpkit.testing.fake_sagemaker.script import Line, Script
-from smpkit.testing.fake_sagemaker.session import FakeSageMaker
-from smpkit.testing.fake_sagemaker.storage import FakeObject
-
 if TYPE_CHECKING:
+    from smpkit.testing.checked_offload import RaceError
+    from smpkit.testing.emulated_link import EmulatedLink
+    from smpkit.testing.fake_sagemaker.client import Faults
+    from smpkit.testing.fake_sagemaker.clock import FakeClock, FastClock
+    from smpkit.testing.fake_sagemaker.jobs import FakeJob
+    from smpkit.testing.fake_sagemaker.script import Line, Script
+    from smpkit.testing.fake_sagemaker.session import FakeSageMaker
+    from smpkit.testing.fake_sagemaker.storage import FakeObject
     from smpkit.testing.ranks import RankFailed, run_ranks
 
 __all__ = [
+    "EmulatedLink",
     "FakeClock",
     "FakeJob",
     "FakeObject",
@@ -59,16 +72,35 @@ __all__ = [
     "FastClock",
     "Faults",
     "Line",
+    "RaceError",
     "RankFailed",
     "Script",
     "run_ranks",
 ]
 
-_WITH_TORCH = {"RankFailed": "smpkit.testing.ranks", "run_ranks": "smpkit.testing.ranks"}
-"""Names and their modules, imported when first used: the fake needs no torch."""
+_MODULES = {
+    "EmulatedLink": "emulated_link",
+    "FakeClock": "fake_sagemaker.clock",
+    "FakeJob": "fake_sagemaker.jobs",
+    "FakeObject": "fake_sagemaker.storage",
+    "FakeSageMaker": "fake_sagemaker.session",
+    "FastClock": "fake_sagemaker.clock",
+    "Faults": "fake_sagemaker.client",
+    "Line": "fake_sagemaker.script",
+    "RaceError": "checked_offload",
+    "RankFailed": "ranks",
+    "Script": "fake_sagemaker.script",
+    "run_ranks": "ranks",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
+    if name not in _MODULES:
         raise AttributeError(f"module 'smpkit.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WITH_TORCH[name]), name)
+    import importlib
+
+    return getattr(importlib.import_module(f"smpkit.testing.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

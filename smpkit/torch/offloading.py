@@ -15,8 +15,7 @@ from smpkit.torch.core import offload_hooks as active
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed import recorder
 from smpkit.torch.distributed.deadline import waiting
-from smpkit.torch.offload.build import make_engine
-from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.engine import ActivationEngine, make_engine
 from smpkit.torch.offload.report import OffloadReport, StepReport
 from smpkit.torch.offload.saved_storage import Group
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint

@@ -11,7 +11,7 @@ from benchmarks.activation_offload.blocks import Block, Decoder, gradients_of, t
 from benchmarks.activation_offload.stage import run_stage
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload import activations
-from smpkit.torch.offload.build import make_engine
+from smpkit.torch.offload.engine import make_engine
 
 _WIDTH, _TOKENS, _LAYERS = 1024, 2048, 8
 _BOUNDARY = 2 * _WIDTH * _TOKENS

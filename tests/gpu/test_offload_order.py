@@ -7,9 +7,9 @@ import gc
 import torch
 from torch import Tensor, nn
 
+from smpkit.testing.checked_offload import CheckedEngine, CheckedLink
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.cuda import CudaLink, pinned_memory
-from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import link_for
 

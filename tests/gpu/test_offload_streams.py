@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smpkit.torch.offload import activations
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.build import DEBUG
 from smpkit.torch.offload.cuda import pinned_memory
-from smpkit.torch.offload.engine import ActivationEngine
+from smpkit.torch.offload.engine import DEBUG, ActivationEngine
 from smpkit.torch.offload.link import link_for
 
 _WIDTH, _BATCH = 256, 2048

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from smpkit import OffloadModel
 from smpkit.torch.offload import activations
-from smpkit.torch.offload.build import DEBUG
 from smpkit.torch.offload.cuda import CudaLink
+from smpkit.torch.offload.engine import DEBUG
 
 _STEPS = 200
 _WIDTH, _TOKENS, _LAYERS = 512, 2048, 6

@@ -2,12 +2,12 @@
 
 ::
 
-    public.py ─► build.py ─► engine.py ─► scope.py     saved-tensor hooks: pack to a handle, unpack to the tensor
-                                 ├──────► departures.py  copies to the host;  arrivals.py: back
-                                 ├──────► record.py    one saved storage: where its bytes are
-                                 ├──────► prefetch.py  the order of backward;  pace.py: tunes the lead
-                                 ├──────► arena.py     host memory
-                                 └──────► link.py      copies and events: cuda.py, or emulated.py on any machine
+    public.py ─► engine.py ─► hooks.py          saved-tensor hooks: pack to a handle, unpack to the tensor
+                     ├──────► saved_storage.py  one saved storage: where its bytes are
+                     ├──────► prefetch.py       the order of backward, and how far ahead loads are issued
+                     ├──────► arena.py          host memory
+                     ├──────► report.py         what was moved, held and waited for
+                     └──────► link.py           copies and events: cuda.py, or emulated.py on any machine
 """
 
 from smpkit.torch.offload.public import activations

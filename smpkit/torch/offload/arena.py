@@ -1,6 +1,16 @@
-"""Host memory for what leaves the device: taken once, exact to the page, and used again and again.
+"""Host memory for activations: taken from the system once, exact to the page, and used again in every step.
 
-torch's own pinned memory is rounded up to powers of two (20 GiB of tensors can take 32) and is bought per tensor.
+torch's own pinned memory is rounded up to powers of two (20 GiB of tensors can take 32) and is allocated per tensor.
+
+::
+
+    Arena          blocks under a budget; keeps freed blocks for the next step
+      └ SlabProvider   a thread that pins the next slab (up to 1 GiB) while the arena uses up this one
+          └ mapped_bytes   pages of the system, large ones where it has them
+
+Large pages, because the optimizer is bound by memory bandwidth and with pages of 4 KiB can spend half of its time on
+address translation, and because a driver that pins memory looks up each page. Linux joins pages only where they are
+aligned to 2 MiB, which torch's own memory, 64 bytes behind the start of a page, is not.
 """
 
 from __future__ import annotations
@@ -16,15 +26,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
+from smpkit.torch.core import devices
 from smpkit.torch.distributed.cores import own_cores
-from smpkit.torch.offload.link import Event
+from smpkit.torch.offload.link import Event, Link
 
 __all__ = [
     "ALIGNMENT",
@@ -34,10 +47,10 @@ __all__ = [
     "Arena",
     "Block",
     "ContiguousSpec",
-    "HostAllocator",
     "Progress",
     "SlabProvider",
     "aligned",
+    "make_arena",
     "mapped_bytes",
     "ordinary_memory",
     "release_all",
@@ -46,305 +59,47 @@ __all__ = [
     "zeros",
 ]
 
-
-# --- Memory of the host in large pages, where the system has them: for what the optimizer goes through, and for copies
-# The optimizer is bound by memory, and in pages of 4 KiB half of its time can go into finding them; a driver that pins
-# memory looks each page up. Processors join neighbouring pages only where these are aligned, which torch's memory, 64
-# bytes behind the start of a page, is not.
-
-
-Slab = tuple[Tensor, Callable[[], object]]
-"""Bytes, and what gives them back to the system."""
-
 _log = logging.getLogger("smpkit")
+
+ContiguousSpec = tuple[torch.dtype, torch.Size]
+"""Type and size of a contiguous tensor that is all of its storage."""
+Slab = tuple[Tensor, Callable[[], object]]
+"""A flat uint8 tensor, and what gives its memory back to the system."""
+HostAllocator = Callable[[int], Slab]
+"""Takes a number of bytes from the system; raises OSError or MemoryError where it has no more."""
 
 PAGE: Final = 4096
 LARGE_PAGE: Final = 2 << 20
 """A large page of x86 and ARM; where they are larger still this only aligns."""
 SLAB: Final = 1 << 30
-"""The most that is made ready between two looks at the clock, and the most that the arena takes at a time."""
+"""The most that the arena takes at a time, and that `touch` does between two reports of its progress."""
+ALIGNMENT: Final = 256
+"""Bytes: where a GPU's copies begin."""
+_SLACK: Final = 64
+"""The arena grows by at least 1/64 of its size, which bounds both the number of mappings and what is unused."""
+_FIRST: Final = 64 << 20
+"""What a slab provider prepares before anything is known of what will be wanted."""
+_SPARE: Final = 32
+"""Of a prepared slab up to 1/32 may stay unused."""
+_MAX_SPECS: Final = 8
+_FREE_SHARE: Final = 0.75
+"""The part of free memory to use: data loaders, checkpoints and other processes need the rest."""
+_MEMINFO: Final = Path("/proc/meminfo")
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_NO_LIMIT: Final = 1 << 60
+"""Cgroups in version 1 write "none" as a number beyond any machine's memory."""
 _PIECE: Final = 64 << 20
 _POLL_SECONDS: Final = 2e-3
 _MAX_THREADS: Final = 8
 """More do not help: the system hands out pages under locks."""
 
 
-def zero_bytes(num_bytes: int) -> Tensor:
-    """Return bytes, all 0; given back to the system with the last tensor that shares them."""
-    if num_bytes < LARGE_PAGE:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
-    return mapped_bytes(num_bytes)
-
-
-def zeros(num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return numbers, all 0, in such memory."""
-    return zero_bytes(num_elements * dtype.itemsize).view(dtype)
-
-
-def mapped_bytes(num_bytes: int, *, in_children: bool = True) -> Tensor:
-    """Return bytes, all 0, in pages of their own, which the system provides when they are first touched.
-
-    Args:
-        num_bytes: at least 1. Pages are whole: up to 4095 bytes more are mapped. From 2 MiB the first byte begins a
-            large page.
-        in_children: whether processes that are forked have them too; there, an access to others ends the process.
-    """
-    spare = LARGE_PAGE if num_bytes >= LARGE_PAGE else 0
-    memory = mmap.mmap(-1, -(-num_bytes // PAGE) * PAGE + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % LARGE_PAGE if spare else 0
-    large = num_bytes // LARGE_PAGE * LARGE_PAGE  # no further: the end would take a whole page
-    if large and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # the system has no large pages
-            memory.madvise(mmap.MADV_HUGEPAGE, start, large)
-    if not in_children:
-        memory.madvise(mmap.MADV_DONTFORK)
-    # The tensor keeps the mapping. Its storage is exactly this, for `torch.save` writes whole storages.
-    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
-
-
-def touch(memory: Tensor, progress: Callable[[int, float], object] | None = None) -> None:
-    """Let the system provide all pages of new memory now, by several threads: it clears each before it hands it out.
-
-    By writing to each page. `madvise(MADV_POPULATE_WRITE)` does the same in one call, but Python keeps its lock
-    meanwhile: threads would take turns, and everything else in this process would stand still.
-
-    Args:
-        memory: bytes that are still 0.
-        progress: told of how many bytes are ready in how many seconds, each 1 GiB at most.
-    """
-    num_pieces = -(-memory.nbytes // _PIECE)
-    num_threads = min(_MAX_THREADS, own_cores(), num_pieces)
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="smpkit-pages") as pool:
-        each = pool.map if num_threads > 1 else map
-        for slab in torch.split(memory, SLAB):
-            start = time.perf_counter()
-            list(each(_write, torch.split(slab[::PAGE], _PIECE // PAGE)))
-            if progress is not None:
-                progress(slab.nbytes, time.perf_counter() - start)
-
-
-def _write(bytes_of_pages: Tensor) -> None:
-    bytes_of_pages.zero_()
-
-
-class Progress:
-    """Says at INFO, every so many seconds of work, how much memory has been made ready and how fast.
-
-    Args:
-        what: names the work in the log.
-        every_seconds: between two lines; less work says nothing.
-    """
-
-    def __init__(self, what: str, every_seconds: float = 5.0) -> None:
-        self._what = what
-        self._every_seconds = every_seconds
-        self._lock = threading.Lock()
-        self._num_bytes = 0
-        self._seconds = self._logged_at = 0.0
-
-    def add(self, num_bytes: int, seconds: float) -> None:
-        """Count work that has been done, and say so when it is time."""
-        with self._lock:
-            self._num_bytes += num_bytes
-            self._seconds += seconds
-            if self._seconds - self._logged_at < self._every_seconds:
-                return
-            self._logged_at = self._seconds
-            gib = self._num_bytes / 2**30
-            _log.info("%s: %.1f GiB in %.0f s (%.2f GiB/s)", self._what, gib, self._seconds, gib / self._seconds)
-
-
-class Completable(Protocol):
-    """A copy."""
-
-    def done(self) -> bool:
-        """Return whether it is over."""
-
-
-@dataclass(frozen=True, eq=False)
-class _ToRelease:
-    num_bytes: int
-    release: Callable[[], object]
-    after: tuple[Completable, ...]
-
-
-class SlabProvider:
-    """Makes one slab of memory ready, in a thread, before anybody needs it; and gives slabs back, in the same thread.
-
-    To pin memory takes longer than a layer's forward, and the driver may wait for the device: neither belongs into a
-    step. The thread starts with the first request and ends with `close`.
-
-    Args:
-        memory: takes so many bytes from the system; raises OSError or MemoryError where it has no more.
-        begin: called in the thread, first.
-    """
-
-    def __init__(self, memory: Callable[[int], Slab], begin: Callable[[], object] = lambda: None) -> None:
-        self._memory = memory
-        self._begin = begin
-        self._changed = threading.Condition()
-        self._requested = self._request = 0
-        """How much is on its way to be ready, and the number of that request."""
-        self._in_progress = (0, 0)
-        """The same of what the thread is at, which may be wanted no more."""
-        self._ready: Slab | None = None
-        self._to_release: list[_ToRelease] = []
-        self._error: Exception | None = None
-        self._is_exhausted = False
-        """The system had no more."""
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-        self._owner = os.getpid()
-
-    @property
-    def num_bytes(self) -> int:
-        """How much is ready, or on the way to be."""
-        with self._changed:
-            return self._requested if self._ready is None else self._ready[0].nbytes
-
-    @property
-    def held_bytes(self) -> int:
-        """The same, and what has not gone back yet."""
-        with self._changed:
-            wanted = (self._requested, self._request) if self._requested else (0, 0)
-            abandoned = self._in_progress[0] if self._in_progress != wanted else 0
-            return self.num_bytes + abandoned + sum(each.num_bytes for each in self._to_release)
-
-    def prepare(self, num_bytes: int) -> None:
-        """Begin to make a slab ready, unless there is one, or the system had no more when it was last asked."""
-        with self._changed:
-            if not (self._is_closed or self._is_exhausted or self._requested or self._ready):
-                self._requested = num_bytes
-                self._request += 1
-                self._wake()
-
-    def take(self) -> Slab | None:
-        """Return the slab, waiting for one that is on the way; None if there is none.
-
-        Raises:
-            RuntimeError: the thread has failed; its error is the cause.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._requested)
-            error, self._error = self._error, None
-            if error is not None:
-                raise RuntimeError("the thread that prepares host memory has failed") from error
-            slab, self._ready = self._ready, None
-            return slab
-
-    def give_back(self, num_bytes: int, release: Callable[[], object], after: Iterable[Completable] = ()) -> None:
-        """Give memory back to the system, in the thread, when no copy uses it any more.
-
-        Args:
-            num_bytes: how much it is.
-            release: gives it back.
-            after: its last readers and writers.
-        """
-        with self._changed:
-            self._to_release.append(_ToRelease(num_bytes, release, tuple(after)))
-            if self._is_closed:
-                self._release()
-            else:
-                self._wake()
-
-    def drop(self) -> None:
-        """Give back what is ready, and what is on its way as soon as it is."""
-        with self._changed:
-            self._requested = 0
-            slab, self._ready = self._ready, None
-            if slab is not None:
-                self.give_back(slab[0].nbytes, slab[1])
-
-    def close(self, seconds: float = 60.0) -> None:
-        """End the thread, and give back what it has; a driver that hangs holds nobody up for longer than this."""
-        if os.getpid() != self._owner:
-            return  # a fork has neither the thread nor the memory, and the lock may be held for good
-        with self._changed:
-            self.drop()
-            self._is_closed = True
-            self._changed.notify_all()
-        # The collector may close an arena in any thread, this one too.
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(seconds)
-
-    def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="smpkit-slabs", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
-
-    def _run(self) -> None:
-        try:
-            self._begin()
-            while self._work():
-                pass
-        except Exception as error:  # raised again where somebody hears it
-            with self._changed:
-                self._error, self._is_closed, self._requested = error, True, 0
-                self._changed.notify_all()
-
-    def _work(self) -> bool:
-        """Do what was asked for; return whether there may be more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._requested or self._to_release)
-            if self._to_release:  # copies do not say when they are over
-                self._changed.wait_for(lambda: self._requested, _POLL_SECONDS)
-            self._in_progress = wanted, request = (0 if self._is_closed else self._requested), self._request
-        slab = self._allocated(wanted) if wanted else None
-        with self._changed:
-            self._in_progress = (0, 0)
-            self._is_exhausted = self._is_exhausted or (wanted > 0 and slab is None)
-            if request == self._request and (self._requested or slab is None):
-                self._ready, self._requested = slab or self._ready, 0
-            elif slab is not None:
-                self._to_release.append(_ToRelease(wanted, slab[1], ()))
-            self._changed.notify_all()
-        self._release()
-        with self._changed:
-            return not self._is_closed or bool(self._to_release)
-
-    def _allocated(self, num_bytes: int) -> Slab | None:
-        try:
-            return self._memory(num_bytes)
-        except (MemoryError, OSError):
-            return None  # whoever needs it asks for less, or is told
-
-    def _release(self) -> None:
-        """Give back what no copy uses any more."""
-        with self._changed:
-            done = [each for each in self._to_release if all(event.done() for event in each.after)]
-        for each in done:
-            each.release()
-        with self._changed:
-            self._to_release = [each for each in self._to_release if each not in done]
-
-
-# --- Host memory for what leaves the device: taken once, exact to the page, and used again and again ------------------
-
-
-ContiguousSpec = tuple[torch.dtype, torch.Size]
-"""Type and size of a contiguous tensor that is all of its storage."""
-
-ALIGNMENT: Final = 256
-"""Bytes: where a GPU's copies begin."""
-_SLACK: Final = 64
-"""The arena grows by at least 1/64 of its size, which bounds both the number of mappings and what is unused."""
-_FIRST: Final = 64 << 20
-"""What a slab provider has ready before anything is known of what will be wanted."""
-_SPARE: Final = 32
-"""Of a prepared slab up to 1/32 may stay unused."""
-_MAX_SPECS: Final = 8
-
-HostAllocator = Callable[[int], tuple[Tensor, Callable[[], object]]]
-"""Given a number of bytes, returns a flat uint8 tensor of them, and what gives them back to the system."""
-
-
 def aligned(num_bytes: int) -> int:
-    """Return how much a piece of so many bytes takes."""
+    """Return how much of a block a piece of this many bytes takes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def ordinary_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
+def ordinary_memory(num_bytes: int) -> Slab:
     """Return memory that is not pinned, for machines without a GPU."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), lambda: None
 
@@ -352,7 +107,7 @@ def ordinary_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
 class Block:
     """A piece of the arena.
 
-    `bytes` is a flat tensor of exactly what was asked for; whoever writes to it waits for `free_after` first.
+    `bytes` is a flat uint8 tensor of exactly the requested length; whoever writes to it waits for `free_after` first.
     """
 
     __slots__ = (
@@ -377,22 +132,23 @@ class Block:
         self.bytes = slab[offset : offset + size]
         self.free_after = free_after
         self.num_users = 0
-        """How many of those that share the block, a piece each, are not done with it."""
+        """How many of the storages that share the block, a piece each, still need it."""
         self.last_uses: list[Event] = []
-        """Of those that are done."""
+        """Copies of the storages that no longer need it."""
         self.specs: list[ContiguousSpec] = []
-        """What `views_of` was called with last, and returned as `views`: the next step wants the same."""
+        """What `views_of` was called with last, and returned as `views`: the next step asks for the same."""
         self.views: list[Tensor] = []
         self._views_by_specs: dict[tuple[ContiguousSpec, ...], list[Tensor]] = {}
 
     def views_of(self, specs: list[ContiguousSpec]) -> list[Tensor]:
         """Return contiguous tensors of these types and sizes, one after the other; kept for the next step."""
+        # Interned specs (`SpecCache`) compare by identity, so this is a fast comparison of two lists.
         if specs == self.specs:
             return self.views
         key = tuple(specs)
         found = self._views_by_specs.get(key)
         if found is None:
-            if len(self._views_by_specs) >= _MAX_SPECS:
+            if len(self._views_by_specs) >= _MAX_SPECS:  # shapes vary: do not grow without bound
                 self._views_by_specs.clear()
             found = self._views_by_specs[key] = list(self._cut(specs))
         self.specs, self.views = specs, found
@@ -406,19 +162,19 @@ class Block:
             begin += aligned(num_bytes)
 
     def fit(self, num_bytes: int) -> None:
-        """Make `bytes` exactly so long."""
+        """Make `bytes` exactly this long."""
         self.num_bytes = num_bytes
         self.bytes = self.slab[self.offset : self.offset + num_bytes]
 
 
 @dataclass(eq=False)
 class _Slab:
-    """Memory of the system, in one piece."""
+    """One piece of memory from the system."""
 
     tensor: Tensor
     release: Callable[[], object]
     high_water: int = 0
-    """How much of it, from its begin, has been cut into blocks."""
+    """How much of it, from its start, has been cut into blocks."""
 
 
 @dataclass(eq=False)
@@ -434,13 +190,14 @@ class _Range:
 class Arena:
     """Blocks of host memory under a budget. `take` belongs to one thread at a time; `free` may be called anywhere.
 
-    [Note: memory ahead of its use] Nobody knows before the first forward how much will leave, unless a pipeline says so
-    (`reserve`), and pinning memory in it takes longer than its layers do. So while a step uses more than any before it,
-    and less than half is free, a thread makes as much ready as there is, 1 GiB at most. When the step is over, what it
-    has not come to goes back to the system, and a slab that it has used in part is replaced by one of that size.
+    [Note: memory ahead of its use] Before the first forward it is unknown how much will leave the device, unless a
+    pipeline has reserved memory (`reserve`), and pinning memory takes longer than a layer's forward. So while a step
+    uses more than any step before it and less than half of the arena is free, a thread prepares as much again, 1 GiB at
+    most. When the step is over, slabs that it did not use go back to the system, and a slab that it used in part is
+    replaced by one of exactly that size.
 
     Args:
-        budget_bytes: never holds more; None: as much as there is.
+        budget_bytes: the most that the arena holds; None: no bound.
         memory: where the memory comes from.
         synchronize: called before memory goes back to the system: blocks until no copy reads or writes it any more.
             When it raises, the memory stays.
@@ -471,31 +228,31 @@ class Arena:
         self._cut: Counter[int] = Counter()
         """How many blocks there are of each size, taken or free."""
         self._ranges: list[_Range] = []
-        # Blocks come back from destructors, which run at any time in any thread, perhaps inside `take`: appending to a
-        # deque needs no lock, and leaves what `take` is about to change alone.
+        # Blocks are freed by destructors, which run at any time in any thread, perhaps inside `take`. Appending to a
+        # deque needs no lock and does not touch what `take` is changing.
         self._returned: deque[Block] = deque()
         self._releases: list[Callable[[], object]] = []
         self._slabs: dict[int, _Slab] = {}
         """By address; only with a slab provider."""
         self._num_taken = 0
         self._max_step_bytes = 0
-        """What a step has used, at most, of those that are over."""
+        """The most that any completed step has used."""
         self._trimmed_bytes = 0
         self._provider = provider
         if provider is not None:
             self._prepare(provider, _FIRST)
             weakref.finalize(self, provider.close).atexit = False
-        # Not at the end of the process, which gives all back at once, and which a GPU that hangs must not hold up.
+        # Not at exit: the end of the process frees everything anyway, and must not wait for a GPU that hangs.
         weakref.finalize(self, release_all, self._releases, synchronize).atexit = False
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks are taken and not given back."""
+        """How many blocks are taken and not freed."""
         self._collect()
         return self._num_taken
 
     def take(self, num_bytes: int) -> Block | None:
-        """Return a block of so many bytes; None if the budget (or the machine) has no more."""
+        """Return a block of this many bytes; None if the budget (or the machine) has no more."""
         if self._returned:
             self._collect()
         size = aligned(num_bytes or 1)
@@ -515,9 +272,9 @@ class Arena:
         self._returned.append(block)
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Have blocks for pieces of these sizes in all, taken ones included, as far as the budget goes.
+        """Provide blocks for pieces of these sizes in all, taken ones included, as far as the budget goes.
 
-        So `take` need not go to the system, which can wait for the device, in the middle of a step.
+        Then `take` need not ask the system in the middle of a step, which can wait for the device.
         """
         wanted = Counter(aligned(num_bytes or 1) for num_bytes in sizes)
         if all(self._cut[size] >= count for size, count in wanted.items()):
@@ -525,17 +282,19 @@ class Arena:
         self._collect()
         self._coalesce(keep=wanted)
         missing = [size for size, count in wanted.items() for _ in range(count - self._cut[size])]
-        missing.sort(reverse=True)  # small ones fit into what large ones leave
+        missing.sort(reverse=True)  # small blocks fit into what large ones leave
+        # First cut from what is there; the rest is then known, and each slab can be taken for several blocks at once.
         beyond = [size for size in missing if not self._add_free_block(size, ())]
-        for place, size in enumerate(beyond):
-            if not self._add_free_block(size, beyond[place:]):
+        for position, size in enumerate(beyond):
+            if not self._add_free_block(size, beyond[position:]):
                 return
 
     def close(self) -> None:
         """Give all memory back to the system; blocks must not be used any more."""
         if self._provider is not None:
             self._provider.close()
-        release_all(self._releases, self._synchronize)  # while the memory is there: it goes with the last tensor
+        # Before the tensors below are dropped: memory must be unpinned while it is still mapped.
+        release_all(self._releases, self._synchronize)
         self._free.clear()
         self._cut.clear()
         self._ranges.clear()
@@ -551,10 +310,8 @@ class Arena:
         if self._provider is not None:
             self._trim(self._provider)
 
-    # --- inside ------------------------------------------------------------------------------------------------------
-
     def _collect(self) -> None:
-        """Make what was given back ready to be taken."""
+        """Move returned blocks to the free lists."""
         while self._returned:
             block = self._returned.popleft()
             same = self._free.get(block.size)
@@ -566,8 +323,10 @@ class Arena:
             self.used_bytes -= block.size
 
     def _add_free_block(self, size: int, upcoming: Sequence[int]) -> bool:
-        """Have one more free block of a size, from what is left of slabs; `upcoming`: or from the system."""
-        found = self._smallest_fit(size) or (self._grow(size, upcoming) if upcoming else None)
+        """Cut one more free block from what is left of slabs or, given `upcoming` sizes, from the system."""
+        found = self._smallest_fit(size)
+        if found is None and upcoming:
+            found = self._grow(size, upcoming)
         if found is None:
             return False
         self._free.setdefault(size, []).append(self._block(found, size))
@@ -584,21 +343,28 @@ class Arena:
         if self._provider is not None:
             used = self.used_bytes + size
             if used > self._max_step_bytes and 2 * (self.mapped_bytes - used) < self.mapped_bytes:
-                # A multiple of what is wanted now: layers are alike.
+                # Layers are alike, so a multiple of this size will be used up to the end.
                 self._prepare(self._provider, max(1, min(self.mapped_bytes, SLAB) // size) * size, size)
         return None if found is None else self._block(found, size)
 
     def _prepare(self, provider: SlabProvider, num_bytes: int, least: int = PAGE) -> None:
-        """Let the provider prepare this much, or what is left of the budget, unless that is too little."""
+        """Let the provider prepare this much, or what is left of the budget unless that is less than `least`."""
         left = self._budget_left()
-        wanted = -(-num_bytes // PAGE) * PAGE if left is None else min(num_bytes, left) // PAGE * PAGE
+        if left is None:
+            wanted = -(-num_bytes // PAGE) * PAGE
+        else:
+            wanted = min(num_bytes, left) // PAGE * PAGE
         if wanted >= least:
             provider.prepare(wanted)
 
     def _budget_left(self) -> int | None:
-        """Return how much of the budget nobody has, the provider included."""
-        held = self.mapped_bytes + (0 if self._provider is None else self._provider.held_bytes)
-        return None if self.budget_bytes is None else max(0, self.budget_bytes - held)
+        """Return how much of the budget neither the arena nor its provider holds; None: no bound."""
+        if self.budget_bytes is None:
+            return None
+        held = self.mapped_bytes
+        if self._provider is not None:
+            held += self._provider.held_bytes
+        return max(0, self.budget_bytes - held)
 
     def _take_prepared(self, provider: SlabProvider, size: int) -> _Range | None:
         """Return the slab that is ready or on its way, if it is large enough; if not, make room for one that is."""
@@ -607,13 +373,16 @@ class Arena:
             provider.drop()
             return None
         slab = provider.take()
-        if slab is None or slab[0].nbytes >= size:
-            return None if slab is None else self._add_slab(*slab)
-        slab[1]()  # here and now: the budget has no room for both
-        return None
+        if slab is None:
+            return None
+        memory, release = slab
+        if memory.nbytes < size:
+            release()  # in this thread, before a larger one is taken: the budget has no room for both
+            return None
+        return self._add_slab(memory, release)
 
     def _add_slab(self, tensor: Tensor, release: Callable[[], object]) -> _Range:
-        """Take over memory of the system."""
+        """Take ownership of memory from the system."""
         self._releases.append(release)
         if self._provider is not None:
             self._slabs[tensor.data_ptr()] = _Slab(tensor, release)
@@ -623,7 +392,7 @@ class Arena:
         return self._ranges[-1]
 
     def _trim(self, provider: SlabProvider) -> None:
-        """Give back what a step has not come to; see [Note: memory ahead of its use]."""
+        """Give back what the step did not use; see [Note: memory ahead of its use]."""
         provider.drop()
         if self.mapped_bytes == self._trimmed_bytes:
             return
@@ -636,10 +405,10 @@ class Arena:
             if size - high_water <= (max(LARGE_PAGE, size // _SPARE) if high_water else 0):
                 continue
             if found.size < size:
-                is_complete = False  # a graph lives: at the end of the next step
+                is_complete = False  # a live graph has blocks in it: try again after the next step
                 continue
             if left is not None and left < exact + high_water:
-                continue  # both are there for a while
+                continue  # no budget for this slab and its replacement, which exist at the same time for a while
             exact += high_water
             self._ranges.remove(found)
             del self._slabs[found.slab.data_ptr()]
@@ -667,7 +436,7 @@ class Arena:
         return min((each for each in self._ranges if each.size >= size), key=lambda each: each.size, default=None)
 
     def _coalesce(self, keep: Mapping[int, int] | None = None) -> None:
-        """Turn free blocks of all sizes into ranges, neighbours into one; but leave so many of some sizes."""
+        """Turn free blocks into ranges, adjacent ones into one; `keep`: how many blocks of a size to leave."""
         loose = list(self._ranges)
         for size, same in list(self._free.items()):
             spare = self._cut[size] - (keep or {}).get(size, 0)
@@ -679,14 +448,16 @@ class Arena:
         self._ranges = list(_coalesced(sorted(loose, key=lambda each: (each.slab.data_ptr(), each.offset))))
 
     def _grow(self, size: int, upcoming: Sequence[int] = ()) -> _Range | None:
-        """Take memory from the system, a little more than is wanted now.
+        """Take memory from the system, a little more than is needed now; None if it has none.
 
         Args:
-            size: what is wanted now.
-            upcoming: sizes that will be wanted, this one first: then for as many as a slab holds, and no more.
+            size: what is needed now.
+            upcoming: all sizes that will be needed, this one first: take as many of them as one slab holds.
         """
-        if self._provider is not None and (supplied := self._take_prepared(self._provider, size)) is not None:
-            return supplied
+        if self._provider is not None:
+            prepared = self._take_prepared(self._provider, size)
+            if prepared is not None:
+                return prepared
         left = self._budget_left()
         if left is not None and left < size:
             return None
@@ -699,7 +470,7 @@ class Arena:
         try:
             return self._add_slab(*self._memory(num_bytes))
         except (MemoryError, OSError, RuntimeError):
-            return None  # the machine has no more, which is what an unwise budget comes to
+            return None  # the budget was more than the machine has
 
 
 def _coalesced(ranges: list[_Range]) -> Iterator[_Range]:
@@ -721,8 +492,296 @@ def _unfinished(events: tuple[Event, ...]) -> tuple[Event, ...]:
 
 
 def release_all(releases: list[Callable[[], object]], synchronize: Callable[[], object] | None) -> None:
-    """Give memory back, once no copy reads or writes it any more (see `Arena`)."""
+    """Give memory back, once no copy reads or writes it (see `Arena`)."""
     if synchronize is not None and releases:
         synchronize()
     while releases:
         releases.pop()()
+
+
+def make_arena(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Arena:
+    """Return host memory for a device's link.
+
+    Args:
+        link: what copies from it and to it.
+        budget_bytes: the most that it takes; None: this process's part of three quarters of what is free.
+        num_sharers: how many processes of this machine do the same.
+    """
+    free = _available_bytes()
+    if budget_bytes is None and free is not None:
+        budget_bytes = max(1, int(_FREE_SHARE * free) // num_sharers)
+    if link.device.type == "cuda":
+        from smpkit.torch.offload.cuda import pinned_memory
+
+        # A new thread's current device is the first GPU, where a context would take half a GiB for each process.
+        provider = SlabProvider(pinned_memory, partial(devices.make_current, link.device))
+        return Arena(budget_bytes, pinned_memory, synchronize=link.close, provider=provider)
+    return Arena(budget_bytes, ordinary_memory)
+
+
+def _available_bytes() -> int | None:
+    """Return the memory that this process can still take, of the machine and of its container; None if unknown."""
+    free = list[int]()
+    if _MEMINFO.exists():
+        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())
+        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    if (of_container := _container_bytes()) is not None:
+        free.append(of_container)
+    return min(free, default=None)
+
+
+def _container_bytes() -> int | None:
+    limit = _number(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
+    used = _number(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes")
+    return None if limit is None or used is None or limit >= _NO_LIMIT else max(0, limit - used)
+
+
+def _number(*files: Path) -> int | None:
+    """Return the number in the first of these files that exists (cgroups version 2, then 1); None if it has none."""
+    for file in files:
+        if file.exists():
+            text = file.read_text(encoding="ascii").strip()
+            return int(text) if text.isdecimal() else None
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _ToRelease:
+    num_bytes: int
+    release: Callable[[], object]
+    after: tuple[Event, ...]
+
+
+class SlabProvider:
+    """Prepares one slab of memory in a thread before it is needed, and gives slabs back in the same thread.
+
+    Pinning and unpinning take longer than a layer's forward, and the driver may wait for the device, so a step must do
+    neither. The thread starts with the first request and ends with `close`.
+
+    Args:
+        memory: takes memory from the system.
+        begin: called first in the thread.
+    """
+
+    def __init__(self, memory: Callable[[int], Slab], begin: Callable[[], object] = lambda: None) -> None:
+        self._memory = memory
+        self._begin = begin
+        self._changed = threading.Condition()
+        self._requested = self._request = 0
+        """How many bytes are requested and not ready, and the number of that request."""
+        self._in_progress = (0, 0)
+        """The same for what the thread is preparing; the request may have been dropped since."""
+        self._ready: Slab | None = None
+        self._to_release: list[_ToRelease] = []
+        self._error: Exception | None = None
+        self._is_exhausted = False
+        """The system had no more memory."""
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is ready or requested."""
+        with self._changed:
+            return self._requested if self._ready is None else self._ready[0].nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """The same, plus what has not been given back yet."""
+        with self._changed:
+            wanted = (self._requested, self._request) if self._requested else (0, 0)
+            abandoned = self._in_progress[0] if self._in_progress != wanted else 0
+            return self.num_bytes + abandoned + sum(each.num_bytes for each in self._to_release)
+
+    def prepare(self, num_bytes: int) -> None:
+        """Request a slab, unless there is one, or the system had no more memory when last asked."""
+        with self._changed:
+            if not (self._is_closed or self._is_exhausted or self._requested or self._ready):
+                self._requested = num_bytes
+                self._request += 1
+                self._wake()
+
+    def take(self) -> Slab | None:
+        """Return the slab, waiting for one that is requested; None if there is none.
+
+        Raises:
+            RuntimeError: the thread has failed; its error is the cause.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._requested)
+            error, self._error = self._error, None
+            if error is not None:
+                raise RuntimeError("the thread that prepares host memory has failed") from error
+            slab, self._ready = self._ready, None
+            return slab
+
+    def give_back(self, num_bytes: int, release: Callable[[], object], after: Iterable[Event] = ()) -> None:
+        """Give memory back to the system, in the thread, when no copy uses it any more.
+
+        Args:
+            num_bytes: how much it is.
+            release: gives it back.
+            after: its last readers and writers.
+        """
+        with self._changed:
+            self._to_release.append(_ToRelease(num_bytes, release, tuple(after)))
+            if self._is_closed:
+                self._release()
+            else:
+                self._wake()
+
+    def drop(self) -> None:
+        """Give back what is ready now, and what is being prepared as soon as it is ready."""
+        with self._changed:
+            self._requested = 0
+            slab, self._ready = self._ready, None
+            if slab is not None:
+                self.give_back(slab[0].nbytes, slab[1])
+
+    def close(self, seconds: float = 60.0) -> None:
+        """End the thread, and give back what it has; wait this long at most, for the driver may hang."""
+        if os.getpid() != self._owner:
+            return  # a forked child has neither the thread nor the memory, and its copy of the lock may stay locked
+        with self._changed:
+            self.drop()
+            self._is_closed = True
+            self._changed.notify_all()
+        # The garbage collector may close an arena in any thread, even in the slab thread itself.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="smpkit-slabs", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+            while self._work():
+                pass
+        except Exception as error:  # `take` raises it in the thread that trains
+            with self._changed:
+                self._error, self._is_closed, self._requested = error, True, 0
+                self._changed.notify_all()
+
+    def _work(self) -> bool:
+        """Prepare what is requested and give back what can go; return whether there may be more work."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._requested or self._to_release)
+            if self._to_release:  # events do not notify: poll those that memory must wait for
+                self._changed.wait_for(lambda: self._requested, _POLL_SECONDS)
+            wanted = 0 if self._is_closed else self._requested
+            request = self._request
+            self._in_progress = wanted, request
+        slab: Slab | None = None
+        if wanted:  # without the lock: pinning takes long, and `drop` must not wait for it
+            with contextlib.suppress(MemoryError, OSError):  # `take` returns None, and the arena asks for less
+                slab = self._memory(wanted)
+        with self._changed:
+            self._in_progress = (0, 0)
+            self._is_exhausted = self._is_exhausted or (wanted > 0 and slab is None)
+            # The request may have been dropped meanwhile, and another made.
+            if request == self._request and (self._requested or slab is None):
+                self._ready, self._requested = slab or self._ready, 0
+            elif slab is not None:
+                self._to_release.append(_ToRelease(wanted, slab[1], ()))
+            self._changed.notify_all()
+        self._release()
+        with self._changed:
+            return not self._is_closed or bool(self._to_release)
+
+    def _release(self) -> None:
+        """Give back what no copy uses any more."""
+        with self._changed:
+            done = [each for each in self._to_release if all(event.done() for event in each.after)]
+        for each in done:  # without the lock: unpinning may wait for the device
+            each.release()
+        with self._changed:
+            self._to_release = [each for each in self._to_release if each not in done]
+
+
+def zero_bytes(num_bytes: int) -> Tensor:
+    """Return a flat uint8 tensor of zeros, in large pages if it fills one."""
+    if num_bytes < LARGE_PAGE:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+    return mapped_bytes(num_bytes)
+
+
+def zeros(num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a flat tensor of zeros, in large pages if it fills one."""
+    return zero_bytes(num_elements * dtype.itemsize).view(dtype)
+
+
+def mapped_bytes(num_bytes: int, *, in_children: bool = True) -> Tensor:
+    """Return a flat uint8 tensor of zeros in pages of its own, provided by the system when first touched.
+
+    Args:
+        num_bytes: at least 1. Pages are whole: up to 4095 bytes more are mapped. From 2 MiB the first byte begins a
+            large page.
+        in_children: whether forked processes have them, too; if not, an access there ends that process.
+    """
+    spare = LARGE_PAGE if num_bytes >= LARGE_PAGE else 0
+    memory = mmap.mmap(-1, -(-num_bytes // PAGE) * PAGE + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % LARGE_PAGE if spare else 0
+    large = num_bytes // LARGE_PAGE * LARGE_PAGE  # not the rest, which would take a whole large page
+    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the system has no large pages
+            memory.madvise(mmap.MADV_HUGEPAGE, start, large)
+    if not in_children:
+        memory.madvise(mmap.MADV_DONTFORK)
+    # The tensor keeps the mapping. Its storage is exactly these bytes, because `torch.save` writes whole storages.
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
+
+
+def touch(memory: Tensor, progress: Callable[[int, float], object] | None = None) -> None:
+    """Make the system provide all pages of new memory now, in several threads, as it clears each page first.
+
+    Args:
+        memory: bytes that are still 0.
+        progress: called with a number of bytes, 1 GiB at most, and the seconds that they took.
+    """
+    # `madvise(MADV_POPULATE_WRITE)` does the same in one call, but Python holds its GIL meanwhile: threads would take
+    # turns, and everything else in this process would stop. torch releases the GIL, so write to each page instead.
+    num_pieces = -(-memory.nbytes // _PIECE)
+    num_threads = min(_MAX_THREADS, own_cores(), num_pieces)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="smpkit-pages") as pool:
+        each = pool.map if num_threads > 1 else map
+        for slab in torch.split(memory, SLAB):
+            start = time.perf_counter()
+            list(each(_write, torch.split(slab[::PAGE], _PIECE // PAGE)))
+            if progress is not None:
+                progress(slab.nbytes, time.perf_counter() - start)
+
+
+def _write(bytes_of_pages: Tensor) -> None:
+    bytes_of_pages.zero_()
+
+
+class Progress:
+    """Logs at INFO, after every few seconds of work, how much memory is ready and how fast that goes.
+
+    Args:
+        what: names the work in the log.
+        every_seconds: of work between two lines; shorter work logs nothing.
+    """
+
+    def __init__(self, what: str, every_seconds: float = 5.0) -> None:
+        self._what = what
+        self._every_seconds = every_seconds
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._seconds = self._logged_at = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """Count work, and log it when enough seconds have passed."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._seconds += seconds
+            if self._seconds - self._logged_at < self._every_seconds:
+                return
+            self._logged_at = self._seconds
+            gib = self._num_bytes / 2**30
+            _log.info("%s: %.1f GiB in %.0f s (%.2f GiB/s)", self._what, gib, self._seconds, gib / self._seconds)

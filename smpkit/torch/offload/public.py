@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload.build import make_engine
-from smpkit.torch.offload.engine import GROUP_BYTES
+from smpkit.torch.offload.engine import GROUP_BYTES, make_engine
 from smpkit.torch.offload.hooks import HookContext
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload.prefetch import Lead, check_lead
@@ -56,7 +55,7 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
         min_bytes: smaller tensors stay; None: 1 MiB on a GPU, 0 on the CPU.
         host_budget_bytes: of host memory; what finds no room stays on the device, with one warning. None: three
             quarters of what is free.
-        link: another link than the device's own, such as `smpkit.torch.offload.emulated.EmulatedLink`.
+        link: another link than the device's own, such as `smpkit.testing.EmulatedLink`.
         deadline_seconds: no wait for a copy lasts longer; then DeadlineError names the layer.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload.build import make_arena
+from smpkit.torch.offload.arena import make_arena
 from smpkit.torch.offload.link import Link, link_for
 from smpkit.torch.offload_model.activation_offload import TensorOffloader
 from smpkit.torch.offload_model.chain import ModelShard

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smpkit.testing.checked_offload import CheckedEngine, CheckedLink
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 from smpkit.torch.offload.emulated import EmulatedLink
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import Link

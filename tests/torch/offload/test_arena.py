@@ -9,7 +9,6 @@ import torch
 
 from smpkit.errors import UsageError
 from smpkit.torch.offload import arena as arenas
-from smpkit.torch.offload import build as host
 from smpkit.torch.offload import cuda
 from smpkit.torch.offload.arena import ALIGNMENT, LARGE_PAGE, Arena, Block
 from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
@@ -295,7 +294,7 @@ def test_an_arena_of_pinned_memory_waits_for_its_link(monkeypatch: pytest.Monkey
             closed.append(True)
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=0))
-    arena = host.make_arena(Gpu(), 1 << 20)
+    arena = arenas.make_arena(Gpu(), 1 << 20)
     take(arena, 100)
     del arena
     assert closed == [True]
@@ -317,5 +316,5 @@ def test_containers_say_what_is_left_in_two_versions(
     (tmp_path / "memory").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    assert host._of_container() == expected
+    monkeypatch.setattr(arenas, "_CGROUP", tmp_path)
+    assert arenas._container_bytes() == expected

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from smpkit.plan.schedule.graph import Kind
 from smpkit.plan.schedule.templates import one_f_one_b
+from smpkit.testing.checked_offload import CheckedEngine, CheckedLink
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.debug import CheckedEngine, CheckedLink
 from smpkit.torch.offload.emulated import ThreadWait
 from smpkit.torch.offload.link import CopyBatch, Event
 from smpkit.torch.offload.prefetch import BackwardOrder

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
+from smpkit.testing.checked_offload import CheckedEngine, CheckedHookContext, CheckedLink, RaceError
 from smpkit.torch.offload import hooks as scope
 from smpkit.torch.offload.arena import Arena, Block
-from smpkit.torch.offload.debug import CheckedEngine, CheckedHookContext, CheckedLink, RaceError
 from smpkit.torch.offload.emulated import EmulatedLink
 from smpkit.torch.offload.hooks import SavedTensorHandle
 from smpkit.torch.offload.link import CopyBatch, Event, Wait

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from smpkit.torch.offload import arena as arenas
-from smpkit.torch.offload import build as host
 from smpkit.torch.offload.arena import LARGE_PAGE, PAGE, Arena, Block, SlabProvider
 from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
 
@@ -239,7 +238,7 @@ def test_many_steps_of_other_sizes_neither_lose_memory_nor_pin_it(system: System
 
 
 def test_only_a_gpu_has_a_thread() -> None:
-    arena = host.make_arena(EmulatedLink(), 64 * MIB)
+    arena = arenas.make_arena(EmulatedLink(), 64 * MIB)
     assert arena.take(MIB) is not None
     assert arena._provider is None
     assert not threads()
