@@ -171,8 +171,8 @@ def _recorded(hits: Path, listed: Sequence[Mutant]) -> dict[str, list[str]]:
     seconds: dict[str, float] = {}
     for file in hits.glob("passed-*"):
         for line in file.read_text().splitlines():
-            taken, test = line.split(" ", 1)
-            seconds[test] = float(taken)
+            text, test = line.split(" ", 1)
+            seconds[test] = float(text)
     whole: defaultdict[str, float] = defaultdict(float)
     for test, taken in seconds.items():
         whole[test.partition("::")[0]] += taken

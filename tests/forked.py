@@ -61,10 +61,10 @@ class Script:
     """
 
     def __init__(self, path: Path, *words: str, env: Mapping[str, str], reads: bool = False) -> None:
-        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(3)]
+        pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(3)]
         (their_in, our_in), (our_out, their_out), (our_err, their_err) = pipes
         arguments = ((str(path), *words), dict(env), their_in if reads else None, their_out, their_err)
-        self._process = CONTEXT.Process(target=_script_main, args=arguments, daemon=True)
+        self._process = FORKSERVER.Process(target=_script_main, args=arguments, daemon=True)
         self._process.start()
         self._texts: tuple[str, str] | None = None
         for each in (their_in, their_out, their_err):
