@@ -112,8 +112,15 @@ MPI = [
 ]
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, MPI], ids=["torchrun", "mpirun"])
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(
+    ("hosts", "launcher"),
+    [
+        pytest.param(1, TORCHRUN, id="1-torchrun"),
+        pytest.param(2, MPI, id="2-mpirun"),
+        pytest.param(1, MPI, id="1-mpirun", marks=pytest.mark.full),
+        pytest.param(2, TORCHRUN, id="2-torchrun", marks=pytest.mark.full),
+    ],
+)
 def test_the_example_learns(image: str, tmp_path: Path, hosts: int, launcher: list[str]) -> None:
     example = HERE.parents[1] / "examples" / "gpt_text" / "job.yaml"
     options = ["--hosts", str(hosts), *launcher, "--set", "hyperparameters.steps=10"]
@@ -137,7 +144,9 @@ def test_a_host_that_is_killed_ends_the_other(image: str, tmp_path: Path) -> Non
     assert containers() == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 130), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)]
+)
 def test_a_stop_lets_the_script_save(image: str, tmp_path: Path, number: int, code: int) -> None:
     """Surprise 15: a launcher that is told to stop kills the ranks soon; here the ranks are told themselves."""
     options = ["--hosts", "2", "--set", "hyperparameters.steps=1000", "--set", "hyperparameters.seconds=0.2"]
@@ -192,7 +201,8 @@ def test_a_clone_builds_with_the_dockerfile_at_its_root(image: str, tmp_path: Pa
         (context / "wheels").mkdir()
         for wheel in Path(given["--wheels"]).glob("*.whl"):
             shutil.copyfile(wheel, context / "wheels" / wheel.name)
-    arguments = {"BASE_IMAGE": base_image(tmp_path), "TORCH": given.get("--torch", "torch>=2.11")}
+    # The same arguments as those of `smpkit image`, so that the layer of packages, which takes minutes, is made once.
+    arguments = {"BASE_IMAGE": base_image(tmp_path), "TORCH": given.get("--torch", "torch>=2.11"), "TORCH_OPTIONS": ""}
     options = [word for key, value in arguments.items() for word in ("--build-arg", f"{key}={value}")]
     command = ["docker", "build", "--network", given["--build-network"], *options, "--tag", "smpkit-test:clone", "."]
     subprocess.run(command, cwd=context, check=True, timeout=1800)
