@@ -137,14 +137,16 @@ def _statement_line(tree: ast.AST, lines: Sequence[str], line: int) -> int:
     return around[-1].lineno
 
 
-def make_map(selection: Sequence[str]) -> int:
+def make_map(only: Sequence[str], selection: Sequence[str]) -> int:
     """Run the default suite with probes and record which tests run which mutant's lines.
 
     Args:
+        only: the mutants to do this for; all if empty.
         selection: arguments of pytest, to run less than all; a mutant that none of it runs keeps the tests it had.
     """
-    listed = mutants()
-    before: dict[str, list[str]] = json.loads((ROOT / MAP).read_text()) if selection else {}
+    everyone = mutants()
+    listed = [mutant for mutant in everyone if not only or mutant.id in only]
+    before: dict[str, list[str]] = json.loads((ROOT / MAP).read_text())
     with _copy() as tree, tempfile.TemporaryDirectory(prefix="mutants-hits-") as hits:
         by_path: defaultdict[str, list[Mutant]] = defaultdict(list)
         for mutant in listed:
@@ -159,7 +161,8 @@ def make_map(selection: Sequence[str]) -> int:
         command += selection
         subprocess.run([_python(tree), *command], cwd=tree, env=_environment(tree), check=False)
         found_now = _recorded(Path(hits), listed)
-    recorded = {name: tests or before.get(name, []) for name, tests in found_now.items()}
+    kept = before if selection or only else {}
+    recorded = {mutant.id: found_now.get(mutant.id) or kept.get(mutant.id, []) for mutant in everyone}
     (ROOT / MAP).write_text(json.dumps(recorded, indent=1) + "\n")
     missing = [name for name, tests in recorded.items() if not tests]
     print(f"{len(recorded) - len(missing)} of {len(recorded)} mutants are run by tests", *missing)
@@ -388,11 +391,11 @@ def main() -> int:
         metavar="PYTEST-ARGUMENT",
         help="find out anew which tests run which mutant's lines",
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="run these mutants only")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="these mutants only")
     parser.add_argument("--jobs", type=int, default=1, help="how many mutants run at a time")
     arguments = parser.parse_args()
     if arguments.map is not None:
-        return make_map(arguments.map)
+        return make_map(arguments.only, arguments.map)
     return check(arguments.only, arguments.jobs)
 
 
