@@ -1,16 +1,17 @@
-"""No wait without an end and a name: who waited for whom, in what, and which rank failed first.
+"""Give every wait a deadline, and an error that says who waited for whom, in what, and which rank failed first.
 
 Nothing here runs while all goes well. When a wait fails, this rank writes what it waited in to the *failure store*
 (keys in the rendezvous store), closes its connections so that other blocked ranks wake, and reads what they wrote::
 
-    rank 0  barrier ──timeout──► writes "barrier", hangs up, reads ──► DeadlineError: ... for rank 2
-    rank 1  barrier ──hung up──► writes "barrier", reads          ──► the same error
+    rank 0  barrier ──timeout───► writes "barrier", closes connections, reads ──► DeadlineError: ... for rank 2
+    rank 1  barrier ──connection─► writes "barrier", reads                    ──► the same error
+                      closed
     rank 2  computing                                                 wrote nothing: it is the one waited for
 
 A rank whose script raises writes that too, so the connection errors of the others become `rank 2 failed: ...`.
 
-Between GPUs (nccl) a wait is a kernel, which no host looks after: there a rank that fails, or hears of a failure, ends
-its own kernels by an *abort*. For a rank that waits in a call of CUDA meanwhile, a thread listens (watcher.py).
+Between GPUs (nccl) a wait is a kernel, which no host watches: there a rank that fails, or learns of a failure, ends its
+own kernels by an *abort*. For a rank that waits in a CUDA call meanwhile, a thread polls the store (`watcher.py`).
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ __all__ = [
     "waiting",
 ]
 
-_GRACE_SECONDS: Final = 2.0  # how long to wait for the statuses of ranks whose connections were just closed
-_END_GRACE_SECONDS: Final = 0.5  # how long ranks that end together may lie apart
-_ABORT_SECONDS: Final = 5.0  # for nccl to end its kernels; it takes milliseconds unless the driver hangs
-_TEXT_LIMIT: Final = 2000  # characters of an error that are kept for the other ranks
-_CONTEXT_ATTRIBUTE: Final = "_smpkit_places"  # attribute of an exception
+_GRACE_SECONDS: Final = 2.0
+"""How long to wait for the statuses of ranks whose connections were just closed."""
+_END_GRACE_SECONDS: Final = 0.5
+"""How far apart the ends of ranks may lie that end together."""
+_ABORT_SECONDS: Final = 5.0
+"""For nccl to end its kernels; it takes milliseconds unless the driver hangs."""
+_TEXT_LIMIT: Final = 2000
+"""Characters of an error that are published for the other ranks."""
+_CONTEXT_ATTRIBUTE: Final = "_smpkit_places"
+"""Attribute of an exception."""
 _CLOSE_TAG: Final = 0x5AFE
 _ENDED: Final = "its script ended"
 
@@ -73,7 +79,7 @@ _failure_store: FailureStore | None = None
 _failed = False
 _failure: SmpkitError | None = None
 """Why the job fails, where a thread found it out before the one that waits; see `fail_this_process`."""
-# A wait that is woken by the thread that diagnoses the failure must not diagnose another one meanwhile.
+# While one thread diagnoses a failure, it wakes waits of others: these must take its verdict, not make their own.
 _diagnosis_lock = threading.RLock()
 _previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
 
@@ -102,7 +108,7 @@ def detach() -> None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Show the exception where the script was, without the lines of smpkit's in between, and tell the other ranks."""
+    """Print the exception without the frames of smpkit, and report it to the other ranks."""
     assert _previous_hook is not None
     if isinstance(error, RuntimeError) and (known := _known_reason(error)) is not None:
         error, kind = known, type(known)
@@ -112,20 +118,21 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, traceback: Tra
     sys.stderr.flush()
     if not issubclass(kind, KeyboardInterrupt):
         report_failure(error)
-    elif _failure_store is not None:  # Ctrl-C reaches every rank by itself: nobody is left to end others' kernels
+    elif _failure_store is not None:
+        # Ctrl-C reaches every rank: none needs a report, but each must end its own kernels.
         abort(_failure_store.groups())
 
 
 def failed() -> bool:
-    """Return whether this process has told the others that it fails, or has found that another one did."""
+    """Return whether this process has reported its failure, or has learnt that another one failed."""
     return _failed
 
 
 def add_error_context(error: Exception, **context: str) -> None:
-    """Say where an error came up, `module="layers.1"`: called on its way out; of two places of a kind the inner counts.
+    """Add to an error where it was raised, such as `module="layers.1"`, while it propagates.
 
-    The traceback shows it (from Python 3.11 on), and so do the errors of the other ranks. Errors of communication say
-    it themselves.
+    Of two contexts of a kind the inner one stays. The traceback shows it (from Python 3.11 on), and so do the errors of
+    the other ranks. Communication errors have a context of their own.
     """
     if isinstance(error, DeadlineError | RemoteError):
         return
@@ -144,7 +151,7 @@ def _context_text(contexts: Mapping[str, str]) -> str:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
+    """Report to the other ranks that this one ends with `error`, and wake those that wait for it. Never raises."""
     global _failed  # noqa: PLW0603
     failure_store = _failure_store
     if failure_store is None or failure_store.size == 1:
@@ -161,15 +168,16 @@ def report_failure(error: BaseException) -> None:
         if failure_store.serves_store:
             close_connections(failure_store.groups())
     except (dist.DistError, RuntimeError):
-        pass  # whoever served the store is gone
+        pass  # the rank that served the store is gone
     abort(failure_store.groups())
+    # The store ends with this process: keep it until the others have read the failure.
     if failure_store.serves_store:
         with contextlib.suppress(dist.DistError, RuntimeError):
             failure_store.serve_until_read()
 
 
 def report_end() -> None:
-    """Tell the other ranks, should one still wait for this one, that the script has come to its end. Never raises."""
+    """Report that the script has ended, for a rank that still waits for this one. Never raises."""
     failure_store = _failure_store
     if failure_store is None or failure_store.size == 1 or _failed:
         return
@@ -179,7 +187,7 @@ def report_end() -> None:
         if not failure_store.serves_store:
             failure_store.ack()
         elif not failure_store.serve_until_read(_END_GRACE_SECONDS):
-            # Whoever waits for this rank wakes now, while the store can still tell why.
+            # Wake the ranks that wait for this one while they can still read why.
             close_connections(failure_store.groups())
             failure_store.serve_until_read()
 
@@ -187,7 +195,7 @@ def report_end() -> None:
 def fail_all_ranks(error: SmpkitError) -> None:
     """Fail the job on all ranks, and wake every wait of this process and of those that it is connected to.
 
-    For a thread that knows better than the waiting one. Never raises.
+    For a thread that knows why the waiting one waits. Never raises.
     """
     global _failure  # noqa: PLW0603
     if _failure_store is not None:
@@ -203,7 +211,7 @@ def fail_all_ranks(error: SmpkitError) -> None:
 def fail_this_process(failure: SmpkitError) -> None:
     """Wake every wait of this process, on the host and on the GPU, to raise `failure`; of several, the first.
 
-    For a thread that has heard that the job fails.
+    For a thread that has learnt that the job fails.
     """
     global _failed, _failure
     failure_store = _failure_store
@@ -215,7 +223,7 @@ def fail_this_process(failure: SmpkitError) -> None:
 
 
 def device_backends(group: dist.ProcessGroup) -> list[Backend]:
-    """Return what carries a group's tensors of GPUs without the host waiting for it: nccl, if the group has it."""
+    """Return a group's nccl backend in a list, which is empty if the group has none."""
     if "cuda:nccl" not in str(dist.get_backend_config(group)):
         return []
     backend = group._get_backend(torch.device("cuda"))
@@ -223,10 +231,8 @@ def device_backends(group: dist.ProcessGroup) -> list[Backend]:
 
 
 def abort(groups: Iterable[dist.ProcessGroup]) -> None:
-    """End the kernels of this rank that wait for others, and let go hosts that wait for such a kernel. Never raises.
-
-    All groups at once: nccl waits for the kernels of a group, which may be queued behind those of another one.
-    """
+    """End the kernels of this rank that wait for others, and so the host's waits for them. Never raises."""
+    # All groups at once: an abort waits for the kernels of its group, which may be queued behind those of another one.
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="smpkit-abort", daemon=True)
         for group in groups
@@ -247,9 +253,9 @@ def _abort(backend: Backend) -> None:
 def close_connections(groups: Iterable[dist.ProcessGroup]) -> None:
     """Close this rank's gloo connections, so that ranks that wait for it wake now and not at their deadline.
 
-    gloo has no call for it (`abort` wakes nobody), but a receive that times out closes all connections of its group.
     Groups that carry no CPU tensors (nccl) are left alone: see `abort`.
     """
+    # gloo has no call for it (its `abort` wakes nobody), but a receive that times out closes a group's connections.
     for group in groups:
         if group.size() == 1 or "cpu" not in str(dist.get_backend_config(group)):
             continue
@@ -265,14 +271,15 @@ def waiting(what: str, peers: dist.ProcessGroup | Sequence[int]) -> Iterator[Non
     Only communication errors are translated; every other exception passes.
 
     Args:
-        what: what is waited in, as the user calls it: `barrier of WORLD`.
-        peers: whom for.
+        what: the call that waits, in the user's words: `barrier of WORLD`.
+        peers: the ranks that it waits for.
 
     Raises:
         DeadlineError: the wait passed its deadline.
         RemoteError: another rank failed or died.
     """
-    if _failure is not None:  # an operation between GPUs that was aborted raises nothing, and its result is garbage
+    if _failure is not None:
+        # An aborted operation between GPUs raises nothing, and its result is garbage: do not compute with it.
         raise _failure
     started = time.monotonic()
     try:
@@ -281,14 +288,14 @@ def waiting(what: str, peers: dist.ProcessGroup | Sequence[int]) -> Iterator[Non
         failure = explain_error(error, what, peers, started)
         if failure is error:
             raise
-        # The library's own words (an address, "closed by peer") say less than the verdict and double the traceback.
+        # The library's message (an address, "closed by peer") says less than this error, and doubles the traceback.
         raise failure from None
 
 
 def explain_error(
     error: RuntimeError, what: str, peers: dist.ProcessGroup | Sequence[int], started: float
 ) -> Exception:
-    """Return what `waiting` would raise for `error`, which is `error` itself if it says nothing of communication.
+    """Return what `waiting` raises for `error`; that is `error` itself unless it is a communication error.
 
     Args:
         started: when the wait began, of `time.monotonic()`.
@@ -305,7 +312,7 @@ def explain_error(
 
 
 def _known_reason(error: RuntimeError) -> SmpkitError | None:
-    """Return the verdict, if there is one and `error` is what a closed connection or an abort causes."""
+    """Return the diagnosed failure, if there is one and `error` may come from a closed connection or an abort."""
     if isinstance(error, SmpkitError) or not _COMMUNICATION_ERROR.search(str(error)):
         return None
     with _diagnosis_lock:
@@ -313,13 +320,13 @@ def _known_reason(error: RuntimeError) -> SmpkitError | None:
 
 
 def diagnose(what: str, peers: Sequence[int], error: str, seconds: float) -> SmpkitError | None:
-    """Find out why an operation failed that nobody waited for on the host; None after `detach`.
+    """Find out why an operation failed that no host waits for; return None after `detach`.
 
     Args:
-        what: what it was, as the user calls it.
+        what: the operation, in the user's words.
         peers: the global ranks that take part, without this one.
-        error: the words of the library.
-        seconds: for how long it was waited for, as far as one knows.
+        error: the library's message.
+        seconds: how long it was waited for, as far as is known.
     """
     global _failure  # noqa: PLW0603
     failure_store = _failure_store
@@ -332,7 +339,7 @@ def diagnose(what: str, peers: Sequence[int], error: str, seconds: float) -> Smp
 
 @dataclass(frozen=True)
 class _Wait:
-    """A wait that failed: in what, for whom, after how long, with which words of the library below."""
+    """A wait that failed: in which call, for which ranks, after how long, with which message of the library."""
 
     what: str
     peers: list[int]
@@ -341,7 +348,7 @@ class _Wait:
 
 
 def _diagnose(failure_store: FailureStore, wait: _Wait) -> SmpkitError:
-    """Find out why a wait failed, telling the others and hearing them; takes at most some seconds."""
+    """Publish a failed wait, collect the statuses of others, and return the reason; takes at most some seconds."""
     global _failed  # noqa: PLW0603
     _failed = True
     late = wait.seconds >= 0.95 * failure_store.timeout.total_seconds() or bool(_TIMED_OUT.search(wait.error))
@@ -364,7 +371,7 @@ def _diagnose(failure_store: FailureStore, wait: _Wait) -> SmpkitError:
 
 
 def _collect_statuses(failure_store: FailureStore, peers: Sequence[int]) -> dict[int, RankStatus]:
-    """Return the statuses of the peers, and of whom they wait for, after a short wait for those about to write."""
+    """Return the statuses of the peers and of the ranks that they wait for; give these a short time to publish."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while True:
         statuses, missing = _follow_waits(failure_store, peers)
@@ -374,7 +381,7 @@ def _collect_statuses(failure_store: FailureStore, peers: Sequence[int]) -> dict
 
 
 def _follow_waits(failure_store: FailureStore, peers: Sequence[int]) -> tuple[dict[int, RankStatus], set[int]]:
-    """Follow who waits for whom, from the peers on; return the statuses, and the ranks at the end that have none."""
+    """Follow the waits from the peers on; return the statuses found, and the ranks that have published none."""
     statuses: dict[int, RankStatus] = {}
     asked, wanted = {failure_store.rank}, set(peers)
     while new := wanted - asked:
@@ -388,9 +395,9 @@ def _follow_waits(failure_store: FailureStore, peers: Sequence[int]) -> tuple[di
 def _own_diagnosis(
     failure_store: FailureStore, wait: _Wait, statuses: dict[int, RankStatus], late: bool
 ) -> SmpkitError:
-    """Say what happened from this rank's own view: silent ranks are the ones that were waited for."""
+    """Return what happened as this rank sees it: ranks that have published nothing are those waited for."""
     silent = [rank for rank in wait.peers if rank not in statuses]
-    if not silent:  # the peers wait as well, in the end for a rank that waits for nobody
+    if not silent:  # the peers wait as well, directly or not for a rank that has published nothing
         awaited = {rank for status in statuses.values() for rank in status.peers}
         silent = sorted(awaited - statuses.keys() - {failure_store.rank})
     ended = [rank for rank, status in sorted(statuses.items()) if status.kind == "ended"]
@@ -416,14 +423,14 @@ def _own_diagnosis(
 
 
 def _hint_of_loss(text: str) -> str:
-    """Return what to look at when a rank is gone, `text` being what is said of it."""
+    """Return the hint for the error `text` about a lost rank."""
     if _ENDED in text:
         return "every rank makes the same calls: did it have fewer batches, leave its loop early, or call sys.exit?"
     return "it ended without saying why; see its own output (a signal, or too little memory?)"
 
 
 def error_of(first: RankStatus) -> SmpkitError:
-    """Repeat what the first rank to fail has said."""
+    """Return the error of the first rank that failed, as other ranks raise it."""
     if first.kind == "timed out":
         return DeadlineError(
             first.text.removeprefix("DeadlineError: "), hint="raise `timeout_seconds` if it is only slow"
@@ -434,7 +441,7 @@ def error_of(first: RankStatus) -> SmpkitError:
 
 
 def _without_store(failure_store: FailureStore, wait: _Wait, gone: Exception) -> SmpkitError:
-    """Say what is known when the store cannot be asked either, most often because rank 0 served it and is gone."""
+    """Return the error where the store does not answer either, most often because rank 0 served it and is gone."""
     why = (str(gone).splitlines() or [type(gone).__name__])[0]
     return RemoteError(
         f"rank {failure_store.rank} lost {name_ranks(wait.peers)} in {wait.what} after {_seconds(wait.seconds)};"

@@ -1,4 +1,9 @@
-"""The failure store: what ranks write into the rendezvous store, to find out together why a wait failed."""
+"""The failure store: the statuses that ranks publish in the rendezvous store, to find out why a wait failed.
+
+status/<rank>    what a rank waited in, why it failed, or that its script ended
+first            why the job failed, by the rank that was first to write it
+read             how many ranks have read that, for the rank whose process serves the store
+"""
 
 from __future__ import annotations
 
@@ -16,11 +21,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 __all__ = ["FailureStore", "RankStatus"]
 
-_SERVE_SECONDS: Final = 3.0  # how long the rank that serves the store stays, so that others can read why it left
+_SERVE_SECONDS: Final = 3.0
+"""How long the rank that serves the store stays, so that others can read why it ends."""
 _CONNECT_SECONDS: Final = 5.0
-_STILL_SERVED_SECONDS: Final = 0.25  # how long a server that listened counts as alive: statuses are read by the dozen
+_STILL_SERVED_SECONDS: Final = 0.25
+"""How long a server that has answered counts as alive: many statuses are read at a time."""
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
-_SILENCE_SECONDS: Final = 10.0  # after which a store that does not answer counts as gone
+_SILENCE_SECONDS: Final = 10.0
+"""After which a store that does not answer counts as gone."""
 
 _T = TypeVar("_T")
 
@@ -32,7 +40,8 @@ class RankStatus:
     rank: int
     kind: Literal["waited", "timed out", "failed", "ended"]
     text: str
-    peers: Sequence[int] = ()  # whom a wait was for
+    peers: Sequence[int] = ()
+    """The ranks that a wait was for."""
 
 
 class FailureStore:
@@ -59,7 +68,7 @@ class FailureStore:
         server: str,
         serves_store: bool,
     ) -> None:
-        self._store = PrefixStore("smpkit/board", store)
+        self._store = PrefixStore("smpkit/failures", store)
         self._address = None if serves_store else _address_of(store)
         self.rank = rank
         self.size = size
@@ -72,42 +81,42 @@ class FailureStore:
 
     def publish(self, status: RankStatus) -> None:
         """Write this rank's status."""
-        self.write(f"note/{status.rank}", json.dumps(asdict(status)))
+        self.write(f"status/{status.rank}", json.dumps(asdict(status)))
 
     def statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """Return the statuses that these ranks have written."""
-        texts = {rank: self.read(f"note/{rank}") for rank in ranks}
+        """Return the statuses that these ranks have published."""
+        texts = {rank: self.read(f"status/{rank}") for rank in ranks}
         return {rank: _parse_status(text) for rank, text in texts.items() if text is not None}
 
     def record_failure(self, status: RankStatus) -> RankStatus:
-        """Write why the job failed, and return the reason of the rank that did so first."""
+        """Publish why the job failed; return the reason of the rank that was first to do so."""
         return _parse_status(self._call_store(lambda: self._store.compare_set("first", "", json.dumps(asdict(status)))))
 
     def failure(self) -> RankStatus | None:
-        """Return why the job failed, if a rank has said so."""
+        """Return why the job failed, if a rank has published it."""
         first = self.read("first")
         return None if first is None else _parse_status(first)
 
     def poll(self) -> tuple[RankStatus | None, RankStatus | None]:
-        """Return why the job failed, and what rank 0 has said, for a thread that asks again and again.
+        """Return why the job failed, and the status of rank 0, for a thread that polls.
 
-        Unlike the other calls this waits as long as the store stands still, which alone is no failure.
+        Unlike the other calls, this one waits as long as the store's host is suspended, which alone is not a failure.
 
         Raises:
-            DistStoreError: nobody serves the store any more.
+            DistStoreError: no process serves the store any more.
         """
         self._check_served()
-        keys = ("first", "note/0")
+        keys = ("first", "status/0")
         texts = [self._store.get(key) if self._store.check([key]) else None for key in keys]
         first, server = (None if text is None else _parse_status(text) for text in texts)
         return first, server
 
     def ack(self) -> None:
-        """Tell the rank that serves the store that this one has read the failure, or has come to its end."""
+        """Acknowledge, to the rank that serves the store, that this one has read the failure or has ended."""
         self._call_store(lambda: self._store.add("read", 1))
 
     def serve_until_read(self, seconds: float = _SERVE_SECONDS) -> bool:
-        """Wait some seconds for all others to acknowledge, for the store ends with this process; return if they did."""
+        """Wait until all others have acknowledged, since the store ends with this process; return whether they have."""
         deadline = time.monotonic() + seconds
         while self._call_store(lambda: self._store.add("read", 0)) < self.size - 1:
             if time.monotonic() > deadline:
@@ -116,26 +125,25 @@ class FailureStore:
         return True
 
     def write(self, key: str, text: str) -> None:
-        """Leave a text for the other ranks, over what was there."""
+        """Write a text for the other ranks."""
         self._call_store(lambda: self._store.set(key, text))
 
     def read(self, key: str) -> str | None:
-        """Return a text that a rank has left."""
+        """Return the text under a key; None if no rank has written it."""
         return self._call_store(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def shorten_timeout(self) -> None:
-        """Shorten the store's own timeout: its host may be the rank that is gone."""
+        """Shorten the store's own timeout: its server may be on the rank that is gone."""
         self._call_store(lambda: self._store.set_timeout(_STORE_TIMEOUT))
 
     def _call_store(self, call: Callable[[], _T]) -> _T:
-        """Ask the store, and give up on it for good if it does not answer in time.
-
-        Its own timeout does not cover all: `check` waits without end for a host that stands still, unlike one that is
-        gone. So this thread does not wait for it.
+        """Call the store, and give up on it for good if it does not answer in time.
 
         Raises:
             DistStoreError: it did not answer.
         """
+        # In a thread, since the store's own timeout does not cover everything: `check` waits for ever for a host that
+        # is suspended, unlike one that is gone.
         answers: list[_T] = []
         errors: list[Exception] = []
 
@@ -143,11 +151,11 @@ class FailureStore:
             try:
                 self._check_served()
                 answers.append(call())
-            except Exception as error:  # raised again below, where somebody hears it
+            except Exception as error:  # raised below, in the calling thread
                 errors.append(error)
 
         if not self._is_silent:
-            thread = threading.Thread(target=ask, name="smpkit-board", daemon=True)
+            thread = threading.Thread(target=ask, name="smpkit-failure-store", daemon=True)
             thread.start()
             thread.join(_SILENCE_SECONDS)
             self._is_silent = thread.is_alive()
@@ -158,7 +166,7 @@ class FailureStore:
         return answers[0]
 
     def _check_served(self) -> None:
-        """Raise DistStoreError if nobody listens where the store was: its client would say so in a hundred lines."""
+        """Raise DistStoreError if the store's port is closed: its own client would log that in a hundred lines."""
         if self._address is None or time.monotonic() - self._served_at < _STILL_SERVED_SECONDS:
             return
         try:
@@ -168,11 +176,11 @@ class FailureStore:
             where = "{}:{}".format(*self._address)
             raise dist.DistStoreError(f"nobody listens at {where} any more") from None
         except OSError:
-            pass  # a busy host, a name that does not resolve now: let the store try
+            pass  # a busy host, or a name that does not resolve now: the store may get through
 
 
 def _address_of(store: Store) -> tuple[str, int] | None:
-    """Return where a store is served; None if it is none of sockets."""
+    """Return host and port of a store; None if it is not a TCPStore."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, TCPStore) else None

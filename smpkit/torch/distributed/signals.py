@@ -1,4 +1,4 @@
-"""Leave in good order when the platform asks the job to stop (SIGTERM): spot reclaim, `smpkit` stop, a time limit.
+"""Stop cleanly when the platform sends SIGTERM: a reclaimed spot instance, a stopped job, a time limit.
 
 Two ways, of which a script uses one:
 
@@ -76,18 +76,18 @@ def _exclusive_use_error() -> UsageError:
 
 
 class _SigtermHandler:
-    """The handler of SIGTERM and what it knows."""
+    """The handler of SIGTERM and its state."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], object]] = []
         self.cooperative = False
-        """The script asks `stop_requested` and leaves by itself."""
+        """Whether the script asks `stop_requested`, and ends by itself."""
         self.requested = False
         self._stopping = False
         self._previous: Callable[[int, FrameType | None], object] | int | None = None
 
     def install(self, call: str) -> None:
-        """Make SIGTERM ours, remembering whose it was."""
+        """Install this handler, and remember the one before."""
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -95,11 +95,11 @@ class _SigtermHandler:
         self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def reset(self) -> None:
-        """Give SIGTERM back and forget the callbacks (on `smp.shutdown()`)."""
+        """Restore the handler before, and forget the callbacks (on `smp.shutdown()`)."""
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             before = self._previous if self._previous is not None else signal.SIG_DFL
-            # A signal that is repeated must not kill a script that leaves because of the first.
+            # Launchers repeat the signal: it must not kill a script that is stopping because of the first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN if self.requested else before)
         self.callbacks.clear()
         self.cooperative = self.requested = self._stopping = False
@@ -107,7 +107,7 @@ class _SigtermHandler:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        # Launchers repeat the signal: a save that is under way must not start again.
+        # A repeated signal must not start a save again that is under way.
         if self.cooperative or self._stopping:
             return
         self._stopping = True
@@ -116,12 +116,12 @@ class _SigtermHandler:
             if callable(self._previous):
                 self._previous(number, frame)
         finally:
-            # Python gives the signal back long before the process is gone: one that is repeated would kill it then.
+            # Python restores the default handler long before the process ends: a repeated signal would kill it then.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(0)
 
     def _run_callbacks(self) -> None:
-        """Run every callback in order, whatever another raises: each must get to save. Raises what was raised."""
+        """Run all callbacks in order, even if one raises, since each may have work to save; then raise its error."""
         with contextlib.ExitStack() as stack:
             for callback in reversed(self.callbacks):
                 stack.callback(callback)

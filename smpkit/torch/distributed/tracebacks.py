@@ -16,17 +16,17 @@ __all__ = ["script_frames", "shorten"]
 
 _OURS: Final = (f"{Path(__file__).parents[1]}{os.sep}",)
 _INSIDE: Final = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
-"""Where no line is the script's; a `with` of ours leads through contextlib."""
+"""Files whose lines are not the script's; our context managers lead through contextlib."""
 _CALLERS: Final = frozenset({"__torch_function__", "run", "run_on_owner"})
-"""Our functions that call an operation which the script has written, one without lines of its own (`x @ y`)."""
+"""Our functions that call an operation of the script, which has no Python frame of its own (`x @ y`)."""
 
 
 def shorten(error: BaseException) -> None:
-    """Leave out of an error's traceback, and of those behind it, how the script's lines came to be called.
+    """Remove the frames between the script's lines from an error's traceback, and from those of its causes.
 
-    Between two lines of a script over a pipeline (the step, the layer that raised) lie dozens of smpkit's and torch's.
-    What an operation of torch's did after the last of them stays. So does all of an error that smpkit has not
-    foreseen: there the lines in between are what it is about.
+    Between two lines of a script over a pipeline (the step, the layer that raised) lie dozens of smpkit and torch. What
+    a torch operation did after the last of them stays. An unexpected error of smpkit stays whole: there the frames in
+    between show the defect.
     """
     seen: set[int] = set()
     each: BaseException | None = error
@@ -42,20 +42,20 @@ def _shortened(error: BaseException) -> TracebackType | None:
         return script_frames(error.__traceback__)
     ours = [number for number, frame in enumerate(frames) if _is_in(frame, _OURS)]
     if ours and ours[-1] == len(frames) - 1:
-        foreseen = isinstance(error, SmpkitError) or frames[-1].tb_frame.f_code.co_name in _CALLERS
-        return script_frames(error.__traceback__) if foreseen else error.__traceback__
-    theirs = [number for number, frame in enumerate(frames) if not _is_in(frame, _INSIDE)]
-    if not theirs:
+        is_expected = isinstance(error, SmpkitError) or frames[-1].tb_frame.f_code.co_name in _CALLERS
+        return script_frames(error.__traceback__) if is_expected else error.__traceback__
+    of_script = [number for number, frame in enumerate(frames) if not _is_in(frame, _INSIDE)]
+    if not of_script:
         return error.__traceback__
-    after = max(theirs + ours)
-    return _chained([frame for number, frame in enumerate(frames) if number > after or number in theirs])
+    last = max(of_script + ours)
+    return _chained([frame for number, frame in enumerate(frames) if number > last or number in of_script])
 
 
 def script_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames inside smpkit and torch; as it is if it has no others.
+    """Return a traceback without the frames inside smpkit and torch; unchanged if it has no others.
 
-    A rank that has lost another one shows where its script was. How smpkit came to wait there is a hundred lines that
-    say nothing of the rank that failed, printed by every rank.
+    Every rank that has lost another one prints a traceback. Where its script was matters; the hundred lines of smpkit
+    below say nothing about the rank that failed.
     """
     return _chained([frame for frame in _frames(traceback) if not _is_in(frame, _INSIDE)]) or traceback
 

@@ -1,16 +1,16 @@
-"""Wake a rank that waits inside a call of CUDA when another one fails.
+"""Wake a rank that waits inside a CUDA call when another rank fails.
 
 A host in `.item()` or `synchronize()` waits for its GPU. If a kernel there waits for a rank that is gone, nothing ends
-it: the driver knows of no ranks, and between GPUs of one machine nccl does not notice either before its own deadline,
-after which torch kills the process without a word about who waited for whom. So where nccl connects ranks, each of
-them has one thread that looks, about once a second, at what could be the end::
+it: the driver knows no ranks, and between GPUs of one machine nccl does not notice either before its own deadline,
+after which torch kills the process without saying who waited for whom. So where nccl connects ranks, each of them has
+one thread that checks, about once a second::
 
-    the failure store            another rank, or a thread of this one, has said that it fails
-    the processes beside it      a rank of this machine died without a word (killed, or out of memory)
+    the failure store            another rank, or a thread of this one, has published a failure
+    processes on this machine    another rank's process has ended without publishing one (killed, or out of memory)
     nccl's own errors            another machine closed its connection, or an operation passed its deadline
 
-It tells the others, and ends the kernels of this rank. The call returns, and the next word with another rank, or the
-error that torch raises, becomes the verdict (`deadline.waiting`).
+It publishes the failure, and ends the kernels of this rank. The CUDA call returns, and the next wait for another rank,
+or the error that torch raises, becomes the diagnosed failure (`deadline.waiting`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 __all__ = ["process_namespace", "stop", "watch"]
 
 _POLL_SECONDS: Final = 1.0
-_JOIN_SECONDS: Final = 5.0  # for the thread to come out of what it is in
+_JOIN_SECONDS: Final = 5.0
+"""For the thread to return from its present call."""
 _PROCESSES = Path("/proc")
 
 _watcher: _Watcher | None = None
 
 
 def process_namespace() -> str | None:
-    """Return what is the same for processes that see each other under the same numbers; None if Linux does not say."""
+    """Return a key that is equal for processes that see each other's pids; None where Linux does not tell."""
     try:
         boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{(_PROCESSES / 'self/ns/pid').stat().st_ino}"
@@ -46,10 +47,10 @@ def process_namespace() -> str | None:
 
 
 def watch(failure_store: FailureStore, processes: Mapping[int, int]) -> None:
-    """Watch until `stop`, if nccl connects the ranks; otherwise every wait of a host has a deadline.
+    """Watch until `stop`, if nccl connects the ranks; without nccl, every wait is one of the host, with a deadline.
 
     Args:
-        processes: of the other ranks on this machine.
+        processes: by rank, the pids of the other ranks on this machine.
     """
     global _watcher  # noqa: PLW0603 - one per process, like the default process group
     if failure_store.size > 1 and any(deadline.device_backends(group) for group in failure_store.groups()):
@@ -65,11 +66,11 @@ def stop() -> None:
 
 
 class _Watcher:
-    """The thread, and what it does.
+    """The thread that watches.
 
     Args:
-        failure_store: where ranks say why they fail.
-        processes: of the other ranks on this machine.
+        failure_store: where ranks publish why they fail.
+        processes: by rank, the pids of the other ranks on this machine.
     """
 
     def __init__(self, failure_store: FailureStore, processes: Mapping[int, int]) -> None:
@@ -82,17 +83,17 @@ class _Watcher:
         self._thread.start()
 
     def _run(self) -> None:
-        """Look until something fails, or nobody needs it any more."""
+        """Check until something fails, or until `stop`."""
         while not self._stopped.wait(_POLL_SECONDS):
             failure_store = self._failure_store
             if failure_store is None or self._check(failure_store):
                 return
 
     def stop(self) -> None:
-        """Stop, and let the other ranks know that this one's process may end now."""
+        """Stop, and publish that this process may end now."""
         failure_store, self._failure_store = self._failure_store, None
         self._stopped.set()
-        # A process that ends while another thread is inside C++ may be aborted for it.
+        # Python may abort a process that ends while another thread is inside C++.
         self._thread.join(_JOIN_SECONDS)
         if failure_store is None or deadline.failed():
             return
@@ -101,7 +102,7 @@ class _Watcher:
                 failure_store.publish(RankStatus(failure_store.rank, "ended", "it called smp.shutdown()"))
 
     def _check(self, failure_store: FailureStore) -> bool:
-        """Look once; return whether the job has failed."""
+        """Check once; return whether the job has failed."""
         found = self._stored_failure(failure_store) or self._dead_rank(failure_store) or self._nccl_error(failure_store)
         if found is None or self._stopped.is_set():
             return False
@@ -109,7 +110,7 @@ class _Watcher:
         return True
 
     def _stored_failure(self, failure_store: FailureStore) -> SmpkitError | None:
-        """Return the failure that the store has."""
+        """Return the failure in the store, or the loss of the store itself."""
         if not self._reads_store:
             return None
         try:
@@ -126,7 +127,7 @@ class _Watcher:
         return None if first is None else deadline.error_of(first)
 
     def _dead_rank(self, failure_store: FailureStore) -> SmpkitError | None:
-        """Return an error if the process of another rank has ended before its script did."""
+        """Return an error if another rank's process has ended and its script has not."""
         for rank in [rank for rank, pid in self._processes.items() if not _is_alive(pid)]:
             del self._processes[rank]
             try:
@@ -136,7 +137,7 @@ class _Watcher:
                 text = f"rank {failure_store.rank} lost rank {rank}, whose process ended without a word"
                 first = failure_store.record_failure(RankStatus(failure_store.rank, "failed", text))
             except (dist.DistError, RuntimeError):
-                continue  # the store is gone: `_stored_failure` knows what that means
+                continue  # the store is gone: `_stored_failure` reports that
             return deadline.error_of(first)
         return None
 
@@ -156,11 +157,11 @@ class _Watcher:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs; one that ended may still be listed, for its parent to ask why."""
+    """Return whether a process of this machine runs; a zombie, which waits for its parent, does not."""
     try:
         text = (_PROCESSES / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return False
-    except OSError:  # it is there, and not for us to read
+    except OSError:  # it exists, and may not be read
         return True
     return text.rpartition(")")[2].split()[0] not in ("Z", "X")

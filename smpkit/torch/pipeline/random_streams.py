@@ -6,11 +6,13 @@ inside, and a rank that skips the module takes the number too: dropout is the sa
 what all ranks compute alike (LayerDrop's coin) comes out alike. Recomputation in backward repeats it exactly, because
 checkpointing restores the caller's stream. `stream_seeds` says how a number is taken.
 
-[Note: open and closed streams] Operations between units (`F.dropout` in a spanning module) are calls too: a mode of
-torch gives each a stream. Inside a unit they draw from the unit's own, at native speed. Which of the two holds is the
-lowest bit of the stream's seed. Recomputation by torch's own checkpoint runs where the mode may be aside, with the
-caller's generator restored; so operations between units that it will recompute draw from their caller's stream both
-times. Our checkpoint brings the mode back, so there they have streams both times, as without checkpointing.
+[Note: open and closed streams] Operations between units (`F.dropout` in a module that lies on several ranks) are calls
+too: a torch function mode gives each a stream. Such a caller's stream is *open*. Inside a unit operations draw from the
+unit's own stream, which is *closed*, at native speed. The lowest bit of a stream's seed says which it is.
+
+Recomputation by torch's own checkpoint may run without the mode, with the caller's generator restored; so operations
+between units that it will recompute draw from their caller's stream both times. Our checkpoint restores the mode, so
+there they have streams both times, as without checkpointing.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ _NOTHING: Final = contextlib.nullcontext()
 _WithoutModes: Final = torch._C.DisableTorchFunction
 _CPU: Final = torch.default_generator
 
-# What torch.overrides wraps in Python: every layer comes past here.
+# The C functions behind torch.overrides, without its Python: every call of a layer uses them.
 _depth_of_modes: Final[Callable[[], int]] = torch._C._len_torch_function_stack
 _mode_at: Final[Callable[[int], Any]] = torch._C._get_function_stack_at
 _pop_mode: Final[Callable[[], Any]] = torch._C._pop_torch_function_stack
@@ -246,7 +248,7 @@ _replay_hooks = _ReplayHooks()
 
 
 def replayed_operation_streams() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context for what runs now and for its recomputation: operations draw from streams as they would here."""
+    """Return a context manager for a forward and for its recomputation: operations have the same streams in both."""
     mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return functools.partial(_replay, mode if type(mode) is _OperationStreams else None)
 

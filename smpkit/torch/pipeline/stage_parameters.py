@@ -1,8 +1,22 @@
-"""Parameters in the hands of code between units: `F.linear(x, emb.weight)`, `norm(emb.weight)`, `weight.norm()`.
+"""Parameters that not every pipeline rank holds: as values between units, outside steps, and tied over ranks.
 
-Every rank has the parameter object, and not every rank its data. Among stage tensors an operation runs where its
-parameter is; what else it takes, and what a module of another rank is given, travels there like any other value, once
-per microbatch, and its gradient back. An operation on parameters alone makes stage tensors of them.
+Every rank has the parameter objects of the whole model, which optimizers, hooks and state dicts hold, but not the data
+of all of them.
+
+*Between units* (`F.linear(x, emb.weight)`, `norm(emb.weight)`, `weight.norm()`), an operation among stage tensors runs
+where its parameter is. Other parameters that it takes, and those that a module of another rank is given, are sent there
+like any other value, once per microbatch, and their gradients back. An operation on parameters alone makes stage
+tensors of them (`StageParameters`, `parameters_as_stage_tensors`).
+
+*In code that one rank runs alone*, another rank's weight is a non-resident parameter, of which only shape and dtype are
+right (`mark_nonresident_parameters`). Code that asks for those, moves or freezes a weight, or takes views of it works
+as ever. Code that would compute with its numbers raises, since some ranks would get NaN. A change in place is left to
+the rank that holds the weight, but random numbers are drawn all the same: `model.apply(initialise)` gives all weights
+the values that they have in one process.
+
+*Tied tensors* are shared by modules on several ranks: each rank has its own copy, only gradients are added up, and an
+optimizer keeps the copies equal. A module that changes its copy in place, a codebook say, would change it on its rank
+alone: that raises as soon as it is seen (`find_tied`).
 """
 
 from __future__ import annotations
@@ -46,6 +60,37 @@ __all__ = [
 _CONTAINERS: Final = frozenset({list, tuple})
 _SET_REQUIRES_GRAD: Final[Any] = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
+_NoTorchFunction: Final = torch._C.DisableTorchFunctionSubclass
+
+_SET_GRAD: Final[Any] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+
+_VIEWS_AND_COPIES: Final = frozenset(
+    {
+        *("detach", "clone", "contiguous", "to", "type", "type_as", "cpu", "cuda"),
+        *("float", "double", "half", "bfloat16"),
+        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "expand", "expand_as"),
+        *("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "squeeze", "unsqueeze"),
+        *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind"),
+    }
+)
+"""Operations that return the same data in another shape, dtype or place: here the result is non-resident, too."""
+
+_METADATA_FUNCTIONS: Final = frozenset(
+    {
+        *("requires_grad_", "detach_", "share_memory_", "retain_grad"),
+        *("register_hook", "register_post_accumulate_grad_hook"),
+        *("is_shared", "is_pinned", "data_ptr", "storage", "untyped_storage", "_typed_storage", "storage_offset"),
+        *("dim_order", "is_same_size", "is_set_to", "is_neg", "is_conj", "_is_view", "__dir__", "__setstate__"),
+        *("_has_compatible_shallow_copy_type", "can_cast", "is_tensor", "new_zeros", "new_ones", "new_full"),
+        *("new_empty", "new_empty_strided", "new_tensor", "zeros_like", "ones_like", "full_like", "empty_like"),
+        *("rand_like", "randn_like", "randint_like"),
+    }
+)
+"""Functions that need metadata alone, and those that make another tensor of the same shape."""
+
+_LIKE_OTHER: Final = frozenset({"type_as", "expand_as", "view_as", "reshape_as", "to"})
+"""Methods that read no values of their second tensor."""
+
 
 class StageParameters:
     """The parameters that one microbatch has used as values, which not every rank holds.
@@ -60,17 +105,17 @@ class StageParameters:
         self._stage_tensors: dict[int, StageTensor] = {}
 
     def as_argument_on(self, owner: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as a call on rank `owner` may have it: itself, unless it is a parameter that is not there.
+        """Return a tensor as an argument of a call on rank `owner`: a stage tensor if that rank does not hold it.
 
         Raises:
-            UsageError: the tensor came out of a unit by a way of its own.
+            UsageError: the tensor was made inside a unit, and was not returned by it.
         """
         if type(tensor) is not StageTensor and tensor.grad_fn is not None:
             _refuse_leak(tensor.grad_fn, self._stage)
         return self.as_stored_on(owner, tensor)
 
     def as_stored_on(self, owner: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same without a look at where the tensor came from: the call may have changed it since."""
+        """Return the same without checking where the tensor was made: the call may have changed it since."""
         remote = id(tensor) in self._stage.parameter_owners and not self._stage.holds(owner, tensor)
         return self.stage_tensor(tensor) if remote else tensor
 
@@ -86,15 +131,15 @@ class StageParameters:
         return stage_tensor
 
     def release(self) -> None:
-        """Let go of them."""
+        """Forget them at the end of the microbatch."""
         self._stage_tensors.clear()
 
 
 def _refuse_leak(grad_fn: Any, stage: StageContext) -> None:
     """Raise if a tensor that every rank should have was made of weights that only some hold.
 
-    Between units these are stage tensors, so a plain tensor of them was made inside a unit, and did not come out as
-    its result: other ranks have none, or an older one.
+    Between units such weights are stage tensors, so a plain tensor of them was made inside a unit and not returned:
+    other ranks have none, or an older one.
     """
     seen, stack = {grad_fn}, [grad_fn]
     while stack:
@@ -114,9 +159,9 @@ def _refuse_leak(grad_fn: Any, stage: StageContext) -> None:
 def parameters_as_stage_tensors(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Return the arguments of an operation with stage tensors in place of parameters; None if it needs none.
+    """Return the arguments of an operation with stage tensors in place of parameters; None to leave them as they are.
 
-    It needs none inside a unit, among stage tensors (which say where it runs), and for a question about shapes.
+    They stay inside a unit, beside stage tensors (which say where the operation runs), and for functions of the shape.
     """
     microbatch = microbatch_between_units()
     if microbatch is None or kwargs.get("out") is not None:
@@ -143,7 +188,7 @@ def parameters_as_stage_tensors(
 
 
 def _is_operation(func: Callable[..., Any]) -> bool:
-    """Return whether a function takes a parameter's value, and not the parameter itself."""
+    """Return whether a function computes with a parameter's values, and does not change the parameter."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return func in PROPERTIES
@@ -151,18 +196,16 @@ def _is_operation(func: Callable[..., Any]) -> bool:
 
 
 def _refuse_change(func: Callable[..., Any], args: tuple[Any, ...], remote: Container[int]) -> None:
-    """Raise if an operation between units changes a parameter that not every rank holds.
+    """Raise UsageError if an operation between units changes the values or `requires_grad` of such a parameter.
 
-    Nor does every rank know when: a microbatch's backward runs after the forward of those that come next.
-
-    Raises:
-        UsageError: it changes the parameter's values, or whether it needs gradients.
+    Ranks could not even agree when: a microbatch's backward runs after the forward of later ones.
     """
     target = args[0]
     if id(target) not in remote:
         return
     name = getattr(func, "__name__", "")
-    if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:  # made anew each time
+    # `==`, since torch makes a new object of the setter at each access.
+    if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
         if target.requires_grad is not bool(args[1] if len(args) > 1 else True):
             raise UsageError(
                 f"a step froze or unfroze a parameter of shape {list(target.shape)} while its microbatches ran",
@@ -181,57 +224,18 @@ def parameter_change_error(name: str, parameter: torch.Tensor) -> UsageError:
     )
 
 
-# --- Non-resident parameters: weights of other pipeline ranks, in code that this rank runs alone ----------------------
-# Every rank has the parameter objects of the whole model, which optimizers, hooks and state dicts hold; of other ranks'
-# weights only shape and dtype are right. So code that asks for those, moves or freezes a weight, or takes views of it
-# goes on as ever, and code that would compute with its numbers is refused: there would be NaN, on some ranks. A change
-# in place is left to the rank that holds it, while random numbers are drawn all the same: `model.apply(initialise)`
-# gives all weights the values that they have in one process.
-
-
-_NoTorchFunction: Final = torch._C.DisableTorchFunctionSubclass
-
-_SET_GRAD: Final[Any] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
-
-_VIEWS_AND_COPIES: Final = frozenset(
-    {
-        *("detach", "clone", "contiguous", "to", "type", "type_as", "cpu", "cuda"),
-        *("float", "double", "half", "bfloat16"),
-        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "expand", "expand_as"),
-        *("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "squeeze", "unsqueeze"),
-        *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind"),
-    }
-)
-"""Operations that return the same data in another form: for data of another rank they return the form alone."""
-
-_METADATA_FUNCTIONS: Final = frozenset(
-    {
-        *("requires_grad_", "detach_", "share_memory_", "retain_grad"),
-        *("register_hook", "register_post_accumulate_grad_hook"),
-        *("is_shared", "is_pinned", "data_ptr", "storage", "untyped_storage", "_typed_storage", "storage_offset"),
-        *("dim_order", "is_same_size", "is_set_to", "is_neg", "is_conj", "_is_view", "__dir__", "__setstate__"),
-        *("_has_compatible_shallow_copy_type", "can_cast", "is_tensor", "new_zeros", "new_ones", "new_full"),
-        *("new_empty", "new_empty_strided", "new_tensor", "zeros_like", "ones_like", "full_like", "empty_like"),
-        *("rand_like", "randn_like", "randint_like"),
-    }
-)
-"""Functions that need metadata alone, and those that make another tensor of the same shape."""
-
-_LIKE_OTHER: Final = frozenset({"type_as", "expand_as", "view_as", "reshape_as", "to"})
-"""Methods that look at no number of their second tensor."""
-
-
 class _NonResident(torch.Tensor):
-    """A tensor whose data another rank holds; `name_and_owner` is the name of the weight and that rank."""
+    """A tensor whose data another rank holds."""
 
     name_and_owner: tuple[str, int]
+    """The name of the weight, and the pp_rank that holds it."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if StageTensor in types:
-            return NotImplemented  # it knows where the operation runs
+            return NotImplemented  # let the stage tensor say where the operation runs
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_plain = name in ("__get__", "__set__") and func not in PROPERTIES
@@ -257,8 +261,8 @@ class _NonResident(torch.Tensor):
     def apply_in_place(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Return what a change in place gives on this rank: itself, but random numbers are those of one process."""
-        initialises = getattr(func, "__module__", "") == nn.init.__name__  # without gradients
+        """Change nothing, but draw the random numbers that the change draws in one process."""
+        initialises = getattr(func, "__module__", "") == nn.init.__name__  # those run without gradients
         if self.requires_grad and self.is_leaf and torch.is_grad_enabled() and not initialises:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         if name not in DRAWING and not initialises:
@@ -266,9 +270,9 @@ class _NonResident(torch.Tensor):
         drawn = torch.empty(self.shape, dtype=self.dtype, device=state.device)
         given = [drawn if each is self else each for each in args]
         func(*given, **{key: drawn if each is self else each for key, each in kwargs.items()})
-        return drawn  # as in one process: `trunc_normal_` looks at what it has drawn
+        return drawn  # `trunc_normal_` reads what it has drawn
 
-    # What optimizers and steps ask of all parameters, without the detour through __torch_function__.
+    # Optimizers and steps read these of all parameters: without the detour through __torch_function__.
     @property
     def requires_grad(self) -> bool:
         with _NoTorchFunction():
@@ -304,11 +308,11 @@ class _NonResident(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Plain torch must be able to load it.
+        # A saved file must load with plain torch.
         return self._as_torch_tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _as_torch_tensor(self) -> torch.Tensor:
-        """Return what torch would take it for."""
+        """Return it as a plain tensor or parameter, with the values that this rank has."""
         with _NoTorchFunction():
             value = self.detach()
             plain = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
@@ -321,9 +325,9 @@ class _NonResidentParameter(_NonResident, nn.Parameter):
 
 
 def mark_nonresident_parameters(root: nn.Module, holders: Mapping[int, frozenset[int]], rank: int) -> None:
-    """Let no code compute with the numbers of weights that this rank does not hold.
+    """Make code raise that computes with the numbers of weights that this rank does not hold.
 
-    They stay the same objects. Parameters of classes of the user's own are left alone: what those do is not known.
+    They stay the same objects. Parameters of the user's own classes are left alone, since those may behave otherwise.
 
     Args:
         holders: by parameter (its id), the pipeline ranks that hold it.
@@ -334,7 +338,7 @@ def mark_nonresident_parameters(root: nn.Module, holders: Mapping[int, frozenset
 
 
 def _as_nonresident(tensor: torch.Tensor, kind: type[_NonResident], name_and_owner: tuple[str, int]) -> torch.Tensor:
-    """Make a tensor a non-resident one; it stays the same object."""
+    # Assign the class, so that the object stays the same: optimizers, hooks and state dicts refer to it.
     tensor.__class__ = kind
     tensor.name_and_owner = name_and_owner  # type: ignore[attr-defined]
     return tensor
@@ -361,14 +365,9 @@ def _refusal(name: str, given: Any) -> UsageError:
     )
 
 
-# --- Tensors that modules on several pipeline ranks share: each rank has its own, and only gradients are added up -----
-# An optimizer keeps such copies equal. A module that changes its copy in place, a codebook say, changes it on its rank
-# alone: in one process the other module would see it. That is refused as soon as it is seen.
-
-
 @dataclass(frozen=True)
 class TiedTensor:
-    """A parameter or buffer of a module on this rank that lies in the same memory as one of another rank's module."""
+    """A parameter or buffer of a module on this rank that shares memory with one of another rank's module."""
 
     name: str
     module: nn.Module
@@ -383,7 +382,7 @@ class TiedTensor:
         return 0 if tensor is None else version_of(tensor)
 
     def in_place_error(self, rank: int) -> UsageError:
-        """Return the error for a change in place by what rank `rank` runs."""
+        """Return the error for a change in place on rank `rank`."""
         return UsageError(
             f"`{self.name}`, which modules on pipeline {name_ranks(self.ranks)} share, was changed in place by one on"
             f" rank {rank}: the others keep it as it was",
@@ -392,7 +391,7 @@ class TiedTensor:
 
 
 def find_tied(root: nn.Module, placement: Mapping[str, int], rank: int) -> list[TiedTensor]:
-    """Return what this rank's modules share with those of others; called while every rank has the whole model."""
+    """Return the tensors that this rank's modules share with those of others; needs the whole model on every rank."""
     ranks_by_memory: dict[object, set[int]] = {}
     found: list[tuple[str, nn.Module, str, object, set[int]]] = []
     for module, names in names_by_module(root).items():
