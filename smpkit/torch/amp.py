@@ -61,11 +61,11 @@ class GradScaler(torch.amp.GradScaler):
                 f"a GradScaler was made, but with `{name}` in the configuration the optimizer sees to the loss scale",
                 hint=f"remove the scaler (or pass enabled=False), or remove `{name}` and use torch.autocast",
             )
-        # Now and not when the first loss comes: that may be one without data, when a step is traced.
+        # Not lazily at the first loss, as torch does: that may be a fake tensor, when the step is traced.
         self._lazy_init_scale_growth_tracker(here)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of `optimizer` by the scale, and find out whether any of them, anywhere, is not finite.
+        """Divide the gradients of `optimizer` by the scale, and check on all ranks whether they are finite.
 
         Raises:
             UsageError: an OffloadOptimizer.
@@ -95,14 +95,14 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        # What torch's scaler asks for where an optimizer unscales in its own kernel (`fused=True`).
+        # torch's scaler calls this for optimizers that unscale in their own kernel (`fused=True`).
         super()._check_inf_per_device(optimizer)
         return self._share_found_inf(optimizer)
 
     def _share_found_inf(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
         """All-reduce `found_inf`: a rank may have no gradients of its own, and must skip the step all the same."""
         optimizer_state = self._per_optimizer_states[id(optimizer)]
-        found = torch.zeros((), dtype=torch.float32, device=_device())  # whatever the default is
+        found = torch.zeros((), dtype=torch.float32, device=_device())
         for each in optimizer_state["found_inf_per_device"].values():
             found = torch.maximum(found, each.to(found.device))
         agreed: dict[torch.device, torch.Tensor] = {found.device: all_reduce_found_inf(found)}

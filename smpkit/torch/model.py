@@ -1,4 +1,13 @@
-"""`smp.DistributedModel`: the user's model, placed, replicated and with a backward that knows about microbatches."""
+"""`smp.DistributedModel`: the user's model, divided, placed and replicated, with a backward that knows of microbatches.
+
+::
+
+    DistributedModel(module)   distribute ──► cast ──► place ──► replicate     (over a pipeline at the first step)
+    @smp.step                  step_inputs ──► begin_step ──► (begin_microbatch, forward, backward) ... ──► end_step
+
+The parts that do the work, each None where the configuration has no use for it: `pipeline`, `data_parallel` and
+`offloading`. State dicts are those of the user's module; state_dict.py puts them together over ranks.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +97,7 @@ class DistributedModel(nn.Module):
         find_unused_parameters: accepted for compatibility; unused parameters are always found, at no cost.
 
     Raises:
-        UsageError: before `smp.init()`, a second model, a wrapped model, or an argument that cannot be meant.
+        UsageError: before `smp.init()`, a second model, a wrapped model, or an argument out of its range.
     """
 
     def __init__(
@@ -177,16 +186,16 @@ class DistributedModel(nn.Module):
         return self._run_module(args, kwargs)
 
     def _run_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module, with its weights where they must be."""
+        # `fully_shard` has gathered a block when its forward fails: it must let go of it again.
         if self.data_parallel is not None and self.data_parallel.shards_parameters:
             with _abandon_on_error(self.data_parallel):
                 return self._run_in_precision(args, kwargs)
         return self._run_in_precision(args, kwargs)
 
     def _run_in_precision(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module, in half precision if it has that."""
         if self._half_dtype is None:
-            return self._modules["module"](*args, **kwargs)  # type: ignore[misc] # past nn.Module's slow __getattr__
+            # Not `self.module`: nn.Module's __getattr__ is slow, and this runs for every microbatch.
+            return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         args, kwargs = cast_inputs((args, kwargs), self._half_dtype)
         return cast_outputs(self.module(*args, **kwargs), self._half_dtype)
 
@@ -209,12 +218,13 @@ class DistributedModel(nn.Module):
             raise UsageError(f"model.backward takes a loss (a tensor) or a list of them, got {type(tensors).__name__}")
         grads = [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else grad_tensors
         run = state.step
-        if state.tracing:
+        if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return
         if self.pipeline is not None and run is None:
             raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
         scale = _loss_scale() * (1.0 if run is None else self._microbatch_scale(run))
         if self.pipeline is not None and run is not None:
+            # Only records the roots: the schedule decides when each microbatch runs its backward.
             run.total_backwards += 1
             self.pipeline.backward(roots, grads, scale)
             return
@@ -243,14 +253,18 @@ class DistributedModel(nn.Module):
         return same
 
     def begin_step(self, function: Callable[..., Any], first: MicrobatchCall) -> None:
-        """Get ready for the microbatches of a step (called by `@smp.step`); at the first, partition the model."""
+        """Prepare for the microbatches of a step (called by `@smp.step`); at the first, partition the model."""
         if self.pipeline is not None and not self.partitioned:
+            # What the constructor does last without a pipeline, now that ranks know their parts. All of it is
+            # collective, so every rank of the pipeline runs this in its first step.
             self.pipeline.prepare(function, first)
             self._restore_random()
             self.partitioned = True
             self._replicate()
             if state.optimizer is not None:
                 state.optimizer.drop_foreign_states()
+            # Checkpoints that were loaded before the partition are read now, each rank its part. Masters follow the
+            # weights, so they come last.
             run_deferred_loads()
             if state.optimizer is not None:
                 state.optimizer.refresh_masters()
@@ -262,9 +276,12 @@ class DistributedModel(nn.Module):
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
-        """Lead random numbers while microbatches run here, as over a pipeline (called by `@smp.step`)."""
+        """Give modules the random streams that they have over a pipeline, without one (called by `@smp.step`).
+
+        So dropout draws the same masks at every pipeline degree.
+        """
         if self.random is None:
-            # torch.compile of the whole model traces through the calls of its modules: leave those alone.
+            # torch.compile of the whole model traces through the calls of its modules, which must stay plain then.
             if hasattr(self.module, "_orig_mod"):
                 yield
                 return
@@ -275,19 +292,21 @@ class DistributedModel(nn.Module):
             yield
 
     def begin_microbatch(self, index: int) -> None:
-        """Start the random numbers of a microbatch (called by `@smp.step`)."""
+        """Start the random streams of a microbatch, and tell offloading its number (called by `@smp.step`)."""
         if self.random is not None:
             self.random.begin_microbatch(index)
         if self.offloading is not None:
             self.offloading.begin_microbatch(index)
 
     def random_state(self) -> Mapping[str, int]:
-        """Return how far the streams of random numbers are, the same on all ranks: what a checkpoint keeps of them."""
+        """Return seed and step of the random streams, for a checkpoint; the same on all ranks."""
         random = self._streams
-        return self._saved_random if random is None else {"seed": random.seed - state.rdp_rank, "step": random.step}
+        if random is None:  # not made before the first step
+            return self._saved_random
+        return {"seed": random.seed - state.rdp_rank, "step": random.step}
 
     def load_random_state(self, kept: Mapping[str, int]) -> None:
-        """Go on with the random numbers of the job that saved `random_state()`; nothing if it is empty."""
+        """Continue the random streams of the job that saved `random_state()`; an empty state changes nothing."""
         self._saved_random = dict(kept)
         self._restore_random()
 
@@ -307,12 +326,12 @@ class DistributedModel(nn.Module):
         return self.random if self.pipeline is None else self.pipeline.random
 
     def before_last_backward(self) -> None:
-        """Let gradients be reduced while the backward that comes next runs."""
+        """Make the coming backward, the last of the step, reduce gradients while it runs."""
         if self.data_parallel is not None:
             self.data_parallel.before_last_backward()
 
     def end_step(self, run: StepProgress) -> None:
-        """Make gradients final when the microbatches are done (called by `@smp.step`)."""
+        """Reduce what is left of the gradients when the microbatches are done (called by `@smp.step`)."""
         if self.data_parallel is not None:
             with recorded_work("reduce gradients"):
                 self.data_parallel.end_step(run)
@@ -321,7 +340,7 @@ class DistributedModel(nn.Module):
         self.run_post_step_hooks()
 
     def abandon_step(self, error: BaseException) -> None:
-        """Forget a step that an exception ended."""
+        """Clean up after a step that an exception ended."""
         if self.pipeline is not None:
             self.pipeline.abandon(error)
         if self.offloading is not None:
@@ -330,7 +349,7 @@ class DistributedModel(nn.Module):
             self.data_parallel.abandon()
 
     def run_post_step_hooks(self) -> None:
-        """Run hooks that wait for the end of a step; without `@smp.step` the optimizer calls this before its step."""
+        """Run the post-step hooks; without `@smp.step` the optimizer calls this before its step."""
         self._run_hooks(self._post_step_hooks)
 
     def register_post_partition_hook(self, hook: ModelHook) -> RemovableHandle:
@@ -533,7 +552,7 @@ class DistributedModel(nn.Module):
         return local_state_names(self.module, self.holds, self._placement)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what `copy.deepcopy` and `torch.save` copy of it; over several ranks there is no such thing.
+        """Return the attributes, which `copy.deepcopy` and `torch.save` copy; on a single rank only.
 
         Raises:
             UsageError: the model has a pipeline or replicas.
@@ -552,7 +571,7 @@ class DistributedModel(nn.Module):
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _replicate(self) -> None:
-        """Make this rank's part equal to its replicas', and keep it so."""
+        """Make this rank's part equal to its replicas', and set up what averages its gradients."""
         if state.cfg.sharded_data_parallel_degree > 1:
             from smpkit.torch.data_parallel.fsdp import shard_model  # torch's fully_shard takes a second to load
 
@@ -570,6 +589,7 @@ class DistributedModel(nn.Module):
 
     def _refuse_backward_on_tensors(self) -> None:
         """Refuse `loss.backward()` where its gradients would miss a scale: of the microbatch, or of the loss."""
+        # On the first trained parameter only: nearly every backward reaches it, and a hook on each would cost time.
         first = next((param for param in self.module.parameters() if param.requires_grad), None)
         if first is not None:
             first.register_post_accumulate_grad_hook(self._refuse_backward_on_tensor)  # type: ignore[no-untyped-call]
@@ -589,7 +609,7 @@ class DistributedModel(nn.Module):
 
 @contextlib.contextmanager
 def _abandon_on_error(replica: DataParallel | None) -> Iterator[None]:
-    """Forget a pass outside any step that an exception ends; the step sees to its own."""
+    """Clean up after a pass outside any step that an exception ends; inside, `abandon_step` does that."""
     try:
         yield
     except BaseException:
@@ -605,7 +625,7 @@ def _loss_scale() -> float:
 def _scale_grad_outputs(
     roots: Sequence[torch.Tensor], grads: Iterable[torch.Tensor | None] | None, scale: float
 ) -> list[torch.Tensor | None]:
-    """Return the gradients that backward starts from, times `scale`."""
+    """Return the gradients of the roots of backward, times `scale`; those not given are 1."""
     given: list[torch.Tensor | None] = [None] * len(roots) if grads is None else list(grads)
     return [scaled_root_gradient(root, grad, scale) for root, grad in zip(roots, given, strict=True)]
 

@@ -51,10 +51,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `dynamic_loss_args=` (as scripts for SMP v1 pass them) or each by its name.
 
     Raises:
-        UsageError: before `smp.init()`, for something that is no optimizer, or a loss scale that cannot be meant.
+        UsageError: before `smp.init()`, for something that is no optimizer, or an invalid loss scale.
     """
 
-    # What the optimizer inside says of itself does not hold here: it does not see what a scaler writes on this object.
+    # False even if the optimizer inside has it: a GradScaler would write `grad_scale` on this object, unseen in there.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -71,16 +71,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if half is torch.bfloat16:
             scaler = StaticLossScaler()
         self.optimizer = optimizer
+        # Made with the parameters of before the model was wrapped: tensor parallelism has replaced some of them, and
+        # sharded data parallelism all. An optimizer that is made first is updated by the model instead.
         if state.model is not None:
             replace_optimizer_parameters(optimizer)
         if state.model is not None and state.model.data_parallel is not None:
             state.model.data_parallel.update_param_groups(optimizer.param_groups)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)
-        """What stands between the optimizer inside and a model in half precision; None without `fp16` and `bf16`."""
+        """The float32 weights behind a model in half precision; None without `fp16` and `bf16`."""
         state.optimizer = self
 
     _is_accelerate_prepared = True
-    """Accelerate has nothing to add: its own wrapper would hide the methods that SMP v1 added."""
+    """Keeps accelerate from wrapping it once more, which would hide the methods that SMP v1 added."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -88,7 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return bool(getattr(self, "overflow", False))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # copy and pickle look before __init__ has run
+        if name == "optimizer":  # copy and pickle look for methods before __init__ has run: an endless recursion
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -227,12 +229,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._masters_or_raise.fp16_groups
 
     def init_master_params(self) -> None:
-        """Make the master weights now; they are made by themselves when they are needed."""
+        """Make the master weights now; without this call they are made when they are first needed."""
         if self.masters is not None:
             self.masters.create_missing()
 
     def reload_model_params(self) -> None:
-        """Make the master weights equal to the model's, after something else than `step` has changed those.
+        """Copy the model's weights into the master weights, after the script has changed them itself.
 
         After `model.load_state_dict` that is done already.
         """
@@ -240,12 +242,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.masters.copy_from_model()
 
     def refresh_masters(self) -> None:
-        """Renew the master weights of what has been loaded into the model (called by `model.load_state_dict`)."""
+        """Copy weights that were loaded into the model into their masters (called by `model.load_state_dict`)."""
         if self.masters is not None:
             self.masters.copy_from_model(keep_if_rounded=True)
 
     def scale_for_backward(self) -> float:
-        """Return what the loss of the backward that comes next is multiplied with (called by `model.backward`)."""
+        """Return the loss scale of the coming backward (called by `model.backward`)."""
         return 1.0 if self.masters is None else self.masters.scale_for_backward()
 
     @property
@@ -276,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**result, "state": merge_on_all_ranks(result["state"])}
 
     def orig_state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer inside, in torch's layout, as it is on this rank."""
+        """Return the optimizer state of this rank, in torch's layout."""
         run_deferred_loads()
         result: dict[str, Any] = self.optimizer.state_dict()
         return result
@@ -330,7 +332,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.drop_foreign_states()
 
     def drop_foreign_states(self) -> None:
-        """Let go of the states of parameters that other ranks hold or own, and keep the others beside theirs."""
+        """Drop states of parameters that other ranks hold or own, and move the others to their parameters' devices."""
         model = state.model
         if model is None or not model.partitioned or (model.pipeline is None and _zero1_partition() is None):
             return
@@ -345,16 +347,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     values[key] = value.to(parameter.device)
 
     def _model_parameters(self) -> list[torch.Tensor]:
-        """Return the model's parameters by the numbers that state dicts give them."""
+        """Return the model's parameters, in the order of the numbers that state dicts give them."""
         return [self.model_parameter(parameter) for group in self.param_groups for parameter in group["params"]]
 
     def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the model's parameter that a member of `param_groups` is the master weight of: often itself."""
+        """Return the model's parameter whose master weight a member of `param_groups` is: itself if it is none."""
         return parameter if self.masters is None else self.masters.model_parameter_of(parameter)
 
 
 def _zero1_partition() -> Zero1Partition | None:
-    """Return who owns which parameter, where the optimizer state is sharded and this rank's part of the model known."""
+    """Return the owners of parameters, if `shard_optimizer_state` is on and this rank knows its part of the model."""
     model = state.model
     return None if model is None or model.data_parallel is None else model.data_parallel.zero1
 

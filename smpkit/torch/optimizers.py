@@ -132,7 +132,7 @@ class FusedAdam(_Fused):
         set_grad_none: let `zero_grad()` set gradients to None, not to zero.
 
     Raises:
-        UsageError: a value that cannot be meant.
+        UsageError: a value out of its range.
         UnsupportedError: amsgrad.
     """
 
@@ -193,7 +193,7 @@ class FusedLAMB(_Fused):
         use_nvlamb: also without weight decay let the step be in proportion to the weights.
 
     Raises:
-        UsageError: a value that cannot be meant.
+        UsageError: a value out of its range.
         UnsupportedError: amsgrad.
     """
 
@@ -265,7 +265,7 @@ class FusedNovoGrad(_Fused):
         set_grad_none: let `zero_grad()` set gradients to None, not to zero.
 
     Raises:
-        UsageError: a value that cannot be meant.
+        UsageError: a value out of its range.
         UnsupportedError: amsgrad.
     """
 

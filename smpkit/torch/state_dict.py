@@ -206,6 +206,7 @@ def gather_by_rdp_rank(own: States) -> States | list[States]:
 
     That is SMP v1's layout of `local_state_dict()`; all ranks of RDP_GROUP call this.
     """
+    # Messages to the first rank, not an all-gather: the others have no use for all states, and no memory to spare.
     if state.rdp_rank > 0:
         send(own, 0, RankType.RDP_RANK)
         return own
@@ -213,24 +214,24 @@ def gather_by_rdp_rank(own: States) -> States | list[States]:
 
 
 def merge_shards(states: States | Sequence[States]) -> dict[int, Any]:
-    """Return states that may be a list by rdp_rank as one mapping."""
+    """Return one mapping of states that may be a list of them, by rdp_rank."""
     if isinstance(states, Mapping):
         return dict(states)
     return {number: entry for each in states for number, entry in each.items()}
 
 
 def to_local(states: States) -> dict[int, Any]:
-    """Return states with this rank's parts of tensors that sharded data parallelism divides."""
+    """Return states with DTensors (of sharded data parallelism) replaced by this rank's parts of them."""
     return _map_values(states, local_tensor_of)
 
 
 def to_full(states: States) -> dict[int, Any]:
-    """Return states with the wholes of such tensors; all ranks of RDP_GROUP call this."""
+    """Return states with DTensors replaced by the whole tensors; all ranks of RDP_GROUP call this."""
     return _map_values(states, full_tensor_of)
 
 
 def to_shards(states: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
-    """Return states of wholes or of this rank's parts as sharded data parallelism divides the parameters."""
+    """Return states with whole tensors, or this rank's parts, replaced by DTensors divided as the parameters are."""
     return {
         number: {key: distribute_like(value, parameters[number]) for key, value in entry.items()}
         for number, entry in states.items()
@@ -242,9 +243,9 @@ def _map_values(states: States, function: Callable[[Any], Any]) -> dict[int, Any
 
 
 def gather_all(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any]:
-    """Return the states that all data-parallel ranks keep, on each of them; all of them call this.
+    """Return the states of all data-parallel ranks, on each of them; all of them call this.
 
-    Of tensor-parallel parameters these are the states of this rank's pieces.
+    Of tensor-parallel parameters only the ranks with the same piece are asked: the others have states of other pieces.
     """
     pieces = {number for number, each in enumerate(parameters) if is_tp_shard(each)}
     ordinary = {number: entry for number, entry in own.items() if number not in pieces}
@@ -258,12 +259,13 @@ def gather_all(own: States, parameters: Sequence[torch.Tensor]) -> dict[int, Any
 def gather_owned(
     states: States, parameters: Sequence[torch.Tensor], owns: Callable[[torch.Tensor], bool]
 ) -> dict[int, Any]:
-    """Return the states of the parameters that this rank owns, from whatever data-parallel rank has them.
+    """Return the states of the parameters that this rank owns, from whichever data-parallel rank has them.
 
-    All of them call this. Where each has its own, as after saving and loading with the same ranks, nothing but lists of
-    numbers travel.
+    All data-parallel ranks call this.
     """
     owned = {number for number, each in enumerate(parameters) if owns(each)}
+    # First the numbers only: after saving and loading with the same ranks, each has its own states already. All ranks
+    # must come to the same decision, because `gather_all` is collective.
     known = set().union(*allgather(set(states), CommGroup.DP_GROUP))
     if any(allgather(bool((owned & known) - set(states)), CommGroup.DP_GROUP)):
         states = gather_all(states, parameters)

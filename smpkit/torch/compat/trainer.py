@@ -3,7 +3,7 @@
 `Trainer` trains with SMP by itself if `is_sagemaker_mp_enabled()`: it wraps the model and the optimizer, runs its step
 through `smp.step`, saves and resumes (transformers 4.4 to 5). Between the releases that SMP v1 was tested with and
 those of today that branch has fallen behind the code around it. `Trainer` is therefore replaced by a subclass of
-itself as it is loaded, whose methods each say what they mend:
+itself as it is loaded, which corrects:
 
 ================================= ====================================================================================
 place                             without it
@@ -45,11 +45,11 @@ __all__ = ["SmpTrainer", "install"]
 
 _MODULE: Final = "transformers.trainer"
 _LAUNCHERS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "OMPI_", "PMI_", "MPI_", "MV2_", "PMIX_")
-"""Beginnings of variables from which accelerate concludes that this process is one of several."""
+"""Prefixes of variables from which accelerate concludes that this process is one of several."""
 
 
 class SmpTrainer:
-    """The overriding half of the class that stands for `transformers.Trainer`; `super()` is the original."""
+    """A mixin in front of `transformers.Trainer`; `super()` is the original."""
 
     args: Any
     accelerator: Any
@@ -82,7 +82,7 @@ class SmpTrainer:
         return self.optimizer
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if state.mp_rank == 0:  # the ranks of one model share a file, and draw from the same stream between its parts
+        if state.mp_rank == 0:  # the ranks of one model would write the same file, and have the same random state
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -118,7 +118,7 @@ def _weights_of(file: Path) -> Mapping[str, torch.Tensor]:
     return weights
 
 
-# ---- the world, as accelerate sees it --------------------------------------------------------------------------------
+# --- the world, as accelerate sees it ---------------------------------------------------------------------------------
 
 
 def _data_replicas() -> tuple[int, int, CommGroup]:
@@ -129,14 +129,14 @@ def _data_replicas() -> tuple[int, int, CommGroup]:
 
 
 def _set_device(args: Any) -> None:
-    """Set what the cached property `TrainingArguments._setup_devices` would find out: it knows `cuda` only."""
+    """Set the cached property `TrainingArguments._setup_devices`, which would choose `cuda` in any case."""
     args.__dict__["_setup_devices"] = state.device
     args.distributed_state = None
     args._n_gpu = 1
 
 
 def _configure_accelerate() -> None:
-    """Make accelerate's state that of one process that shares the data with those of the other replicas."""
+    """Make accelerate's world one of replicas: a process for each, with its own part of the data."""
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -162,7 +162,7 @@ def _environment_without(prefixes: tuple[str, ...]) -> Iterator[None]:
 
 
 def _gather_over_replicas(accelerator: Any) -> None:
-    """Let an accelerator gather from the replicas and clip by the whole model's norm; the rest of its work SMP does."""
+    """Make an accelerator gather from the replicas and clip by the norm of the whole model."""
     _, replicas, group = _data_replicas()
 
     def gathered(value: Any) -> Any:
@@ -184,7 +184,7 @@ def _gather_over_replicas(accelerator: Any) -> None:
 
 
 def _pad(value: Any, dim: int, pad_index: int, pad_first: bool, group: CommGroup) -> Any:
-    """Lengthen a tensor along `dim` to the longest of the group's."""
+    """Pad a tensor along `dim` to the longest in the group."""
     if not isinstance(value, torch.Tensor) or dim >= value.dim():
         return value
     missing = max(allgather(value.shape[dim], group)) - value.shape[dim]
@@ -194,16 +194,16 @@ def _pad(value: Any, dim: int, pad_index: int, pad_first: bool, group: CommGroup
     return torch.cat([padding, value] if pad_first else [value, padding], dim)
 
 
-# ---- put in place ----------------------------------------------------------------------------------------------------
+# --- put in place when transformers is imported -----------------------------------------------------------------------
 
 
 def install() -> None:
-    """Replace `Trainer` once its module is loaded, whether that has begun or not."""
+    """Replace `Trainer` once its module is loaded, which may be later or going on right now."""
     module = sys.modules.get(_MODULE)
     if module is None:
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
-    elif "Trainer" not in vars(module):  # it imports us just now, and has its class later
+    elif "Trainer" not in vars(module):  # it is importing smdistributed, which called us, and defines its class later
         module.__class__ = _LoadingModule
 
 

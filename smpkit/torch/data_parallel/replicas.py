@@ -20,7 +20,7 @@ __all__ = ["broadcast_tensors", "check_same_model"]
 
 _Value = TypeVar("_Value")
 
-CHUNK_BYTES = 64 * 1024 * 1024  # what one broadcast copies at most: bounds the memory that packing needs
+CHUNK_BYTES = 64 * 1024 * 1024  # of one broadcast, at most: bounds the memory that packing needs
 
 
 def check_same_model(module: nn.Module) -> None:
@@ -39,6 +39,7 @@ def check_same_model(module: nn.Module) -> None:
 
 
 def _check_same(lines: Sequence[str], group: dist.ProcessGroup) -> None:
+    # Hashes first: the lines of a large model are long, and equal nearly always.
     digests = _all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
         return
@@ -88,7 +89,7 @@ def _fill_chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _describe(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return lines about the pieces of tensor-parallel parameters, and about all else."""
+    """Return lines that describe the pieces of tensor-parallel parameters, and lines for everything else."""
     pieces: list[str] = []
     whole: list[str] = []
     for name, param in module.named_parameters():

@@ -81,7 +81,7 @@ class DynamicLossScaler:
             growth starts the count anew.
 
     Raises:
-        UsageError: a value that cannot be meant.
+        UsageError: a value out of its range.
     """
 
     init_scale: float = 2.0**32
@@ -147,7 +147,7 @@ def loss_scaler_of(static: float | None, dynamic: bool, arguments: Mapping[str, 
         arguments: of DynamicLossScaler; SMP v1's scripts pass them as one dict, `dynamic_loss_args`.
 
     Raises:
-        UsageError: an argument that does not exist, or a value that cannot be meant.
+        UsageError: an argument that does not exist, or a value out of its range.
     """
     given = dict(arguments)
     given.update(given.pop("dynamic_loss_args", None) or {})

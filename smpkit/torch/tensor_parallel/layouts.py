@@ -13,7 +13,7 @@ The configuration chooses: SHARD_BATCH without `prescaled_batch`, REPLICATE with
 layers the layout changes once, at its ends: `optimize: speed` takes the replicated one of the two (REPLICATE_GATHERED
 or REPLICATE), `optimize: memory` the sharded one (SHARD_BATCH or SHARD_SEQUENCE).
 
-What is averaged over which ranks, and multiplied with what, to be the gradient of the mean loss:
+How the gradient of a weight becomes that of the mean loss: the ranks that average it, and the factor that follows.
 
 ==================  ===========================  ==========================================================
 layout              sharded weight               replicated weight, used on the values in between
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class Layout(Enum):
-    """What a tensor-parallel rank holds of the values between distributed modules."""
+    """The part that a tensor-parallel rank holds of the values between distributed modules."""
 
     SHARD_BATCH = "batch"
     """Its own samples."""
@@ -104,7 +104,7 @@ def stack_layout() -> Layout:
 
 
 def enter_region(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
-    """Return the values as a weight that is divided by output features needs them: all that the group holds.
+    """Return all values of the group, as a weight that is divided by output features needs them.
 
     Raises:
         UsageError: the ranks hold unequal numbers of samples.
@@ -116,7 +116,7 @@ def enter_region(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
 
 
 def leave_region(x: torch.Tensor, boundary: Layout) -> torch.Tensor:
-    """Add up what weights divided by input features made, and return what this rank holds of it.
+    """Sum the results of weights that are divided by input features, and return this rank's part of the sum.
 
     Raises:
         UsageError: the ranks do not divide the dimension that the boundary divides.
@@ -130,10 +130,10 @@ _compared_shapes: Final[set[tuple[torch.Size, torch.dtype]]] = set()
 
 
 def check_same_shape(x: torch.Tensor) -> None:
-    """Compare the shape with the other ranks' the first time it is seen.
+    """Compare a shape between the tensor-parallel ranks, the first time that it is seen here.
 
-    A rank that has seen its own shape before does not compare again: then the exchange itself fails, and the error of
-    each rank says what it waited in, with the shape.
+    If only one rank has seen its shape before, it does not take part; then the collective fails that the others wait
+    in, and each rank's error names the call and its shape.
 
     Raises:
         UsageError: the shapes differ.
@@ -144,6 +144,7 @@ def check_same_shape(x: torch.Tensor) -> None:
     if not _compared_shapes:
         state.reset_hooks.append(_compared_shapes.clear)
     group = collectives.tp_group()
+    # A message of one size, whatever the rank of the tensor: at most 12 dimensions, the rest is -1.
     mine = torch.full((12,), -1, dtype=torch.int64, device=x.device)
     mine[: min(x.dim(), 12)] = torch.tensor(x.shape[:12], device=x.device)
     shapes_by_rank = [torch.empty_like(mine) for _ in range(state.tp_size)]
@@ -177,13 +178,13 @@ def new_shard_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """Return this rank's piece of a parameter, without values, with its place written on it.
+    """Return this rank's piece of a parameter, uninitialised, with its mark.
 
     Args:
         shape: of the whole parameter.
         dim: the dimension that is divided over the ranks.
         boundary: what the module takes and returns.
-        parts: sizes along `dim` of pieces that are packed into one and divided each by itself.
+        parts: sizes along `dim` of pieces that are packed into one, each divided by itself.
     """
     shard = TpShard(shape, dim, parts, state.tp_rank, state.tp_size, *boundary.shard_reduction)
     parameter = nn.Parameter(torch.empty(shard.local_shape, device=device, dtype=dtype))
@@ -198,14 +199,14 @@ def new_replicated_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """Return a parameter that all ranks hold and use on the values between modules, without values."""
+    """Return a parameter, uninitialised, that all ranks hold and use on the values between modules."""
     parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     mark_replicated(parameter, boundary)
     return parameter
 
 
 def mark_replicated(parameter: torch.Tensor, boundary: Layout) -> None:
-    """Write on a parameter that all ranks hold it, unless it is an ordinary one of data parallelism."""
+    """Mark a parameter that all ranks hold, unless it is reduced as any other of data parallelism."""
     group, scale = boundary.replicated_reduction
     if state.tp_size > 1 and (group, scale) != (CommGroup.DP_GROUP, 1.0):
         mark(parameter, TpShard(tuple(parameter.shape), None, (), state.tp_rank, state.tp_size, group, scale))

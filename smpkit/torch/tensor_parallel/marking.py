@@ -1,4 +1,7 @@
-"""Say which modules are to be distributed: where they are made, or afterwards; `DistributedModel` then does it."""
+"""Mark modules for tensor parallelism: where they are made, or afterwards. `DistributedModel` then replaces them.
+
+Marks are attributes of the modules, so copies keep them; `marking_of` reads them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _ATTRIBUTE: Final = "_smp_tensor_parallelism"
 
 @dataclass(frozen=True)
 class Marking:
-    """What the user wants of one module.
+    """The user's choice for one module.
 
     Args:
         enabled: whether to distribute it.
@@ -35,7 +38,7 @@ class Marking:
 
 
 def marking_of(module: nn.Module) -> Marking | None:
-    """Return what the user said of a module; None for nothing."""
+    """Return the user's choice for a module; None if there is none."""
     marking: Marking | None = vars(module).get(_ATTRIBUTE)
     return marking
 
@@ -109,7 +112,7 @@ def model_creation(
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise UsageError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     with (
-        _marked(tensor_parallelism, tensor_parallel_config),
+        _marked(tensor_parallelism, **tensor_parallel_config),
         _delayed(_delay(delayed_parameter_initialization, delay_param_initialization)),
         default_dtype(dtype),
     ):
@@ -129,7 +132,7 @@ def _delay(first: bool | None, second: bool | None) -> bool:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make floating-point tensors of this dtype where none is asked for."""
+    """Set torch's default dtype in this block; None leaves it as it is."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
@@ -138,8 +141,6 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _marked(enabled: bool, config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    return tensor_parallelism(enabled, **config)
-
-
-_delayed = delay_param_initialization  # `model_creation` has arguments of these names
+# `model_creation` has arguments of these names.
+_marked = tensor_parallelism
+_delayed = delay_param_initialization

@@ -20,7 +20,7 @@ __all__ = ["DistributedModule", "KeepsShardMarks", "global_shape", "initialize_s
 
 
 class KeepsShardMarks(nn.Module):
-    """A module that keeps what is written on its parameters and buffers when they are replaced by new tensors."""
+    """A module that keeps the marks of its parameters and buffers when these are replaced by new tensors."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Keep marks on buffers, which `to`, `half` and their like replace."""
@@ -45,15 +45,15 @@ class KeepsShardMarks(nn.Module):
 class DistributedModule(KeepsShardMarks):
     """A module that the ranks of a tensor-parallel group hold and compute together (the class of that name in SMP v1).
 
-    Sizes given to constructors are those of the whole module; parameters are this rank's pieces, and `shard_of` says of
-    each where it lies. All ranks of the group call the module together, with values of the same shape.
+    Sizes given to constructors are those of the whole module; parameters are this rank's pieces, each with a mark that
+    `shard_of` returns. All ranks of the group call the module together, with values of the same shape.
 
     Args:
         boundary: what the values that it takes and returns are; None for what the configuration says.
     """
 
     initializes_shards: ClassVar[bool] = True
-    """`reset_parameters()` makes this rank's pieces; delayed initialisation calls it instead of the model's own way."""
+    """Whether `reset_parameters()` makes this rank's pieces; delayed initialisation then calls only that."""
 
     def __init__(self, *, boundary: Layout | None = None) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ def load_shard(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 def initialize_shard(parameter: nn.Parameter, initialize: Callable[[torch.Tensor], object]) -> None:
     """Initialise a local parameter as this rank's piece of a whole one.
 
-    The whole is made for a moment, so ranks that draw the same random numbers hold pieces of the same whole, and one
-    seed gives one model at every degree.
+    Ranks that draw the same random numbers then hold pieces of the same whole: one seed gives one model at every
+    degree.
     """
     if is_delayed(parameter):
         return

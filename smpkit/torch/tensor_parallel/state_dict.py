@@ -1,6 +1,11 @@
-"""State dicts of a model whose parameters are pieces: joined, taken apart, and under the names of either kind.
+"""State dicts under tensor parallelism: pieces joined to whole tensors and back, and the names of either model.
 
-Tensors are joined, translated and taken apart one at a time.
+::
+
+    pieces, distributed names ──join_state──► wholes ──with_original_names──► wholes, original names
+    pieces, distributed names ◄──shard_state── wholes ◄──with_distributed_names── wholes, original names
+
+Tensors are joined, translated and taken apart one at a time, so memory holds one whole tensor beside the result.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ __all__ = [
 
 
 def shards_in(root: nn.Module) -> dict[str, TpShard]:
-    """Return where the divided parameters and buffers of a model lie, by their names in its state dict."""
+    """Return the marks of the divided parameters and buffers of a model, by their names in its state dict."""
     return {name: shard for name, (_, shard) in _sharded_tensors(root).items()}
 
 
@@ -43,7 +48,7 @@ def _sharded_tensors(root: nn.Module) -> dict[str, tuple[torch.Tensor, TpShard]]
 
 
 def replaced_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, ReplacementRule]]:
-    """Yield the modules that took the place of others, with their names and by which rule."""
+    """Yield the modules that replaced others: name, module, and the rule by which it did."""
     for name, module in root.named_modules():
         rule = applied_rule_of(module)
         if rule is not None:
@@ -67,7 +72,7 @@ def join_state(
     divided = _sharded_tensors(root)
     is_receiver = not on_first or state.tp_rank == 0
     result: dict[str, Any] = {}
-    known: dict[int, torch.Tensor | None] = {}
+    known: dict[int, torch.Tensor | None] = {}  # by the id of the piece: tied ones are gathered once
     for name, value in values.items():
         tensor, shard = divided.get(name.removeprefix(prefix), (None, None))
         if tensor is None or shard is None:
@@ -82,10 +87,10 @@ def join_state(
 
 
 def _gather(piece: torch.Tensor, shard: TpShard, *, on_first: bool) -> torch.Tensor | None:
-    """Return the whole tensor from the pieces of all ranks; None where it is not wanted."""
+    """Return the whole tensor from the pieces of all ranks; with `on_first`, None on the others."""
     group = state.process_group(CommGroup.TP_GROUP)
     shapes = [torch.Size(replace(shard, tp_rank=rank).local_shape) for rank in range(shard.tp_size)]
-    # The last pieces may be smaller, and collectives take equal ones: bytes, with room for the largest.
+    # Collectives take equal pieces, and the last ones may be smaller: send bytes, padded to the largest piece.
     room = max(shape.numel() for shape in shapes) * piece.element_size()
     raw = piece.detach().contiguous().reshape(-1).view(torch.uint8)
     packed = torch.zeros(room, dtype=torch.uint8, device=piece.device)
@@ -125,7 +130,7 @@ def with_distributed_names(root: nn.Module, values: Mapping[str, Any], held: Col
     Parts that have the distributed names already stay as they are.
 
     Args:
-        held: the names that this rank holds; what else would have to be translated becomes None.
+        held: the names that this rank holds; the values of others are not translated, but None.
     """
     shards = shards_in(root)
     result = dict(values)
@@ -147,7 +152,11 @@ def with_original_names(root: nn.Module, values: Mapping[str, Any]) -> dict[str,
 def _modules_to_translate(
     root: nn.Module, values: dict[str, Any], *, to_original: bool
 ) -> Iterator[tuple[str, nn.Module, dict[str, Any], Translation]]:
-    """Yield replaced modules whose part of `values` has the other names, with that part, taken out of `values`."""
+    """Yield replaced modules whose part of `values` has the names to translate, and take that part out of `values`.
+
+    Yields:
+        The prefix of the module's names, the module, its part of `values` and the translation.
+    """
     for name, module, rule in replaced_modules(root):
         prefix = f"{name}." if name else ""
         translation = rule.from_distributed if to_original else rule.to_distributed

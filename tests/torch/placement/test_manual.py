@@ -137,14 +137,14 @@ def test_what_tensor_parallelism_puts_in_the_place_of_modules_is_where_they_were
 
 def refused() -> list[str]:
     begin(auto_partition=False, default_partition=0)
-    told = []
+    messages = []
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     for rank, layer in enumerate(module):
         smp.set_partition(layer, rank)
     for index in (4, -1, True, 1.0):
         with pytest.raises(UsageError) as caught:
             smp.set_partition(module, index)  # type: ignore[arg-type]
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
         with pytest.raises(UsageError), smp.partition(index):  # type: ignore[arg-type]
             pass
     with pytest.raises(ZeroDivisionError), smp.partition(1):
@@ -153,10 +153,10 @@ def refused() -> list[str]:
     placed(module)
     with pytest.raises(UsageError, match="has been partitioned"):
         smp.set_partition(module, 0)
-    return told
+    return messages
 
 
 def test_a_partition_that_is_none_is_refused() -> None:
-    for told in run_ranks(refused, 4):
-        assert told[0] == ("partition 4 is no pipeline rank; pipeline_parallel_degree is 4\nhint: valid are 0 to 3")
-        assert [text.split()[1] for text in told] == ["4", "-1", "True", "1.0"]
+    for messages in run_ranks(refused, 4):
+        assert messages[0] == ("partition 4 is no pipeline rank; pipeline_parallel_degree is 4\nhint: valid are 0 to 3")
+        assert [text.split()[1] for text in messages] == ["4", "-1", "True", "1.0"]

@@ -36,7 +36,7 @@ def translate_hf_state_dict_to_smdistributed_bert(
     state_dict: dict[str, Any],
     max_seq_len: int | None = None,  # noqa: ARG001 - only masks depend on it
 ) -> dict[str, Any]:
-    """Return the state dict of the distributed model from that of Hugging Face's, which tensors are taken out of.
+    """Return the state dict of the distributed model from that of Hugging Face's, which is emptied.
 
     Args:
         max_seq_len: accepted for compatibility.
@@ -48,7 +48,7 @@ def translate_state_dict_to_hf_bert(
     state_dict: dict[str, Any],
     max_seq_len: int | None = None,  # noqa: ARG001 - only masks depend on it
 ) -> dict[str, Any]:
-    """Return the state dict of Hugging Face's model from the distributed one's, which tensors are taken out of.
+    """Return the state dict of Hugging Face's model from the distributed one's, which is emptied.
 
     Args:
         max_seq_len: accepted for compatibility: there are no causal masks.

@@ -1,7 +1,7 @@
 """`generate` of a Hugging Face model that tensor parallelism has replaced: Hugging Face's own, around the new forward.
 
-It asks an object for its logits again and again. That object is here of the class that was replaced, without weights,
-and its forward is the distributed model's.
+Hugging Face's loop calls a model for the logits of the next token. It is given a proxy: an instance of the replaced
+class, without weights, whose forward calls the distributed model.
 """
 
 from __future__ import annotations
@@ -74,20 +74,24 @@ def _check(model: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _own_samples(made: Any) -> Any:
-    """Return this rank's samples of what all were generated into."""
+    """Return this rank's rows of tensors with those of the whole group; other values as they are."""
     if isinstance(made, torch.Tensor):
         length = made.shape[0] // state.tp_size
         return made.narrow(0, length * state.tp_rank, length)
     if isinstance(made, tuple):
         return tuple(map(_own_samples, made))
-    return type(made)(**{name: _own_samples(value) for name, value in made.items()}) if isinstance(made, dict) else made
+    if isinstance(made, dict):  # a ModelOutput
+        return type(made)(**{name: _own_samples(value) for name, value in made.items()})
+    return made
 
 
 @contextlib.contextmanager
 def _rng_of_first_rank() -> Iterator[None]:
-    """Let all ranks of the group draw the numbers that the first one does, whose generators move on."""
-    group, on_gpu = collectives.tp_group(), state.device.type == "cuda"
-    before = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
+    """Draw the random numbers of tp_rank 0 on all ranks of the group; only its generators keep their new state."""
+    group = collectives.tp_group()
+    before = [torch.get_rng_state()]
+    if state.device.type == "cuda":
+        before.append(torch.cuda.get_rng_state())
     first = [each.to(state.device, copy=True) for each in before]
     with waiting("the random numbers of tp_rank 0", group):
         for each in first:
@@ -107,12 +111,12 @@ def _set_rng_states(states: list[torch.Tensor]) -> None:
 
 
 def _pad_to_divisible(of_positions: torch.Tensor) -> torch.Tensor:
-    """Return values with zeros behind, which no earlier position sees, where sequences are divided over the ranks."""
+    """Pad sequences with zeros if they are divided over the ranks; no earlier position sees these."""
     missing = -of_positions.shape[1] % state.tp_size if stack_layout() is Layout.SHARD_SEQUENCE else 0
     return functional.pad(of_positions, (0, missing)) if missing else of_positions
 
 
-# --- the object that Hugging Face asks --------------------------------------------------------------------------------
+# --- the proxy that Hugging Face calls --------------------------------------------------------------------------------
 
 
 def _proxy_of(model: nn.Module) -> Any:
@@ -132,7 +136,7 @@ def _proxy_of(model: nn.Module) -> Any:
 
 
 class _GenerateProxy:
-    """A model without weights that hands calls on."""
+    """A mixin for a model without weights: its forward calls the distributed model."""
 
     @property
     def device(self) -> torch.device:

@@ -43,7 +43,7 @@ def translate_hf_state_dict_to_smdistributed_gpt2(
     state_dict: dict[str, Any],
     max_seq_len: int | None = None,  # noqa: ARG001 - only masks depend on it
 ) -> dict[str, Any]:
-    """Return the state dict of the distributed model from that of Hugging Face's, which tensors are taken out of.
+    """Return the state dict of the distributed model from that of Hugging Face's, which is emptied.
 
     Args:
         max_seq_len: accepted for compatibility.
@@ -52,7 +52,7 @@ def translate_hf_state_dict_to_smdistributed_gpt2(
 
 
 def translate_state_dict_to_hf_gpt2(state_dict: dict[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """Return the state dict of Hugging Face's model from the distributed one's, which tensors are taken out of.
+    """Return the state dict of Hugging Face's model from the distributed one's, which is emptied.
 
     Args:
         max_seq_len: add the causal masks for sequences of this length that older versions of `transformers` keep as

@@ -35,7 +35,7 @@ def translate_hf_state_dict_to_smdistributed_gptneo(
     state_dict: dict[str, Any],
     max_seq_len: int | None = None,  # noqa: ARG001 - only masks depend on it
 ) -> dict[str, Any]:
-    """Return the state dict of the distributed model from that of Hugging Face's, which tensors are taken out of.
+    """Return the state dict of the distributed model from that of Hugging Face's, which is emptied.
 
     Args:
         max_seq_len: accepted for compatibility.
@@ -46,7 +46,7 @@ def translate_hf_state_dict_to_smdistributed_gptneo(
 def translate_state_dict_to_hf_gptneo(
     state_dict: dict[str, Any], max_seq_len: int | None = None, *, windows: Sequence[int | None] = (None, 256)
 ) -> dict[str, Any]:
-    """Return the state dict of Hugging Face's model from the distributed one's, which tensors are taken out of.
+    """Return the state dict of Hugging Face's model from the distributed one's, which is emptied.
 
     Args:
         max_seq_len: add the causal masks for sequences of this length that older versions of `transformers` keep as

@@ -42,7 +42,7 @@ def translate_hf_state_dict_to_smdistributed_gptneox(
     *,
     num_attention_heads: int,
 ) -> dict[str, Any]:
-    """Return the state dict of the distributed model from that of Hugging Face's, which tensors are taken out of.
+    """Return the state dict of the distributed model from that of Hugging Face's, which is emptied.
 
     Args:
         max_seq_len: accepted for compatibility.
@@ -55,7 +55,7 @@ def translate_hf_state_dict_to_smdistributed_gptneox(
 def translate_state_dict_to_hf_gptneox(
     state_dict: dict[str, Any], max_seq_len: int | None = None, *, num_attention_heads: int
 ) -> dict[str, Any]:
-    """Return the state dict of Hugging Face's model from the distributed one's, which tensors are taken out of.
+    """Return the state dict of Hugging Face's model from the distributed one's, which is emptied.
 
     Args:
         max_seq_len: add the causal masks for sequences of this length that older versions of `transformers` keep as

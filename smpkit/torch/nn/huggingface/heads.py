@@ -1,4 +1,4 @@
-"""What takes the place of Hugging Face models: modules of `smp.nn`, with outputs as users of those models expect."""
+"""The modules of `smp.nn` that replace Hugging Face models, with their arguments and outputs, and their registration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["HuggingFaceEncoder", "HuggingFaceLMHead", "lm_head_call", "refuse_ar
 
 
 def _with_options(kind: type) -> inspect.Signature:
-    """Return the signature of a class that takes LayerOptions as keyword arguments, with their names."""
+    """Return the signature of a class with its `**options` spelled out: `with_overrides` goes by argument names."""
     known = inspect.signature(kind).parameters.values()
     named = [each for each in known if each.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [field.name for field in dataclasses.fields(LayerOptions)] + sorted(IGNORED_OPTIONS)
@@ -36,7 +36,7 @@ def _with_options(kind: type) -> inspect.Signature:
 class HuggingFaceLMHead(DistributedTransformerLMHead):
     """A language model that returns what Hugging Face's return: `output["loss"]`, `output["logits"]`.
 
-    With labels, logits are brought together when they are looked at; all ranks of the tensor-parallel group do that.
+    With labels, logits are gathered when they are first read, which all ranks of the tensor-parallel group do together.
     """
 
     __signature__ = _with_options(DistributedTransformerLMHead)
@@ -129,7 +129,7 @@ def register_model(
 
 
 def _copy_config(original: nn.Module, distributed: nn.Module) -> None:
-    """Give the distributed module what scripts read from a model."""
+    """Copy what scripts read from a model to the distributed module."""
     for name in ("config", "generation_config"):
         if hasattr(original, name):
             object.__setattr__(distributed, name, getattr(original, name))
@@ -179,10 +179,10 @@ def lm_head_call(
 
 
 def _packed_sequence_mask(positions: torch.Tensor) -> torch.Tensor:
-    """Return the mask, added to scores, that keeps sequences packed into one sample apart.
+    """Return an additive mask (batch, 1, length, length) that separates sequences packed into one sample.
 
-    Hugging Face's models do so where they make no cache. A sequence ends where the next position is not one more. No
-    value is looked at, so that shapes alone can be traced.
+    Hugging Face's models do so when they make no cache. A new sequence begins where a position is not one more than the
+    position before. No value is read on the host, so that the step can be traced on fake tensors.
     """
     begins = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
     sequence = begins.cumsum(-1)

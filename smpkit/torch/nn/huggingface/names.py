@@ -1,4 +1,9 @@
-"""State dicts of Hugging Face models and of the modules that take their places: names, and how tensors lie."""
+"""How the state dicts of Hugging Face models and of the modules that replace them correspond.
+
+A list of `WeightMapping` describes one family: which tensors of ours and of theirs are the same, transposed, or packed
+into one. `translation` applies it lazily, weight by weight, when a model is replaced; `rename` applies it to a whole
+state dict, for the functions that scripts call.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +47,12 @@ class WeightMapping:
 
 
 def same(ours: str, theirs: str) -> list[WeightMapping]:
-    """Return the names of a layer whose weight and bias are the same."""
+    """Map a layer whose weight and bias are the same tensors in both."""
     return [WeightMapping(f"{ours}.{part}", (f"{theirs}.{part}",), _first, _as_list) for part in ("weight", "bias")]
 
 
 def transposed(ours: str, theirs: str) -> list[WeightMapping]:
-    """Return the names of a linear layer that they keep as (in, out): GPT-2's `Conv1D`."""
+    """Map a linear layer whose weight is (in, out) there: GPT-2's `Conv1D`."""
     weight = WeightMapping(
         f"{ours}.weight", (f"{theirs}.weight",), lambda each: each[0].t(), lambda each: [each.t().contiguous()]
     )
@@ -55,7 +60,7 @@ def transposed(ours: str, theirs: str) -> list[WeightMapping]:
 
 
 def packed(ours: str, theirs: Sequence[str]) -> list[WeightMapping]:
-    """Return the names of linear layers that are one of ours, one below the other."""
+    """Map linear layers of theirs to one of ours, whose weights are concatenated along the output features."""
     count = len(theirs)
     return [
         WeightMapping(
@@ -66,7 +71,10 @@ def packed(ours: str, theirs: Sequence[str]) -> list[WeightMapping]:
 
 
 def heads(ours: str, theirs: str, num_heads: int) -> list[WeightMapping]:
-    """Return the names of a projection that they keep as query, key and value of each head in turn."""
+    """Map a projection whose rows are query, key and value of each head in turn there.
+
+    Ours has all queries, then all keys, then all values: (heads, 3, head size, ...) <-> (3, heads, head size, ...).
+    """
 
     def heads_to_kinds(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         whole = tensors[0]
@@ -134,13 +142,13 @@ def rename(
     dropped: Collection[str] = (),
     tied: bool = False,
 ) -> dict[str, Any]:
-    """Translate a whole state dict, taking every tensor out of `state` when it is done, to save memory.
+    """Translate a whole state dict, removing each tensor from `state` when it is done, to save memory.
 
-    What is under no known name stays under its own.
+    Tensors with unknown names keep them.
 
     Args:
-        dropped: names that end so are left out: masks that are buffers in older versions of their library.
-        tied: a head that the state dict does not name is the word embedding.
+        dropped: suffixes of names to leave out: masks that older versions of `transformers` keep as buffers.
+        tied: the head is the word embedding, if the state dict has no head.
     """
     result: dict[str, Any] = {}
     for name in _expand_layers(names, state):
@@ -156,9 +164,13 @@ def rename(
 
 
 def rename_inside(state: dict[str, Any], names: Sequence[WeightMapping], inside: str, *, to_hf: bool) -> dict[str, Any]:
-    """Translate the parts of a state dict that lie in modules named `inside`, wherever these are."""
+    """Translate the parts of a state dict that lie in modules named `inside`, at any depth."""
     result: dict[str, Any] = {}
-    prefixes = {key[: found.end()] for key in state if (found := re.search(rf"(^|\.){inside}\.", key))}
+    prefixes: set[str] = set()
+    for key in state:
+        found = re.search(rf"(^|\.){inside}\.", key)
+        if found:
+            prefixes.add(key[: found.end()])
     for prefix in sorted(prefixes):
         part = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
         result.update({prefix + key: value for key, value in rename(part, names, to_hf=to_hf).items()})
@@ -170,17 +182,16 @@ def rename_inside(state: dict[str, Any], names: Sequence[WeightMapping], inside:
 def with_causal_masks(
     state: dict[str, Any], attention: str, max_seq_len: int | None, windows: Sequence[int | None] = (None,)
 ) -> dict[str, Any]:
-    """Add to a state dict of theirs the buffers that older versions have: which positions each position may see.
+    """Add to a state dict of theirs the causal masks that older versions keep as buffers.
 
     Args:
-        attention: the name of a layer's attention.
+        attention: the name of a layer's attention, with `*` for the number of the layer.
         max_seq_len: of the model; None to add nothing.
-        windows: how far the layers see, in turn; None in it for everything.
+        windows: how many positions the layers see, taken in turn; None for all.
     """
     if max_seq_len is None:
         return state
-    count = 1 + max((int(found.group(1)) for key in state if (found := _LAYER.search(key))), default=-1)
-    for layer in range(count):
+    for layer in range(_num_layers(state)):
         seen = torch.ones(max_seq_len, max_seq_len, dtype=torch.bool, device="cpu").tril()
         window = windows[layer % len(windows)]
         name = attention.replace("*", str(layer))
@@ -190,9 +201,8 @@ def with_causal_masks(
 
 
 def _expand_layers(names: Sequence[WeightMapping], state: Mapping[str, Any]) -> Iterator[WeightMapping]:
-    """Yield the names with the layers' numbers in the place of `*`."""
-    numbers = [int(found.group(1)) for key in state if (found := _LAYER.search(key))]
-    count = max(numbers, default=-1) + 1
+    """Yield the mappings, those with `*` once for each layer of `state`."""
+    count = _num_layers(state)
     for name in names:
         if "*" not in name.ours:
             yield name
@@ -200,3 +210,9 @@ def _expand_layers(names: Sequence[WeightMapping], state: Mapping[str, Any]) -> 
         for layer in map(str, range(count)):
             theirs = tuple(each.replace("*", layer) for each in name.theirs)
             yield WeightMapping(name.ours.replace("*", layer), theirs, name.join, name.cut)
+
+
+def _num_layers(state: Mapping[str, Any]) -> int:
+    """Return one more than the largest layer number in the names of a state dict."""
+    numbers = [int(found.group(1)) for key in state if (found := _LAYER.search(key))]
+    return max(numbers, default=-1) + 1

@@ -1,13 +1,12 @@
 """Random numbers between tensor-parallel ranks: equal where the values are, different where the ranks hold parts.
 
-In a step, and in a training forward outside of one, the generators are seeded so that each rank knows a number that all
-ranks have (see `stream_seeds`). A mask comes from a generator seeded by that number where masks must be equal, mixed
-with the rank where they must differ, and the number that comes next takes its place. So nothing is asked of the other
-ranks, and nothing waits for a GPU. Recomputation restores the generator, finds the same number again, and gets the same
-mask.
+In a step, and in a training forward outside of one, the generators are seeded so that each rank can compute a number
+that is the same on all ranks (see `stream_seeds`). A generator seeded with it draws masks that must be equal; for masks
+that must differ, the rank is mixed in. Then the next such number takes its place. So no message is sent, and nothing
+waits for a GPU; and recomputation, which restores the generator, finds the same number and draws the same mask.
 
-A distributed module that is called by itself finds a generator that the script has seeded, by rank or all alike. There
-a number is drawn from it, and where masks must be equal, that of rank 0 of the group counts.
+A distributed module that is called by itself finds a generator that the script has seeded, by rank or all alike. Then a
+number is drawn from it; where masks must be equal, tp_rank 0 broadcasts its own.
 """
 
 from __future__ import annotations
@@ -53,20 +52,20 @@ class ParallelDropout(nn.Module):
             return functional.dropout(x, self.p)
 
     def extra_repr(self) -> str:
-        """Say what torch's own would, and the boundary."""
+        """Return what torch's own prints, and the boundary."""
         return f"p={self.p}, boundary={self.boundary.value}"
 
 
 @contextlib.contextmanager
 def tp_rng(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
-    """Let operations on `x` in this block draw random numbers that are equal, or differ, on tensor-parallel ranks."""
+    """Seed the generator of `x`'s device in this block, equally on all tensor-parallel ranks or differently."""
     if state.tp_size == 1 or collectives.is_dry_run(x):
         yield
         return
     number = _common_number()
     if number is None:
         number = _random_number_of_first_rank(x.device) if equal else random_number()
-    # Odd, as the seeds of the pipeline's closed streams are: what draws here gets no stream of its own.
+    # Odd, as the seeds of the pipeline's closed streams: operations in the block get no stream of their own.
     seed = mix(number, 1 + (0 if equal else 1 + state.tp_rank)) >> 1 | 1
     with devices.fork_rng(x.device):
         _seed(seed, x.device)
@@ -75,7 +74,7 @@ def tp_rng(x: torch.Tensor, *, equal: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seed_with_common_number(number: int, device: torch.device) -> Iterator[None]:
-    """Let the modules in this block know numbers that all ranks have; afterwards the generators are what they were.
+    """Seed the generators so that modules in this block find common numbers; restore the generators afterwards.
 
     Args:
         number: the same on all ranks of a tensor-parallel group, and another one for each block.
@@ -93,7 +92,7 @@ def _seed(seed: int, device: torch.device) -> None:
 
 
 def _common_number() -> int | None:
-    """Take the number that all ranks have; None where the script has seeded the generator."""
+    """Take the common number out of the generator's seed; None if the script has seeded the generator."""
     seeds, seed = Seeds.for_this_rank(), torch.default_generator.initial_seed()
     if not seeds.is_stream_seed(seed):
         return None
@@ -113,5 +112,5 @@ def _random_number_of_first_rank(device: torch.device) -> int:
 
 def random_number() -> int:
     """Draw a number of 63 bits from this rank's generator."""
-    with torch._C.DisableTorchFunction():  # the pipeline's streams must not give this draw one of its own
+    with torch._C.DisableTorchFunction():  # past the pipeline's random streams, which are a torch function mode
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

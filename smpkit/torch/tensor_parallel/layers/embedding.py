@@ -25,7 +25,7 @@ __all__ = ["DistributedEmbedding", "VocabularyParallelEmbedding"]
 
 
 class _Embedding(DistributedModule):
-    """What both share: nn.Embedding's arguments and initialisation."""
+    """nn.Embedding's arguments and initialisation, for both ways of dividing the table."""
 
     weight: nn.Parameter
 
@@ -56,7 +56,7 @@ class _Embedding(DistributedModule):
             whole[self.padding_idx].zero_()
 
     def extra_repr(self) -> str:
-        """Say what torch's own would, and the boundary."""
+        """Return what torch's own prints, and the boundary."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, boundary={self.boundary.value}"
 
@@ -151,7 +151,10 @@ class VocabularyParallelEmbedding(_Embedding):
         self.reset_parameters()
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return (..., embedding_dim) for (...) indices."""
+        """Return (..., embedding_dim) for (...) indices.
+
+        Each rank looks up the rows that it has and puts 0 for the others: the sum over the ranks is the embedding.
+        """
         if state.tp_size == 1:
             return functional.embedding(indices, self.weight, self.padding_idx)
         local = gather_indices(indices, self.boundary) - self.first
@@ -161,8 +164,13 @@ class VocabularyParallelEmbedding(_Embedding):
 
     def _not_on_this_rank(self, local: torch.Tensor) -> torch.Tensor:
         # The first rank looks negative indices up and the last rank those past the end, so that torch refuses them.
-        below = local < 0 if state.tp_rank > 0 else torch.zeros_like(local, dtype=torch.bool)
-        return below | (local >= self.num_rows) if state.tp_rank < state.tp_size - 1 else below
+        if state.tp_rank > 0:
+            elsewhere = local < 0
+        else:
+            elsewhere = torch.zeros_like(local, dtype=torch.bool)
+        if state.tp_rank < state.tp_size - 1:
+            elsewhere = elsewhere | (local >= self.num_rows)
+        return elsewhere
 
     @property
     def _own_padding_idx(self) -> int | None:

@@ -70,7 +70,7 @@ class _Linear(DistributedModule):
             initialize_shard(self.bias, lambda whole: nn.init.uniform_(whole, -bound, bound))
 
     def extra_repr(self) -> str:
-        """Say what torch's own would, and the boundary."""
+        """Return what torch's own prints, and the boundary."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
             f" boundary={self.boundary.value}"

@@ -1,4 +1,4 @@
-"""What may be asked of transformer layers beyond the arguments that SMP v1 documents."""
+"""`LayerOptions`: variants of transformer layers beyond the arguments that SMP v1 documents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ __all__ = ["IGNORED_OPTIONS", "LayerOptions", "activation_of"]
 
 IGNORED_OPTIONS: Final = frozenset(
     {
-        *("fused_softmax", "fused_bias_gelu", "fused_dropout", "query_key_layer_scaling", "flash_attention"),
-        *("distribute_embedding", "zero_init"),
+        "distribute_embedding",
+        "flash_attention",
+        "fused_bias_gelu",
+        "fused_dropout",
+        "fused_softmax",
+        "query_key_layer_scaling",
+        "zero_init",
     }
 )
-"""Arguments of SMP v1 that chose between kernels of equal mathematics: torch chooses now."""
+"""Arguments of SMP v1 that chose between equivalent kernels, which torch does now: accepted, without effect."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class LayerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], owner: str) -> LayerOptions:
-        """Make them of keyword arguments.
+        """Return the options in keyword arguments.
 
         Raises:
             UsageError: a name is unknown, or the values contradict each other.
