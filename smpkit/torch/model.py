@@ -116,7 +116,23 @@ class DistributedModel(nn.Module):
     ) -> None:
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
-        # The order matters: each transform works on what the one before it has left.
+        self.find_unused_parameters = find_unused_parameters
+        self.average_grads_across_microbatches = average_grads_across_microbatches
+        self.random: RandomStreams | None = None
+        self._saved_random: Mapping[str, int] = {}
+        self._in_backward = False
+        self._call_check = CallConsistencyCheck()
+        self._post_partition_hooks: OrderedDict[int, ModelHook] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, ModelHook] = OrderedDict()
+        self._reduction = ReductionOptions(
+            overlapping=overlapping_allreduce,
+            passes_per_reduction=backward_passes_per_step,
+            bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
+            broadcast_buffers=broadcast_buffers,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+
+        # The transforms, in an order that matters: each works on what the one before it has left.
         #
         # Tensor parallelism comes first, because it replaces modules and parameters: whatever keeps one of them, such
         # as an optimizer that the script made before its model, must keep the new one.
@@ -128,31 +144,19 @@ class DistributedModel(nn.Module):
         # shards are then made from the final dtypes.
         self._half_dtype = half_dtype(state.cfg)
         _cast_to_half(module)
-        # Weights move last. Over a pipeline they stay where they are until the first step has partitioned the model.
+        # Weights move when their dtypes are final. Over a pipeline they stay where they are until the first step, which
+        # partitions the model.
         self.module = _place_weights(module)
         self.pipeline = _make_pipeline(module, MeasureOptions(trace_execution_times, trace_memory_usage))
         self.partitioned = self.pipeline is None
         """Whether this rank has its part: at once without a pipeline, else from the first step on."""
-        self.random: RandomStreams | None = None
-        self._saved_random: Mapping[str, int] = {}
-        self.find_unused_parameters = find_unused_parameters
-        self.average_grads_across_microbatches = average_grads_across_microbatches
-        self.data_parallel: DataParallel | None = None
         self.offloading = Offloading() if state.cfg.offload_activations else None
-        self._reduction = ReductionOptions(
-            overlapping=overlapping_allreduce,
-            passes_per_reduction=backward_passes_per_step,
-            bucket_cap_bytes=int(bucket_cap_mb * 1024 * 1024),
-            broadcast_buffers=broadcast_buffers,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
+        # Replicas come last: they are compared and copied where the weights will stay. `begin_step` does it for a
+        # pipeline.
+        self.data_parallel: DataParallel | None = None
         if self.pipeline is None:
-            # Replicas are made equal when weights have their places; `begin_step` does this for a pipeline.
             self._replicate()
-        self._in_backward = False
-        self._call_check = CallConsistencyCheck()
-        self._post_partition_hooks: OrderedDict[int, ModelHook] = OrderedDict()
-        self._post_step_hooks: OrderedDict[int, ModelHook] = OrderedDict()
+
         _alias_module(module)
         refuse_assignment(module)
         if self.pipeline is None:

@@ -110,6 +110,7 @@ class _Fused(torch.optim.Optimizer, ABC):
                 )
             own = self.state[parameter]
             if not own:
+                # On the host, as torch's optimizers keep it: reading it must not wait for a GPU.
                 own["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 own.update(self._initial_state(parameter))
             own["step"] += 1
@@ -240,6 +241,7 @@ class FusedLAMB(_Fused):
         if self.use_nvlamb or group["weight_decay"] != 0:
             weight_norms = norms_of(same_step.weights, same_step.parameters, 2.0)
             update_norms = norms_of(updates, same_step.parameters, 2.0)
+            # Without weights or without a change there is no ratio of norms.
             ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
             torch._foreach_mul_(updates, list(ratios.unbind()))
         torch._foreach_add_(same_step.weights, updates, alpha=-float(group["lr"]))
@@ -315,6 +317,7 @@ class FusedNovoGrad(_Fused):
         _, beta2 = group["betas"]
         averages = same_step.state("exp_avg_sq")
         norms = norms_of(same_step.gradients, same_step.parameters, 2.0 if group["norm_type"] == 2 else math.inf)
+        # The average starts with the first norm, or with 0.
         old = norms if same_step.steps == 1 and not group["init_zero"] else torch.stack(averages)
         if group["norm_type"] == 2:
             new = (beta2 * old.square() + (1.0 - beta2) * norms.square()).sqrt()

@@ -69,6 +69,7 @@ def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataPa
     }
     by_id = {id(each.parameter): each for each in placements}
     mesh = _mesh()
+    # The model itself last: `fully_shard` gives it what no block has taken.
     for block in [*blocks, module]:
         parts = [by_id.pop(id(each)) for each in block.parameters() if id(each) in by_id]
         _materialize(module, parts)
@@ -118,6 +119,7 @@ class ShardedDataParallel(DataParallel):
         super().begin_step(training)
 
     def before_backward(self, run: StepProgress) -> None:
+        # The all-reduce over the columns is linear in the gradients, so one at the end of an accumulation is enough.
         last = run.microbatch == run.num_microbatches - 1
         self._root.set_requires_all_reduce(last and self._reduces_now())
 

@@ -43,6 +43,7 @@ class JoinContext:
 
     def __enter__(self) -> Self:
         self._join.__enter__()  # type: ignore[no-untyped-call]
+        # From now on every training pass begins with `notify`: see DataParallel._begin_pass.
         self._replica.join_context = self
         return self
 
@@ -90,6 +91,7 @@ class _JoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that took every step to those that stopped earlier."""
         group = self._replica.group
+        # Several ranks may have taken every step: the one with the highest rank is copied from.
         candidate = torch.tensor([dist.get_rank(group) if is_last_joiner else -1], device=state.device)
         dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=group)
         source = int(candidate.item())

@@ -121,8 +121,8 @@ class GradientReducer:
         self._signature = signature
         for handle in self._handles:
             handle.remove()
+        used, reduced = self._used_and_reduced()  # of the old buckets: an accumulation may be under way
         # Gradients become final from the last layer to the first: the reverse of registration is a good guess.
-        used, reduced = self._used_and_reduced()
         self._buckets = plan_buckets(live[::-1], self._bucket_cap_bytes, lambda param: self._targets[id(param)])
         self._slots = {
             id(param): (bucket, slot) for bucket in self._buckets for slot, param in enumerate(bucket.params)
@@ -175,6 +175,7 @@ class GradientReducer:
         self._overlaps = False
         while len(self._pending) < len(self._buckets):
             self._start(self._buckets[len(self._pending)])
+        # Buckets that need their flags read wait until all reductions are done: then one read serves them all.
         needs_flags_read = []
         for bucket, reduction in zip(self._buckets, self._pending, strict=True):
             with waiting(f"the reduction of gradients (bucket {bucket.index()})", _group_of(bucket)):
@@ -222,7 +223,10 @@ class GradientReducer:
             bucket.ready.add(slot)
             if self.on_backward_end is not None and not self._end_queued:
                 self._end_queued = True
+                # As torch's own DDP does: called when the whole backward is over. The name is private.
                 Variable._execution_engine.queue_callback(self._end_of_backward)
+            # Only the next bucket in the fixed order may start, even if a later one is ready: another rank's hooks may
+            # fire in another order, and collectives that start in different orders deadlock.
             while self._overlaps and len(self._pending) < len(self._buckets):
                 candidate = self._buckets[len(self._pending)]
                 if not candidate.is_ready():

@@ -127,6 +127,7 @@ class _PendingBroadcast:
         if self.target.owner == dist.get_rank(self.target.group):
             return
         pieces = torch.split(self.packed, [each.parameter.numel() for each in self.chunk])
+        # Into the same memory: the model, gradients and the optimizer's groups all refer to these objects.
         for each, piece in zip(self.chunk, pieces, strict=True):
             each.parameter.copy_(piece.view(each.parameter.shape))
 

@@ -232,6 +232,7 @@ class MasterWeights:
 
     def _unscale(self) -> torch.Tensor:
         """Divide the gradients by the loss scale; return 1 if one of them is not finite, else 0."""
+        # torch's kernel takes tensors of one device and one dtype.
         by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for _, gradient in self._gradients():
             by_kind[gradient.device, gradient.dtype].append(local_tensor_of(gradient))

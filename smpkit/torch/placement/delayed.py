@@ -125,12 +125,13 @@ def initialize(root: nn.Module, parameters: list[nn.Parameter], device: torch.de
         module_initializer: Initializer | None = vars(module).pop(_INITIALIZER, None)
         if module_initializer is not None:
             module_initializer({id(parameter) for parameter in module.parameters() if id(parameter) in pending}, device)
+            # What it left out is initialised below, as the classes say.
             pending = {key: parameter for key, parameter in pending.items() if is_delayed(parameter)}
         own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in pending]
         _initialize_own(root, name, module, own, device, seed)
         for parameter in own:
             shard = shard_of(pending.pop(id(parameter)))
-            if shard is not None and parameter.shape != shard.local_shape:
+            if shard is not None and parameter.shape != shard.local_shape:  # freed before the next module's are made
                 parameter.data = take_shard(parameter.data, shard)
 
 
@@ -198,6 +199,7 @@ def _initializers(root: nn.Module, module: nn.Module, *, own_only: bool) -> Iter
 @contextlib.contextmanager
 def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     with devices.fork_rng(device):
+        # crc32, not hash(), which differs between processes for the same string.
         torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
         yield
 

@@ -1,4 +1,4 @@
-"""Values of parameters that sharded data parallelism divides: as parts, and as wholes."""
+"""DTensors of sharded data parallelism: this rank's part, the whole, and back."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ __all__ = ["distribute_like", "distribute_state", "full_tensor_of", "is_dtensor"
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Tell whether something is a divided tensor: a DTensor, of which there is none before torch's module is loaded.
-
-    Loading it costs every rank a second at its start, which most jobs have no use for.
-    """
+    """Tell whether something is a DTensor."""
+    # Without importing its module, which takes a second: before somebody else has, there is none.
     module = sys.modules.get("torch.distributed.tensor")
     return isinstance(value, getattr(module, "DTensor", ()))
 
 
 def local_tensor_of(value: Any) -> Any:
-    """Return this rank's part of a divided tensor, as a plain one; anything else as it is."""
+    """Return this rank's part of a DTensor, as a plain tensor; anything else as it is."""
     return value.to_local() if is_dtensor(value) else value
 
 
 def full_tensor_of(value: Any) -> Any:
-    """Return the whole of a divided tensor; all ranks of its mesh call this. Anything else as it is."""
+    """Return the whole of a DTensor, which all ranks of its mesh call this for; anything else as it is."""
     return value.full_tensor() if is_dtensor(value) else value
 
 
 def distribute_like(value: Any, parameter: torch.Tensor) -> Any:
-    """Return a plain tensor (the whole, or this rank's part) divided as a parameter is; anything else as it is."""
+    """Return a plain tensor (the whole, or this rank's part) as a DTensor like a parameter; anything else as it is."""
     if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or is_dtensor(value):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if value.shape == parameter.shape:
+        # `src_data_rank=None`: every rank has the whole, so each takes its part and nothing is broadcast.
         return distribute_tensor(
             value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
         )
+    # Not numbers, such as step counts, which are the same on every rank.
     if value.shape == parameter.to_local().shape and value.ndim:
         return DTensor.from_local(
             value.to(parameter.device),
             parameter.device_mesh,
             parameter.placements,
-            run_check=False,
+            run_check=False,  # would compare with the other ranks, which need not call this together
             shape=parameter.shape,
             stride=parameter.stride(),
         )
@@ -57,7 +57,7 @@ def distribute_like(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def distribute_state(values: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a state dict of a module, with wholes or this rank's parts, as the module holds it."""
+    """Return a state dict of whole tensors, or this rank's parts, with DTensors where the module has them."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return {
         name: distribute_like(each, parameters[name]) if name in parameters else each for name, each in values.items()

@@ -3,7 +3,7 @@
 Attention, dropout and batch norm are one operation to a model. torch takes another kernel for them on each kind of
 device, and asks the GPU which: one that keeps the scores of all pairs of positions, or none of them; a mask of floats,
 or of bytes. So a pass on tensors without data would give a laptop another partition than the job gets. Here they cost
-what GPUs' fused kernels do.
+what the fused kernels of GPUs cost.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ _KEYS: Final = ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMeta", "A
 
 
 class FusedKernels:
-    """Stands for the kernels of these operations, where their tensors have no data.
-
-    Tensors with data, of other threads perhaps, get torch's own.
-    """
+    """Replaces the kernels of these operations for fake tensors; other tensors, of other threads, get torch's own."""
 
     def __init__(self) -> None:
         self.flops = 0
@@ -36,7 +33,7 @@ class FusedKernels:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Take the place of torch's own meanwhile, in the whole process."""
+        """Replace torch's own kernels in this block, in the whole process."""
         library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         try:
             for name, function in (("scaled_dot_product_attention", self._attention), *_FUNCTIONS.items()):
@@ -45,6 +42,7 @@ class FusedKernels:
                     library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
             yield
         finally:
+            # Private, because torch has no public way to take a kernel back; its own tests do it so.
             library._destroy()  # type: ignore[no-untyped-call]
 
     def _attention(
@@ -118,7 +116,7 @@ class _Attention(torch.autograd.Function):
         length, width = query.shape[-2], value.shape[-1]
         if len(batch) < 2:
             output = query.new_empty((*batch, length, width))
-        else:  # heads beside each other, as the layer after it takes them: it would make a copy otherwise
+        else:  # strides of [.., length, heads, width], as fused kernels return it: the next reshape makes no copy
             output = query.new_empty((*batch[:-1], length, batch[-1], width)).transpose(-2, -3)
         sums = query.new_empty((*batch, length), dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, output, sums)

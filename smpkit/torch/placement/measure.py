@@ -70,7 +70,7 @@ def _times(root: nn.Module, names: Collection[str], step: TrialStep, device: tor
     """Return the seconds of one microbatch by unit, the least of several runs."""
 
     def now() -> float:
-        devices.wait_for_stream(device)
+        devices.wait_for_stream(device)  # kernels run after the call has returned
         return time.perf_counter()
 
     runs = [_growth_by_unit(root, names, step, now) for _ in range(_RUNS)][1:]

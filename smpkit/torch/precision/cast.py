@@ -62,6 +62,7 @@ def cast_model(root: nn.Module, dtype: torch.dtype, *, weights: bool = True) -> 
             if parameter.is_floating_point() and parameter.dtype != own:
                 parameter.data = _cast(parameter, own)
         for key, buffer in module.named_buffers(recurse=False):
+            # New tensors, unlike parameters: nobody else refers to buffers, but their marks must come along.
             wanted = torch.float32 if key in _FLOAT32_BUFFERS else own
             if buffer.is_floating_point() and buffer.dtype != wanted:
                 module._buffers[key] = copy_mark_to(buffer.to(wanted), buffer)

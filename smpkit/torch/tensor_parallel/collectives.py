@@ -101,6 +101,7 @@ def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor
 
 def is_dry_run(x: torch.Tensor) -> bool:
     """Tell whether no collective may run on `x`: it has no data, or this rank traces a step alone."""
+    # A trial of the step runs on one rank alone: a collective would wait for the others until its deadline.
     return state.tracing or x.is_meta or isinstance(x, FakeTensor)
 
 
@@ -136,7 +137,7 @@ _SPOKEN: Final = {"reduce_scatter_from_tp": "reduce-scatter", "scatter_to_tp": "
 def _run(x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
     if state.tp_size == 1:
         return x
-    if x.dim():
+    if x.dim():  # resolved here, so that backward and messages name the same dimension
         first, second = first % x.dim(), second % x.dim()
     if kind in _SPOKEN:
         _check_divides(x, first, kind)
@@ -156,6 +157,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        # Through autograd again, so that gradients of gradients exist.
         return _run(grad, ctx.backward_kind, *ctx.dims), None, None, None
 
 
@@ -197,7 +199,7 @@ def _copy_forward(x: torch.Tensor, _first: int, _second: int) -> torch.Tensor:
 
 
 def _all_reduce(x: torch.Tensor, _first: int, _second: int) -> torch.Tensor:
-    summed = x.clone(memory_format=torch.contiguous_format)
+    summed = x.clone(memory_format=torch.contiguous_format)  # the reduction is in place, and x may be kept for backward
     group = tp_group()
     _add_call_to_checksum(1, x)
     with waiting(f"all-reduce of {list(x.shape)} between tensor-parallel ranks", group):

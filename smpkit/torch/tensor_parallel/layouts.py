@@ -141,7 +141,7 @@ def check_same_shape(x: torch.Tensor) -> None:
     key = (x.shape, x.dtype)
     if key in _compared_shapes or state.tp_size == 1 or collectives.is_dry_run(x):
         return
-    if not _compared_shapes:
+    if not _compared_shapes:  # after smp.shutdown() the same process may join other ranks
         state.reset_hooks.append(_compared_shapes.clear)
     group = collectives.tp_group()
     # A message of one size, whatever the rank of the tensor: at most 12 dimensions, the rest is -1.

@@ -24,7 +24,7 @@ class KeepsShardMarks(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Keep marks on buffers, which `to`, `half` and their like replace."""
-        before = _own_tensors(self)
+        before = _own_tensors(self)  # holds the old tensors until the new ones have their marks
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._restore_marks(before)
         return self
@@ -66,7 +66,7 @@ class DistributedModule(KeepsShardMarks):
             UsageError: a name is missing or unknown, or a shape is not that of the whole tensor.
         """
         own_tensors = {**dict(self.named_parameters()), **_saved_buffers(self)}
-        # Tied parameters may come under either name.
+        # `named_parameters` names a tied parameter once; the given state may have it under its other name.
         known = {name for name, _ in self.named_parameters(remove_duplicate=False)} | set(own_tensors)
         problems = [f"`{name}` is missing" for name in own_tensors if name not in state]
         problems += [f"`{name}` is unknown" for name in state if name not in known]

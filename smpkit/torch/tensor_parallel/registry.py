@@ -239,6 +239,7 @@ def tp_register_with_module(
         to_distributed=to_distributed,
         from_distributed=from_distributed,
     )
+    # A class that smpkit knows keeps its way of reading arguments, so instances made before this call can be replaced.
     known = _rules.get(qualified_name(module_cls))
     register(rule if known is None else replace(rule, arguments=known.arguments))
 

@@ -78,6 +78,7 @@ def distribute(root: nn.Module) -> nn.Module:
             _replace(root, target, comparison)
     if state.rank == 0:
         announce(_report(finder))
+    # Last: until here the old modules are in the model, and translations and the report read them there.
     return _install_replacements(root, finder.targets)
 
 
@@ -257,6 +258,7 @@ def _keep_frozen(module: nn.Module, replacement: nn.Module) -> None:
 
 def _install_replacements(root: nn.Module, targets: list[_Target]) -> nn.Module:
     """Make the distributed modules children of all parents of the modules that they replace; return the model."""
+    # A shared module has several parents, or several names in one: it is found by its id under all of them.
     new = {id(target.module): target.replacement for target in targets if target.replacement is not None}
     for parent in list(root.modules()):
         for name, child in list(parent._modules.items()):

@@ -95,6 +95,7 @@ def _unique(modules: list[_ReplacedModule]) -> list[_ReplacedModule]:
 def _rebuild_group(group: dict[str, Any], new_parameters: Mapping[int, list[tuple[str, nn.Parameter]]]) -> None:
     """Replace the parameters of a group, in place: some optimizers have a second reference to the list."""
     names = group.get("param_names")
+    # By id, in order: several old parameters may become one (query, key and value packed), which is listed once.
     rebuilt: dict[int, tuple[str | None, nn.Parameter]] = {}
     for index, parameter in enumerate(group["params"]):
         kept = [(None if names is None else names[index], parameter)]
@@ -121,6 +122,7 @@ def _replacement_parameters(found: _ReplacedModule) -> Iterator[tuple[str, nn.Pa
             key: found.originals[key]() for key in sorted(names.get(id(new_parameter), ())) if key in found.originals
         }
         sources = [each for each in originals.values() if each is not None]
+        # Frozen ones need no place in the optimizer; a trained one that is left out would silently never be updated.
         if new_parameter.requires_grad and not sources:
             raise UsageError(
                 "the optimizer was made before smp.DistributedModel, and it is not known what"
@@ -138,7 +140,7 @@ def _sources_of_weights(found: _ReplacedModule) -> Iterator[tuple[str, set[str]]
     try:
         for name, made in found.translation(reading, found.distributed):
             if callable(made):
-                made()
+                made()  # a lazy translation reads its sources only now
             yield name, set(reading.read)
             reading.read.clear()
     except Exception as error:  # a translation of the user's may need values

@@ -1,4 +1,4 @@
-"""The modules of `smp.nn` that replace Hugging Face models, with their arguments and outputs, and their registration."""
+"""The modules of `smp.nn` that replace Hugging Face models: their arguments, outputs and registration."""
 
 from __future__ import annotations
 

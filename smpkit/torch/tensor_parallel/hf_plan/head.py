@@ -109,7 +109,7 @@ def _shard_module(module: nn.Module) -> None:
         if module.padding_idx is not None:
             local = module.padding_idx - first
             module.padding_idx = local if 0 <= local < rows else None
-        vars(module)["tp_rows"] = (first, rows)
+        vars(module)["tp_rows"] = (first, rows)  # past nn.Module's registration, and copied with the module
     swap_class(module, _VocabularyParallelEmbedding if isinstance(module, nn.Embedding) else _VocabularyParallelHead)
 
 

@@ -49,6 +49,7 @@ _KEY_OR_VALUE: Final = ("k_proj", "v_proj")
 
 def why_not_divisible(block: nn.Module, layers: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str | None:
     """Return why the layers of a block (with their styles, by name) cannot be divided; None if they can."""
+    # The sum over ranks is the way out of a block, and there is one.
     rows = [name for name, style in styles.items() if style.startswith(("rowwise", "packed_rowwise"))]
     if len(rows) != 1:
         return f"its result is added up in {len(rows)} places ({', '.join(sorted(rows))})"
@@ -124,16 +125,18 @@ def shard_linear(layer: nn.Module, style: str, name: str, block: nn.Module, boun
     if style in ("colwise_gather_output", "colwise_rep"):
         swap_class(layer, _ColumnParallelLinearGatherOutput)
     else:
-        layer.out_features //= state.tp_size
+        layer.out_features //= state.tp_size  # for `repr`, and for models that reshape by it
 
 
 def _use_one_kv_head(layer: nn.Linear, heads: int, block: nn.Module) -> None:
     """Keep a projection to fewer heads than ranks whole, and compute the one head that this rank's queries need."""
     width = layer.out_features // heads
     swap_class(layer, _OneKvHead)
+    # Neighbouring ranks share a head. All hold the whole projection, whose gradients are summed over them.
     vars(layer)["tp_rows"] = (width * (state.tp_rank * heads // state.tp_size), width)
     queries = _heads(block)
     assert queries is not None
+    # Hugging Face's attention repeats keys and values this many times: here once for each query head of this rank.
     vars(block)["num_key_value_groups"] = queries // state.tp_size
 
 
@@ -305,6 +308,7 @@ class GradientPathCheck:
         return self._note(x, self._sum_nodes)
 
     def _note(self, x: torch.Tensor, nodes: set[Node]) -> torch.Tensor:
+        # Once is enough: nodes of later calls would keep graphs alive for nothing.
         if not self._checked and x.grad_fn is not None and not is_dry_run(x):
             nodes.add(x.grad_fn)
         return x

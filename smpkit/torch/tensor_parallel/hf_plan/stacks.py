@@ -175,7 +175,10 @@ class _RefuseOutputsHook:
 
 
 class _ForwardState(threading.local):
-    """Whether this thread is in the forward of a model that has gathered its inputs."""
+    """Whether this thread is in the forward of a model that has gathered its inputs.
+
+    By thread: over a pipeline, microbatches that are suspended in a forward each have a thread of their own.
+    """
 
     gathered = False
 

@@ -141,6 +141,8 @@ class DistributedAttentionLayer(DistributedModule):
         """
         hidden, states, mask, positions = self._inputs(inputs)
         normal = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        # The bias of `dense` comes after the sum between ranks: every rank has it, and the sum would count it tp_size
+        # times.
         output: torch.Tensor = leave_region(self.partial_output(normal, states, mask, positions), self.boundary)
         if self.dense.bias is not None:
             output = output + self.dense.bias
@@ -346,6 +348,7 @@ def relative_positions(length: int, key_length: int, device: torch.device) -> to
 
 def visibility_bias(distance: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Return what is added to scores so that positions see the last `window` up to their own; None for all of these."""
+    # -inf cannot make a row NaN: every position sees itself, at distance 0.
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 

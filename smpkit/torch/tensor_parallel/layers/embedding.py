@@ -39,6 +39,7 @@ class _Embedding(DistributedModule):
     ) -> None:
         super().__init__(boundary=boundary)
         check_sizes(type(self).__name__, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        # Resolved as torch does it, before rows are compared with the pieces of ranks.
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
         self.num_embeddings = num_embeddings
@@ -159,6 +160,7 @@ class VocabularyParallelEmbedding(_Embedding):
             return functional.embedding(indices, self.weight, self.padding_idx)
         local = gather_indices(indices, self.boundary) - self.first
         not_on_this_rank = self._not_on_this_rank(local)
+        # Row 0 stands in for the rows of other ranks: its result is masked, and with it its gradient.
         rows = functional.embedding(local.masked_fill(not_on_this_rank, 0), self.weight, self._own_padding_idx)
         return leave_region(rows.masked_fill(not_on_this_rank.unsqueeze(-1), 0), self.boundary)
 
