@@ -110,6 +110,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_typ
 def _is_counted_here(parameter: torch.Tensor) -> bool:
     """Tell whether this rank counts its gradient of a parameter, of all ranks that hold the same."""
     shard = shard_of(parameter)
+    is_piece = shard is not None and shard.is_distributed
     model = state.model
     zero1 = None if model is None or model.data_parallel is None else model.data_parallel.zero1
     if zero1 is not None and zero1.is_sharded(parameter):
@@ -117,12 +118,12 @@ def _is_counted_here(parameter: torch.Tensor) -> bool:
             return False
         # Owners are found in the group that averages the gradient. In RDP_GROUP every tensor-parallel rank has an owner
         # of a whole parameter; pieces differ, and in DP_GROUP there is one owner over all tensor-parallel ranks.
-        one_owner = is_tp_shard(parameter) or shard is None or shard.group is CommGroup.DP_GROUP
+        one_owner = is_piece or shard is None or shard.group is CommGroup.DP_GROUP
         return one_owner or state.tp_rank == 0
     degree = state.cfg.sharded_data_parallel_degree
     if degree > 1 and state.rdp_rank >= degree:  # every sharding group has the whole model: the first one counts
         return False
-    if not is_tp_shard(parameter) and state.tp_rank > 0:
+    if not is_piece and state.tp_rank > 0:
         return False
     if model is None or model.pipeline is None:
         return True

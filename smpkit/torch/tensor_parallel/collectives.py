@@ -54,17 +54,17 @@ __all__ = [
 
 def copy_to_tp(x: torch.Tensor) -> torch.Tensor:
     """Return a value that all ranks have, for computations that differ by rank: their gradients add up."""
-    return _call(copy_to_tp, x)
+    return _run(copy_to_tp, x)
 
 
 def reduce_from_tp(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of all ranks' values, for the same computation on every rank."""
-    return _call(reduce_from_tp, x)
+    return _run(reduce_from_tp, x)
 
 
 def gather_to_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the values of all ranks, in their order along `dim`, for computations that differ by rank."""
-    return _call(gather_to_tp, x, dim)
+    return _run(gather_to_tp, x, dim)
 
 
 def reduce_scatter_from_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -73,12 +73,12 @@ def reduce_scatter_from_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
     Raises:
         UsageError: the ranks do not divide the dimension.
     """
-    return _call(reduce_scatter_from_tp, x, dim)
+    return _run(reduce_scatter_from_tp, x, dim)
 
 
 def gather_from_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the values of all ranks, in their order along `dim`, for the same computation on every rank."""
-    return _call(gather_from_tp, x, dim)
+    return _run(gather_from_tp, x, dim)
 
 
 def scatter_to_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def scatter_to_tp(x: torch.Tensor, dim: int) -> torch.Tensor:
     Raises:
         UsageError: the ranks do not divide the dimension.
     """
-    return _call(scatter_to_tp, x, dim)
+    return _run(scatter_to_tp, x, dim)
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tensor
     Raises:
         UsageError: the ranks do not divide the dimension that is cut.
     """
-    return _call(all_to_all, x, split_dim, concat_dim)
+    return _run(all_to_all, x, split_dim, concat_dim)
 
 
 def is_dry_run(x: torch.Tensor) -> bool:
@@ -113,52 +113,50 @@ def tp_group() -> dist.ProcessGroup:
 # --- how one runs, forward and backward -------------------------------------------------------------------------------
 
 
-def _call(collective: Callable[..., torch.Tensor], x: torch.Tensor, *dims: int) -> torch.Tensor:
-    if has_torch_function_unary(x):  # a StageTensor: the call runs on the pipeline rank that has the value
-        made: torch.Tensor = handle_torch_function(collective, (x,), x, *dims)
-        return made
-    return _run(x, collective.__name__, dims[0] if dims else 0, dims[-1] if dims else 0)
-
-
-_BACKWARD: Final = {
-    "copy_to_tp": "reduce_from_tp",
-    "reduce_from_tp": "copy_to_tp",
-    "gather_to_tp": "reduce_scatter_from_tp",
-    "reduce_scatter_from_tp": "gather_to_tp",
-    "gather_from_tp": "scatter_to_tp",
-    "scatter_to_tp": "gather_from_tp",
-    "all_to_all": "all_to_all",
+_BACKWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {
+    "copy_to_tp": reduce_from_tp,
+    "reduce_from_tp": copy_to_tp,
+    "gather_to_tp": reduce_scatter_from_tp,
+    "reduce_scatter_from_tp": gather_to_tp,
+    "gather_from_tp": scatter_to_tp,
+    "scatter_to_tp": gather_from_tp,
+    "all_to_all": all_to_all,
 }
 
 _SPOKEN: Final = {"reduce_scatter_from_tp": "reduce-scatter", "scatter_to_tp": "split", "all_to_all": "exchange"}
 """Those that cut a dimension into equal parts, by what messages call them."""
 
 
-def _run(x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
+def _run(collective: Callable[..., torch.Tensor], x: torch.Tensor, *dims: int) -> torch.Tensor:
+    made: torch.Tensor
+    if has_torch_function_unary(x):  # a StageTensor: the call runs on the pipeline rank that has the value
+        made = handle_torch_function(collective, (x,), x, *dims)
+        return made
     if state.tp_size == 1:
         return x
     if x.dim():  # resolved here, so that backward and messages name the same dimension
-        first, second = first % x.dim(), second % x.dim()
+        dims = tuple([dim % x.dim() for dim in dims])
+    kind = collective.__name__
     if kind in _SPOKEN:
-        _check_divides(x, first, kind)
+        _check_divides(x, dims[0], kind)
     if is_dry_run(x):
-        return _dry_run_result(x, kind, first, second)
-    made: torch.Tensor = _Collective.apply(x, kind, first, second)  # type: ignore[no-untyped-call]
+        return _dry_run_result(x, kind, dims)
+    made = _Collective.apply(x, kind, dims)  # type: ignore[no-untyped-call]
     return made
 
 
 class _Collective(torch.autograd.Function):
-    """One of the collectives; its backward is another of them, with the two dimensions swapped."""
+    """One of the collectives; its backward is another of them (of `all_to_all`, with the dimensions swapped)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
-        ctx.backward_kind, ctx.dims = _BACKWARD[kind], (second, first)
-        return _FORWARD[kind](x, first, second)
+    def forward(ctx: Any, x: torch.Tensor, kind: str, dims: tuple[int, ...]) -> torch.Tensor:
+        ctx.kind, ctx.dims = kind, dims
+        return _FORWARD[kind](x, *dims)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         # Through autograd again, so that gradients of gradients exist.
-        return _run(grad, ctx.backward_kind, *ctx.dims), None, None, None
+        return _run(_BACKWARD[ctx.kind], grad, *ctx.dims[::-1]), None, None
 
 
 def _check_divides(x: torch.Tensor, dim: int, kind: str) -> None:
@@ -170,13 +168,12 @@ def _check_divides(x: torch.Tensor, dim: int, kind: str) -> None:
         )
 
 
-def _dry_run_result(x: torch.Tensor, kind: str, first: int, second: int) -> torch.Tensor:
+def _dry_run_result(x: torch.Tensor, kind: str, dims: tuple[int, ...]) -> torch.Tensor:
     if kind in ("gather_to_tp", "gather_from_tp"):
-        return torch.cat([x] * state.tp_size, first)
-    if kind in ("reduce_scatter_from_tp", "scatter_to_tp"):
-        return x.narrow(first, 0, x.shape[first] // state.tp_size)
-    if kind == "all_to_all":
-        return torch.cat([x.narrow(first, 0, x.shape[first] // state.tp_size)] * state.tp_size, second)
+        return torch.cat([x] * state.tp_size, dims[0])
+    if kind in _SPOKEN:
+        part = x.narrow(dims[0], 0, x.shape[dims[0]] // state.tp_size)
+        return torch.cat([part] * state.tp_size, dims[1]) if kind == "all_to_all" else part
     return x
 
 
@@ -194,11 +191,11 @@ _reduce_scatter_single: Final = _function_of_dist("reduce_scatter_single", "redu
 _all_gather_single: Final = _function_of_dist("all_gather_single", "all_gather_into_tensor")
 
 
-def _copy_forward(x: torch.Tensor, _first: int, _second: int) -> torch.Tensor:
+def _copy_forward(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _all_reduce(x: torch.Tensor, _first: int, _second: int) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor) -> torch.Tensor:
     summed = x.clone(memory_format=torch.contiguous_format)  # the reduction is in place, and x may be kept for backward
     group = tp_group()
     _add_call_to_checksum(1, x)
@@ -241,15 +238,15 @@ def start_reduce_scatter(x: torch.Tensor, dim: int) -> Callable[[], torch.Tensor
     return finish
 
 
-def _all_gather(x: torch.Tensor, dim: int, _second: int) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
     return start_all_gather(x, dim)()
 
 
-def _reduce_scatter(x: torch.Tensor, dim: int, _second: int) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, dim: int) -> torch.Tensor:
     return start_reduce_scatter(x, dim)()
 
 
-def _own_part(x: torch.Tensor, dim: int, _second: int) -> torch.Tensor:
+def _own_part(x: torch.Tensor, dim: int) -> torch.Tensor:
     length = x.shape[dim] // state.tp_size
     # A copy, so that the whole value can be freed.
     return x.narrow(dim, length * state.tp_rank, length).clone(memory_format=torch.contiguous_format)
@@ -264,7 +261,7 @@ def _all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int) -> torch.Tenso
     return _concat_rows(received, concat_dim)
 
 
-_FORWARD: Final[dict[str, Callable[[torch.Tensor, int, int], torch.Tensor]]] = {
+_FORWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "copy_to_tp": _copy_forward,
     "reduce_from_tp": _all_reduce,
     "gather_to_tp": _all_gather,
