@@ -1,8 +1,8 @@
 """An engine that checks itself (`SMPKIT_OFFLOAD_DEBUG=1`): the order of accesses, what was stored, what is left over.
 
 Every stream, copy thread and this thread has a vector clock: how much of each other's work is known to be complete
-before what it does next. An event carries the clock of where it was recorded, and a wait joins it. So whether two
-accesses are ordered does not depend on how long they happened to take: a missing edge is found even where it did no
+before what it does next. An event carries the clock of the place where it was recorded, and a wait joins it. So whether
+two accesses are ordered does not depend on how long they happened to take: a missing edge is found even if it did no
 harm this time.
 """
 
@@ -32,7 +32,7 @@ Clock = dict[Hashable, int]
 
 
 class RaceError(AssertionError):
-    """Two accesses to one place that nothing orders, bytes that came back changed, or memory that nobody frees."""
+    """Two accesses to the same bytes that no event orders, bytes that came back changed, or memory never freed."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class _Access:
 
 @dataclass
 class Clocks:
-    """Who knows what to be complete, and who last touched which bytes."""
+    """What each timeline knows to be complete, and who last accessed which bytes."""
 
     timelines: dict[Hashable, Clock] = field(default_factory=dict)
     host: Clock = field(default_factory=dict)
-    """What this thread has seen complete; all that it enqueues later comes after."""
+    """What this thread knows to be complete: everything it enqueues later comes after that."""
     accesses: list[_Access] = field(default_factory=list)
     first_race: RaceError | None = None
-    """The first race, in case that it is raised where nobody hears it: in a destructor."""
+    """Kept, because Python swallows what is raised in a destructor; the end of the step raises it again."""
 
     def step(self, timeline: Hashable, *known: Clock) -> Clock:
         """Advance a timeline by one operation, after `known`; return its clock."""
@@ -65,12 +65,12 @@ class Clocks:
         return dict(clock)
 
     def allocated(self, tensor: Tensor) -> None:
-        """Forget who used this memory before: its allocator keeps streams apart, and was told when it was let go."""
+        """Forget earlier accesses to this memory: the allocator has ordered its uses by streams."""
         begin, end = _span(tensor)
         self.accesses = [each for each in self.accesses if each.end <= begin or end <= each.begin]
 
     def touch(self, timeline: Hashable, tensor: Tensor, what: str, *, is_write: bool) -> None:
-        """Note an access by the present work of a timeline, and check it against those before it.
+        """Record an access by the latest operation of a timeline, and check it against earlier ones.
 
         Raises:
             RaceError: an earlier one may still run.
@@ -85,7 +85,7 @@ class Clocks:
                     f"offload race: {what} is not ordered after: {each.what}"
                 )
                 raise self.first_race
-            # A write that comes after everything else is all that a later access must be compared with.
+            # This write comes after them, so a later access need only be compared with this one.
             if not (meets and is_write and begin <= each.begin and each.end <= end):
                 kept.append(each)
         self.accesses = [*kept, _Access(what, is_write, timeline, clock[timeline], begin, end)]
@@ -107,7 +107,7 @@ class _ClockedEvent:
         self.inner, self.clock, self._clocks = inner, clock, clocks
 
     def done(self) -> bool:
-        """Return whether it is complete; if so, this thread knows."""
+        """Return whether it is complete; if so, this thread knows that."""
         is_done = self.inner.done()
         if is_done:
             _join(self._clocks.host, self.clock)
@@ -149,30 +149,30 @@ class CheckedLink:
         return self._copy("back", copies, after, what)
 
     def wait(self, event: Event, what: str) -> Wait:
-        """Let the current stream know what the event knows."""
+        """Join the event's clock to the current stream's."""
         self.clocks.step(self.stream(), _clock(event))
         return self.inner.wait(_inner(event), what)
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
-        """Let the stream know what the event knows."""
+        """Join the event's clock to the stream's."""
         self.clocks.step(stream, _clock(event))
         self.inner.before_reuse(_inner(event), stream)
 
     def record_stream(self, data: Tensor, stream: Hashable) -> None:
-        """Tell the inner link."""
+        """Pass on to the inner link."""
         self.inner.record_stream(data, stream)
 
     def synchronize(self, event: Event, what: str) -> None:
-        """Let this thread know what the event knows."""
+        """Join the event's clock to this thread's."""
         self.inner.synchronize(_inner(event), what)
         _join(self.clocks.host, _clock(event))
 
     def stamp(self) -> Any:
-        """Return the inner link's."""
+        """Return the inner link's stamp."""
         return self.inner.stamp()
 
     def seconds_between(self, first: Any, last: Any) -> float | None:
-        """Return the inner link's."""
+        """Return the inner link's measurement."""
         return self.inner.seconds_between(first, last)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class CheckedHookContext(HookContext):
 
 
 def _fingerprint(tensor: Tensor) -> Hashable:
-    """Return size, stride and a checksum of a tensor's values; waits for the device."""
+    """Return size, dtype and a checksum of a tensor's values; waits for the device."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     content = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu().flatten().view(torch.uint8)
@@ -227,10 +227,10 @@ class CheckedEngine(ActivationEngine):
     link: CheckedLink
 
     def end_step(self) -> StepReport:
-        """Close the step, and see that nothing is left over once no graph is alive.
+        """Close the step, and check that no host memory is left over once no graph is alive.
 
         Raises:
-            RaceError: host memory is still taken.
+            RaceError: host memory is left over, or a destructor has found a race.
         """
         report = super().end_step()
         if self.link.clocks.first_race is not None:
@@ -240,13 +240,13 @@ class CheckedEngine(ActivationEngine):
         return report
 
     def synchronize(self, saved: SavedStorage) -> None:
-        """Wait for what a storage waits for, behind the checker's back: it must not learn an order from this."""
+        """Wait for a storage's copies without joining clocks: this wait must not hide a missing edge."""
         for event in (saved.d2h_event, saved.h2d_event):
             if event is not None:
                 self.link.inner.synchronize(_inner(event), "the checker")
 
     def send(self, group: Group, storages: Sequence[SavedStorage]) -> None:
-        """Note that compute has written what is about to leave."""
+        """Record that compute has written what is about to leave."""
         for saved in storages:
             if saved.data is not None:
                 self.link.clocks.allocated(saved.data)
@@ -254,13 +254,13 @@ class CheckedEngine(ActivationEngine):
         super().send(group, storages)
 
     def restore(self, group: Group, saved: SavedStorage) -> Tensor:
-        """Note that compute reads what came back."""
+        """Record that compute reads what came back."""
         data = super().restore(group, saved)
         self._touch(self.link.stream(), data, f"the backward of {group}", is_write=False)
         return data
 
     def retire(self, saved: SavedStorage) -> None:
-        """Poison what is free: who reads it too late, or before it is written, gets NaN."""
+        """Poison the freed host memory: a read that comes too late gets NaN."""
         host = None if saved.block is None else saved.host
         with contextlib.suppress(RaceError):  # this runs in a destructor; the end of the step raises it
             super().retire(saved)
@@ -282,7 +282,7 @@ class CheckedEngine(ActivationEngine):
         return data
 
     def _drop(self, storages: Iterable[SavedStorage]) -> None:
-        """Note that the allocator may give the memory to the next user on the stream, who writes to it."""
+        """Record a write: the allocator may give the memory to the stream's next user, who writes to it."""
         storages = list(storages)
         for saved in storages:
             if saved.data is not None and saved.h2d_event is None:

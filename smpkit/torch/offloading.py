@@ -41,10 +41,11 @@ class Offloading:
         self._has_checked = False
         active.install(self._engine)
         patch_torch_checkpoint()
-        _forget_at_shutdown()
+        if _close_engine not in state.reset_hooks:
+            state.reset_hooks.append(_close_engine)
 
     def begin_step(self, module: nn.Module) -> None:
-        """Learn which tensors are the model's own."""
+        """Exclude the model's own tensors, which may have changed since the last step."""
         tensors = (*module.parameters(), *module.buffers())
         self._engine.exclude(tensor for tensor in tensors if tensor.device == self._engine.link.device)
 
@@ -53,7 +54,7 @@ class Offloading:
         self._engine.begin_microbatch(index)
 
     def end_step(self, *, trains: bool) -> None:
-        """Close the accounts of a step; after the first that trains, say if there is nothing to offload."""
+        """Close the step's statistics; after the first step that trains, warn if there is nothing to offload."""
         self._engine.end_step()
         if trains and not self._has_checked:
             self._has_checked = True
@@ -74,7 +75,7 @@ class Offloading:
         return self._engine.stats.report()
 
     def _any_layer_is_checkpointed(self) -> bool:
-        """Return whether any rank of this pipeline has checkpointed layers; all of them ask, once."""
+        """Return whether any rank of this pipeline has checkpointed layers. Collective over the pipeline, once."""
         found = torch.tensor([self._engine.num_checkpointed_calls], device="cpu")
         if state.pp_size > 1:
             group = state.process_group(CommGroup.PP_GROUP)
@@ -103,7 +104,7 @@ def offload_report() -> OffloadReport:
 
 
 def _record(step: StepReport) -> None:
-    """Write a step's figures among the events, where they are recorded."""
+    """Record a step's figures as events, if events are recorded."""
     if (current_recorder := recorder.current_recorder()) is not None:
         at_ns = time.perf_counter_ns()
         current_recorder.on_counter("offload out, bytes", step.bytes_out, at_ns)
@@ -121,8 +122,3 @@ def _record_stall(group: Group, start_ns: int, end_ns: int) -> None:
 def _close_engine() -> None:
     if isinstance(engine := active.install(None), ActivationEngine):
         engine.close()
-
-
-def _forget_at_shutdown() -> None:
-    if _close_engine not in state.reset_hooks:
-        state.reset_hooks.append(_close_engine)

@@ -1,8 +1,8 @@
 """A GPU's link: two copy streams beside the one that computes, and host memory that they can read at full speed.
 
-Everything that a copy touches is held until an event says that it is complete, or its stream waits for that event.
-`record_stream` is not used for that: it gives memory back when the allocator happens to ask, so the peak would depend
-on chance. It is used for memory that the user took from another stream than the one which saves it, and for no other.
+Everything that a copy touches is held until an event says that it is complete, or until the stream that owns the memory
+waits for that event. `record_stream` is not used for that: it frees memory when the allocator happens to check, so the
+peak would depend on chance. It is used only for memory that the user may have allocated on another stream.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _StreamEvent:
         self._is_done = False
 
     def done(self) -> bool:
-        """Return whether the stream has come here."""
+        """Return whether the stream has reached this event."""
         self._is_done = self._is_done or _is_complete(self.event)
         return self._is_done
 
@@ -54,7 +54,7 @@ class _StreamWait:
 
     @property
     def seconds(self) -> float | None:
-        """The time; None while the device is not there yet."""
+        """The time; None if the device has not reached the events yet."""
         return _seconds_between(self._first, self._last)
 
 
@@ -71,7 +71,7 @@ class CudaLink:
     latency_seconds = 10e-6
 
     def __init__(self, device: torch.device, deadline_seconds: float) -> None:
-        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
+        self.device = torch.empty(0, device=device).device  # with an index, as tensors have it
         self._deadline_seconds = deadline_seconds
         self._out, self._back = _stream(self.device), _stream(self.device)
         self.out_bytes_per_second, self.back_bytes_per_second = self._bandwidths()
@@ -81,7 +81,7 @@ class CudaLink:
         return torch.cuda.current_stream(self.device)
 
     def now(self, stream: Hashable = None) -> Event:
-        """Return an event of all that a stream, None for the current one, has been given so far."""
+        """Return an event of all work enqueued so far on a stream; None: the current one."""
         return _StreamEvent(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(self.device))
 
     def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
@@ -99,20 +99,21 @@ class CudaLink:
         return _StreamWait(first, self.stamp())
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
-        """Let the stream whose allocator gets memory back wait."""
+        """Make the stream whose allocator gets memory back wait."""
         assert isinstance(stream, torch.cuda.Stream)
         _wait_event(stream, event)
 
     def record_stream(self, data: Tensor, stream: Hashable) -> None:
-        """Let the allocator look for `stream` to come here, unless it is the memory's own: of that it takes no note."""
+        """Tell the allocator that `stream` uses the memory; torch ignores this for the stream that owns it."""
         assert isinstance(stream, torch.cuda.Stream)
         data.record_stream(stream)
 
     def synchronize(self, event: Event, what: str) -> None:
-        """Wait here, looking again and again: a device that hangs must not hang this thread."""
+        """Block this thread until `event`."""
+        # Polled with a deadline: a device that hangs must not hang this thread.
         deadline = time.monotonic() + self._deadline_seconds
         while not event.done():
-            if torch.cuda.is_current_stream_capturing():  # nothing is done for as long as that lasts
+            if torch.cuda.is_current_stream_capturing():  # no event completes until it ends
                 raise UsageError(f"{what} would have to wait for a copy, while a CUDA graph is captured")
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -122,7 +123,7 @@ class CudaLink:
             time.sleep(_POLL_SECONDS)
 
     def stamp(self) -> torch.cuda.Event:
-        """Return an event that keeps the time."""
+        """Return an event with a time stamp."""
         event = _event(keeps_time=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -132,7 +133,7 @@ class CudaLink:
         return _seconds_between(first, last)
 
     def close(self) -> None:
-        """Complete what was given."""
+        """Wait for all copies."""
         for name, stream in (("out", self._out), ("back", self._back)):
             self.synchronize(_StreamEvent(stream), f"closing the copy stream {name}")
 
@@ -147,18 +148,18 @@ class CudaLink:
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
         try:
             here, release = pinned_memory(_MEASURED_BYTES)
-        except OSError:  # then activations will not leave either
+        except OSError:  # no pinned memory: activations will not leave either, and the speed does not matter
             here, release = ordinary_memory(_MEASURED_BYTES)
         speeds = self._speed(self._out, there, here), self._speed(self._back, here, there)
         release()
         return speeds
 
     def _speed(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> float:
-        """Return the best of some copies: other ranks of this machine measure at the same time."""
+        """Return bytes per second of the best of some copies: other ranks of this machine measure at the same time."""
         events = [_event(keeps_time=True) for _ in range(1 + _MEASURED_COPIES)]
         computed = self.stamp()
         with torch.cuda.stream(stream):
-            # The allocator gives memory that the computing stream may still be using.
+            # `source` and `target` are memory that the computing stream may still use for what it held before.
             stream.wait_event(computed)
             target.copy_(source, non_blocking=True)  # the first copy pays for what the driver puts off
             events[0].record(stream)
@@ -187,7 +188,7 @@ def _seconds_between(first: torch.cuda.Event, last: torch.cuda.Event) -> float |
     return 1e-3 * float(first.elapsed_time(last)) if _is_complete(last) else None
 
 
-# torch leaves its streams and events untyped: these few lines are where that ends.
+# torch does not type its streams and events; everything else here uses these few typed functions.
 
 
 def _event(*, keeps_time: bool = False) -> torch.cuda.Event:
@@ -199,21 +200,22 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _is_complete(event: torch.cuda.Event) -> bool:
-    # While a CUDA graph is captured, to ask is forbidden, and the capture would fail.
+    # During the capture of a CUDA graph a query is forbidden, and would make the capture fail.
     return not torch.cuda.is_current_stream_capturing() and bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
     """Return host memory of exactly this size that copies run from and to at full speed (see `arena.HostAllocator`).
 
-    All of it is one registration: a copy must not cross from one to the next. The driver looks up every page, so they
-    are large where they can be, and there before it comes; log lines at INFO tell how far that is, where it takes long.
+    It is registered in one piece, because a copy must not cross from one registration to the next. The driver looks up
+    every page, so pages are large where the system has large ones, and touched before. Progress is logged at INFO if
+    this takes long.
 
     Raises:
         OSError: the driver does not take the memory.
     """
-    # Children (data loaders) must not have it: after a fork, a write by this process would move the page to another
-    # place, and the GPU would go on with the old one.
+    # Forked children (data loaders) must not share it: after a fork, a write by this process would copy the page to
+    # another place, and the GPU would go on using the old one.
     tensor = mapped_bytes(num_bytes, in_children=False)
     touch(tensor, _progress.add)
     owner = os.getpid()
@@ -224,7 +226,7 @@ def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
         raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {error}")
     _progress.add(0, time.perf_counter() - start)
 
-    def release() -> None:  # holds the tensor: what is registered must not go back to the system before
+    def release() -> None:  # holds the tensor: registered memory must stay mapped until it is unregistered
         if os.getpid() == owner:
             cudart.cudaHostUnregister(tensor.data_ptr())
 
@@ -232,9 +234,8 @@ def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
 
 
 def _clear_last_error() -> None:
-    """Let a failed call of the CUDA runtime be over: it stays this thread's last error until somebody asks for that.
-
-    Torch asks after each kernel that it launches, and would take it for the kernel's. So this launches one for it.
-    """
+    """Clear this thread's last CUDA error after a failed call of the runtime."""
+    # torch asks for the last error after each kernel it launches, and would report this one as the kernel's. So launch
+    # one here, which raises it.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

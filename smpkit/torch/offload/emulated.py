@@ -27,7 +27,7 @@ from smpkit.torch.offload.link import DONE, CopyBatch, Event
 __all__ = ["CopyEvent", "EmulatedLink", "ThreadWait"]
 
 _IDLE_SECONDS: Final = 0.2
-"""A copy thread without work for so long ends; the next copy starts another. So none is left behind."""
+"""A copy thread without work ends after this time, so that none is left behind; the next copy starts another."""
 
 
 class CopyEvent:
@@ -42,11 +42,11 @@ class CopyEvent:
         return self._ended.is_set() and self.error is None
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the copy, good or bad; return whether it came."""
+        """Wait until the copy has ended, with or without an error; return whether it has."""
         return self._ended.wait(seconds)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Wake those that wait."""
+        """Wake all who wait."""
         self.error = error
         self._ended.set()
 
@@ -65,7 +65,7 @@ class EmulatedLink:
         out_bytes_per_second: speed to the host; without speed, latency and jitter copies are made in place.
         back_bytes_per_second: speed from the host; None: the same.
         latency_seconds: added to every copy.
-        jitter_seconds: up to so much is added to every copy, at random, to try other interleavings.
+        jitter_seconds: up to this much is added to every copy at random, to try other interleavings.
         seed: of the jitter.
         deadline_seconds: no wait lasts longer.
 
@@ -102,11 +102,11 @@ class EmulatedLink:
         self._back = _CopyThread("offload-back", back, *times, seed + 1)
 
     def stream(self) -> Hashable:
-        """Return the one stream there is: the caller's own thread of control."""
+        """Return the only stream: the calling thread."""
         return "compute"
 
     def now(self, stream: Hashable = None) -> Event:
-        """Return a complete event: what this thread was given it has done."""
+        """Return a complete event: a call on the CPU has done its work when it returns."""
         return DONE
 
     def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
@@ -124,7 +124,7 @@ class EmulatedLink:
         return ThreadWait(time.perf_counter() - start)
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
-        """Do nothing: a copy under way holds what it copies."""
+        """Do nothing: a copy under way holds the tensors that it copies."""
 
     def record_stream(self, data: Tensor, stream: Hashable) -> None:
         """Do nothing: there is one stream."""
@@ -143,7 +143,7 @@ class EmulatedLink:
         return last - first
 
     def close(self) -> None:
-        """Complete what was given, and end the threads."""
+        """Complete all copies, and end the threads."""
         self._out.close()
         self._back.close()
 
@@ -177,7 +177,7 @@ class _CopyJob:
 
 
 class _CopyThread:
-    """One direction: a thread while there is work."""
+    """Copies of one direction, in a thread that runs while there is work."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class _CopyThread:
             self._work.notify()
 
     def close(self) -> None:
-        """Let the thread end after what is queued."""
+        """End the thread after the copies that are queued."""
         with self._work:
             self._closing = True
             thread = self._thread
@@ -224,7 +224,7 @@ class _CopyThread:
                 self._copy(job)
             except BaseException as error:
                 job.event.end(error)
-            del job  # or an idle thread would hold the last tensors
+            del job  # an idle thread must not keep the last tensors alive
 
     def _next(self) -> _CopyJob | None:
         """Return the next copy; None ends the thread."""

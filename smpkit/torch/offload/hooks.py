@@ -1,4 +1,8 @@
-"""Types and sizes of what is saved: few, and the same in every step, so one object stands for all that are alike."""
+"""The saved-tensor hooks: `pack` turns what autograd saves into a handle, `unpack` turns the handle into the tensor.
+
+They run for every saved tensor, so they are written for speed: no call that is not needed, no object that is not kept.
+What may leave is decided here (`_pack` and below); moving it is the engine's work.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,26 @@ if TYPE_CHECKING:
 __all__ = ["AUTOCAST_DTYPES", "HookContext", "SpecCache"]
 
 AUTOCAST_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
-"""Types that autocast makes of parameters."""
+"""Types that autocast casts parameters to."""
 _PLAIN_DTYPES: Final = AUTOCAST_DTYPES | {
     *(torch.float32, torch.float64),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
 """Types of which no tensor is quantized or conjugated."""
 _MAX_SIZES: Final = 1024
+_NOTHING: Final = contextlib.nullcontext()
+_UINT8: Final = torch.uint8
+_STRIDED: Final = torch.strided
+_SPARSE_USE: Final = 2
+"""A view that covers at most 1/2 of its storage is copied out of it, so that the rest of the storage need not leave."""
+
+# Whether this runs inside `torch.func.jvp`, `vmap` and the like. They take every operation for the user's: they would
+# refuse a copy of ours, because it changes a captured tensor.
+_transforms_are_active: Final = torch._C._are_functorch_transforms_active
+
+SavedTensorHandle = tuple[Any, ...]
+"""`(saved, group)` for what left; `(saved, group, dtype, size, stride, offset)` for another view of it than the first;
+`(tensor, version_alias, version)` for what stayed."""
 
 
 class SpecCache:
@@ -40,44 +57,26 @@ class SpecCache:
         self.always_offloadable: dict[torch.dtype, dict[torch.Size, ContiguousSpec]] = {
             dtype: {} for dtype in _PLAIN_DTYPES
         }
-        """By size, of the types of which every tensor may leave."""
+        """By size, for the types of which every tensor may leave."""
         self._others: dict[torch.dtype, dict[torch.Size, ContiguousSpec]] = {}
 
     def check_half_precision(self, *, may_be_casts: bool) -> None:
         """Check fp16 and bf16 tensors from now on if they may be autocast copies of parameters."""
-        there, here = (
-            (self.always_offloadable, self._others) if may_be_casts else (self._others, self.always_offloadable)
-        )
-        for dtype in AUTOCAST_DTYPES & there.keys():
-            here[dtype] = there.pop(dtype)
+        if may_be_casts:
+            source, target = self.always_offloadable, self._others
+        else:
+            source, target = self._others, self.always_offloadable
+        for dtype in AUTOCAST_DTYPES & source.keys():
+            target[dtype] = source.pop(dtype)
 
     def spec(self, dtype: torch.dtype, size: torch.Size) -> ContiguousSpec:
         """Return the spec of this dtype and size."""
         specs_by_size = self.always_offloadable.get(dtype)
         if specs_by_size is None:
             specs_by_size = self._others.setdefault(dtype, {})
-        if len(specs_by_size) >= _MAX_SIZES:  # the sizes of one's data vary without end
+        if len(specs_by_size) >= _MAX_SIZES:  # sizes of data can vary without end: do not grow without bound
             specs_by_size.clear()
         return specs_by_size.setdefault(size, (dtype, size))
-
-
-# --- The hooks that autograd calls: what is saved becomes a handle, and a handle becomes the saved tensor again -------
-# This runs for every saved tensor, so it is written to be short in time: no call that is not needed, no object that is
-# not kept.
-
-
-# Whether this runs inside `torch.func.jvp`, `vmap` and the like. Those take every operation for the user's: a copy
-# would be one that changes a captured tensor, which they refuse.
-_transforms_are_active: Final = torch._C._are_functorch_transforms_active
-_NOTHING: Final = contextlib.nullcontext()
-_UINT8: Final = torch.uint8
-_STRIDED: Final = torch.strided
-_SPARSE_USE: Final = 2
-"""A view that covers no more than 1/2 of its storage is gathered, so that it does not take the storage with it."""
-
-SavedTensorHandle = tuple[Any, ...]
-"""Of what left `(saved, group)`, for another view of it than the first `(saved, group, dtype, size, stride, offset)`;
-`(tensor, version_alias, version)` of what stayed."""
 
 
 class HookContext(contextlib.AbstractContextManager["HookContext"]):
@@ -86,8 +85,9 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
     Args:
         engine: what moves them.
         name: of the layer.
-        group_bytes: groups end when they are so large; None: all is one group.
-        expected: without `group_bytes`, how many storages are awaited before the first leave; one by one after that.
+        group_bytes: a group ends when it is this large; None: all is one group.
+        expected: without `group_bytes`, how many storages to collect before sending them together; later ones are sent
+            one by one.
     """
 
     def __init__(self, engine: ActivationEngine, name: str, group_bytes: int | None = None, expected: int = 1) -> None:
@@ -97,15 +97,14 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         self._group: Group | None = None
         self._unsent: list[SavedStorage] = []
         self._num_bytes = 0
-        self._max_bytes, self._max_storages = (
-            (sys.maxsize, expected) if group_bytes is None else (group_bytes, sys.maxsize)
-        )
+        self._max_bytes = sys.maxsize if group_bytes is None else group_bytes
+        self._max_storages = expected if group_bytes is None else sys.maxsize
         self._num_sent = 0
         self._device = engine.link.device
         self._empty = engine.empty
         self._index = self._empty.get_device()
         self._hooks: saved_tensors_hooks | None = None
-        # Looked up once, and not for every tensor.
+        # Looked up once instead of for every tensor.
         self._storages, self._stream = engine.storages, engine.link.stream
         self._parameters = engine.parameters
         self._specs, self._spec = engine.specs.always_offloadable, engine.specs.spec
@@ -128,14 +127,14 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
             self._engine.num_inputs_of[self._name] = self._num_sent
 
     def next_layer(self, name: str) -> None:
-        """End the group: what is saved from now on belongs to another layer."""
+        """End the group: what is saved from now on belongs to the layer `name`."""
         if self._group is not None:
             self.flush()
             self._group = None
         self._name = name
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send what was saved since the last time."""
         waiting, self._unsent, self._num_bytes = self._unsent, [], 0
         if waiting and self._group is not None:
             if self._group_bytes is None:
@@ -148,7 +147,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
 
     def _pack(self, tensor: Tensor) -> SavedTensorHandle:
         """Return a handle that does not keep the tensor on the device."""
-        # What nearly all tensors need is written out here: a call for each step would cost as much as the steps.
+        # The path of nearly all tensors is written out here: a call for each step would cost as much as the steps.
         if (
             type(tensor) is not Tensor
             or tensor.layout is not _STRIDED
@@ -169,7 +168,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         base = tensor._base
         if (
             (key in self._parameters and self._parameters[key]() is storage)
-            or (base is not None and type(base) is not Tensor)  # this and the next are `_cannot_leave`
+            or (base is not None and type(base) is not Tensor)  # this and the next two lines are `_cannot_leave`
             or _transforms_are_active()
             or (_is_capturing() if self._index >= 0 else not tensor.is_cpu)
         ):
@@ -190,7 +189,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
 
     def _pack_again(self, tensor: Tensor, storage: torch.UntypedStorage, saved: SavedStorage) -> SavedTensorHandle:
         """Refer to a storage that left before, or is about to."""
-        # Asked first: a new group would put loads and stamps into the graph that is captured.
+        # Before `_begin_group`, which would issue loads and record events: a captured graph must not contain them.
         if (self._index >= 0 and _is_capturing()) or not (group := self._group or self._begin_group()).add(saved):
             return self._pack_view(tensor, storage)
         saved.num_handles += 1
@@ -200,7 +199,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         return saved, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _pack_view(self, tensor: Tensor, storage: torch.UntypedStorage) -> SavedTensorHandle:
-        """Take over a storage of which the tensor is a view, or a copy of the view."""
+        """Offload the storage of which the tensor is a view, or a copy of the view if it is small."""
         key, num_bytes = storage._cdata, storage.nbytes()
         if (key in self._parameters and self._parameters[key]() is storage) or self._cannot_leave(tensor):
             return self._keep_here(tensor)
@@ -209,14 +208,14 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         if num_bytes < self._min_bytes or (self._index >= 0 and _is_capturing()):
             return self._keep_here(tensor)
         version_alias = tensor.detach()
-        version_alias.data = self._empty
+        version_alias.data = self._empty  # keeps the version counter without keeping the memory
         data = torch.empty(0, dtype=_UINT8, device=self._device).set_(storage)
         spec = self._spec(_UINT8, data.size())
         saved, group = self._register(key, storage, version_alias, data, spec, num_bytes)
         return saved, group, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _pack_sparse_view(self, tensor: Tensor, storage: torch.UntypedStorage) -> SavedTensorHandle:
-        """Take a copy of a view that is a small part of its storage, which may then go."""
+        """Offload a copy of a view that is a small part of its storage, so that the storage can be freed."""
         key = (storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
         saved = self._storages.get(key)
         if (
@@ -246,7 +245,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         spec: ContiguousSpec,
         num_bytes: int,
     ) -> tuple[SavedStorage, Group]:
-        """Hold data, to be known when it is saved again, and send it now or with its group."""
+        """Add data to the group, and send the group if it is complete."""
         group = self._group or self._begin_group()
         saved = SavedStorage(key, storage, version_alias, data, spec, num_bytes, self._stream(), group.index)
         self._storages[key] = saved
@@ -258,33 +257,32 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         return saved, group
 
     def _send(self) -> None:
-        """Send what waits, as that is enough."""
+        """Send a group that is large enough."""
         if self._group_bytes is None:
             self.flush()
         else:
             self.next_layer(self._name)
 
     def _keep_here(self, tensor: Tensor) -> SavedTensorHandle:
-        """Leave a tensor where it is, as autograd itself would keep it."""
+        """Keep a tensor on the device, as autograd itself would."""
         with _outside_transforms():
             alias = tensor.detach()
         return alias, alias, alias._version
 
     def _must_stay(self, tensor: Tensor) -> bool:
-        """Return whether a tensor of a type that is not ordinary here is more, or less, than its bytes."""
+        """Return whether a tensor of an uncommon type is not just its bytes, or is a cast of a parameter."""
         return tensor.is_conj() or tensor.is_quantized or (tensor.dtype in AUTOCAST_DTYPES and self._is_cast(tensor))
 
     def _is_cast(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter in another type, or a view of that.
-
-        Autocast keeps such until it ends, so to send one away frees nothing in forward, and takes as long as a weight's
-        copy. Of a parameter that is not trained it keeps none, and no graph tells where that cast came from: it leaves.
-        """
+        """Return whether a tensor is autocast's copy of a trained parameter, or a view of that."""
+        # Autocast caches these copies until it ends, so sending one frees nothing in forward and costs the copy of a
+        # whole weight. Casts of frozen parameters are not cached, and have no graph that leads to the parameter: they
+        # leave like activations.
         base = tensor._base
-        made = (tensor if base is None else base).grad_fn
-        if made is None or made.name() != "ToCopyBackward0":
+        cast_node = (tensor if base is None else base).grad_fn
+        if cast_node is None or cast_node.name() != "ToCopyBackward0":
             return False
-        source = getattr(made.next_functions[0][0], "variable", None)
+        source = getattr(cast_node.next_functions[0][0], "variable", None)
         if source is None:
             return False
         storage = source.untyped_storage()
@@ -292,13 +290,11 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         return known is not None and known() is storage
 
     def _cannot_leave(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is nothing that could be copied and be given up.
-
-        Views of parameters that the model does not know stay: FSDP makes such for a layer's forward, and resizes their
-        storage to nothing after it, be it copied or not.
-        """
+        """Return whether a tensor cannot be copied, or its memory not be freed by us."""
         base = tensor._base
         return (
+            # A view of a parameter or of a tensor subclass. FSDP makes parameters that the model does not know for a
+            # layer's forward and resizes their storage to nothing afterwards, whether we have copied it or not.
             (base is not None and type(base) is not Tensor)
             or (self._index < 0 and not tensor.is_cpu)  # -1 is the index of the CPU, and of "meta"
             or _transforms_are_active()
@@ -333,21 +329,19 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
 
 
 def _hooks_of_others_are_active() -> bool:
-    """Return whether hooks of somebody else are active.
-
-    Inside a checkpointed call they are torch's: it drops them and makes them again in backward. There, as in anything
-    that backward runs, a copy to the host would be work for nothing.
-    """
+    """Return whether other saved-tensor hooks than ours are active, or a backward runs."""
+    # Inside a checkpointed call the hooks are torch's: what they save is dropped and recomputed in backward. There, and
+    # in anything that backward runs, a copy to the host would be useless. torch has no public way to ask for either.
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     owner = None if top is None else getattr(top[0], "__self__", top)
     return not (owner is None or isinstance(owner, HookContext)) or torch._C._current_graph_task_id() != -1
 
 
 def _outside_transforms() -> AbstractContextManager[object]:
-    """Return what hides the transforms from the engine's own work."""
+    """Return a context in which `torch.func` transforms do not see the engine's own operations."""
     return torch._C._DisableFuncTorch() if _transforms_are_active() else _NOTHING
 
 
 def _is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured: its replays would read memory that is somebody else's by then."""
+    """Return whether a CUDA graph is being captured, whose replays would read memory that others have by then."""
     return torch.cuda.is_current_stream_capturing()

@@ -12,7 +12,7 @@ __all__ = ["DONE", "CopyBatch", "Event", "Link", "Wait", "link_for"]
 
 
 class CopyBatch:
-    """Copies to be made together: contiguous tensors, each target of its source's type and size."""
+    """Copies made together: contiguous tensors, each target with the type and size of its source."""
 
     __slots__ = ("sources", "targets")
 
@@ -24,11 +24,12 @@ class CopyBatch:
         return zip(self.sources, self.targets, strict=True)
 
     def run(self, *, non_blocking: bool = False) -> None:
-        """Make them on the current stream, in one call of torch: a call for each takes twice the processor time."""
+        """Make them on the current stream."""
         if len(self.sources) == 1:
             self.targets[0].copy_(self.sources[0], non_blocking=non_blocking)
         else:
-            # Between devices this is `copy_` for one after the other, as torch's optimizers and FSDP use it.
+            # One call of torch takes half the processor time of one for each. Between devices it runs `copy_` for each
+            # pair; torch's optimizers and FSDP use it, too.
             torch._foreach_copy_(self.targets, self.sources, non_blocking=non_blocking)
 
 
@@ -36,27 +37,27 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     def done(self) -> bool:
-        """Return whether that work is complete, as this thread sees it now."""
+        """Return whether that work is complete; does not block."""
 
 
 class Wait(Protocol):
-    """What a wait has cost."""
+    """The cost of a wait."""
 
     @property
     def seconds(self) -> float | None:
-        """How long compute stood still; None while that is not known."""
+        """How long compute stood still; None as long as that is unknown."""
 
 
 class Link(Protocol):
     """A device's link to host memory.
 
     `send` and `fetch` return at once. Copies of one direction are made in order; the two directions do not wait for
-    each other. Nothing else is ordered but by events: what must come before a copy is said in `after`.
+    each other. Everything else is ordered by events alone: a copy waits for those in `after`.
     """
 
     device: torch.device
     is_stream_ordered: bool
-    """Whether this thread runs ahead of the device, so that `done()` tells of work enqueued long before."""
+    """Whether this thread runs ahead of the device, so that work is enqueued long before it is done."""
     min_bytes: int
     """Smaller tensors are not worth a copy."""
     out_bytes_per_second: float
@@ -64,10 +65,10 @@ class Link(Protocol):
     latency_seconds: float
 
     def stream(self) -> Hashable:
-        """Return the stream that computes now; asked at each use, never kept from another one."""
+        """Return the stream that computes now; it may change between two calls."""
 
     def now(self, stream: Hashable = None) -> Event:
-        """Return an event of all that a stream, None for the current one, has been given so far."""
+        """Return an event of all work enqueued so far on a stream; None: the current one."""
 
     def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         """Copy from the device to the host when `after` is complete; `what` is named in errors."""
@@ -76,25 +77,25 @@ class Link(Protocol):
         """Copy from the host to the device when `after` is complete."""
 
     def wait(self, event: Event, what: str) -> Wait:
-        """Let what the current stream is given from now on run after `event`."""
+        """Make work that is enqueued on the current stream from now on run after `event`."""
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
-        """Let memory of `stream` that is freed from now on be used again after `event` only."""
+        """Make memory of `stream` that is freed from now on reusable only after `event`."""
 
     def record_stream(self, data: Tensor, stream: Hashable) -> None:
-        """Let memory that is about to be freed and may belong to another stream's allocator wait for `stream` then."""
+        """Keep memory that another stream may own, and that is about to be freed, until `stream` has used it."""
 
     def synchronize(self, event: Event, what: str) -> None:
-        """Let this thread wait for `event`; raises DeadlineError, and errors of the copy."""
+        """Block this thread until `event`; raises DeadlineError, and errors of the copy."""
 
     def stamp(self) -> Any:
-        """Return a mark in the current stream's time."""
+        """Return a time stamp of the current stream."""
 
     def seconds_between(self, first: Any, last: Any) -> float | None:
-        """Return the time between two stamps; None while the device is not there yet."""
+        """Return the time between two stamps; None if the device has not reached them yet."""
 
     def close(self) -> None:
-        """End threads and streams; what was given is completed first."""
+        """End threads and streams after the copies that are under way."""
 
 
 class _Done:
@@ -108,7 +109,7 @@ DONE: Final[Event] = _Done()
 
 
 def link_for(device: torch.device, deadline_seconds: float) -> Link:
-    """Return the link of a device: of a GPU its own, of the CPU one that copies in place.
+    """Return the link of a device; the CPU's copies in place.
 
     Args:
         deadline_seconds: no wait of this thread for a copy lasts longer.

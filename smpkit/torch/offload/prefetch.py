@@ -1,8 +1,10 @@
-"""Which groups backward needs next: from the pipeline's actions when there are some, else the reverse of forward.
+"""Which groups backward needs next (`BackwardOrder`), and how far ahead their loads are issued (`PrefetchTuner`).
 
-Distances are counted in layers, forward and backward alike, because a layer is the time that one load hides behind::
+The order comes from the pipeline's actions if there are some, else it is the reverse of forward. How far ahead, the
+*lead*, is learned from how long layers and copies took. Distances are counted in layers, forward and backward alike,
+because a layer is the time that one load hides behind::
 
-    actions        F4            B1            F5           the present place is the first layer of F4
+    actions        F4            B1            F5           the current position is the first layer of F4
     layers      l0 l1 l2     l2 l1 l0      l0 l1 l2
     distance    now 1  2      3  4  5                       with a lead of 3, the last layer of microbatch 1 loads now
 """
@@ -24,17 +26,17 @@ from smpkit.torch.offload.link import Link, Wait
 __all__ = ["BackwardOrder", "Lead", "PrefetchTuner", "check_lead"]
 
 
-# --- How far ahead loads must be issued: learnt from how long layers and copies took ----------------------------------
-
-
 Lead = int | Literal["auto"]
 
 _INITIAL_LEAD: Final = 2  # enough while a copy takes no longer than a forward
 _MAX_LEAD: Final = 16
 
+_Task = tuple[int, int]
+"""Segment and microbatch."""
+
 
 def check_lead(lead: object) -> None:
-    """Raise UsageError if this is no lead."""
+    """Raise UsageError unless `lead` is "auto" or a positive number of layers."""
     if lead != "auto" and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 1):
         raise UsageError(f"`lead` is {lead!r}", hint='use "auto" or a number of layers, 1 or more')
 
@@ -68,12 +70,13 @@ class PrefetchTuner:
             self._timings.append(_LayerTiming(self._link.stamp(), load_bytes))
 
     def add_wait(self, wait: Wait) -> None:
-        """Note that the present layer had to wait first."""
+        """Note that the current layer had to wait for its load."""
         if self._timings:
             self._timings[-1].wait = wait
 
     def end_step(self) -> None:
-        """Learn from the step before: a device may not have finished this one."""
+        """Adapt the lead to the timings of a completed step."""
+        # A device that runs behind this thread may not have finished this step: use the one before.
         timings, self._last, self._timings = self._last, self._timings, []
         if not self._link.is_stream_ordered:
             timings, self._last = self._last, []
@@ -82,9 +85,9 @@ class PrefetchTuner:
             return
         compute = [each for each in seconds if each is not None]
         loads = [self._load_seconds(timing) for timing in timings[:-1]]
-        # The last piece has no end; what it needs is late if anything is, so its load counts as one more.
+        # The last layer has no successor and hence no duration; count its load all the same, it is the most urgent.
         needed = auto_lead([*compute, 0.0], [*loads, self._load_seconds(timings[-1])], _MAX_LEAD)
-        self.lead = max(needed, self.lead - 1)
+        self.lead = max(needed, self.lead - 1)  # shrink slowly: one quiet step proves little
 
     def _seconds(self, timing: _LayerTiming, following: _LayerTiming) -> float | None:
         seconds = self._link.seconds_between(timing.stamp, following.stamp)
@@ -94,13 +97,6 @@ class PrefetchTuner:
     def _load_seconds(self, timing: _LayerTiming) -> float:
         link = self._link
         return link.latency_seconds + timing.load_bytes / link.back_bytes_per_second if timing.load_bytes else 0.0
-
-
-# --- Which groups backward needs next: from the pipeline's actions when there are some, else the reverse of forward ---
-
-
-_Task = tuple[int, int]
-"""Segment and microbatch."""
 
 
 class BackwardOrder:
@@ -117,7 +113,7 @@ class BackwardOrder:
         self._task: _Task | None = None
         self._num_done = 0
         self._layers: dict[int, int] = {}
-        """How many groups a forward of each segment makes."""
+        """How many groups a forward of each segment makes, as far as one has run."""
         self._groups: dict[_Task, list[int]] = {}
         self._live: list[int] = []
         self._used: set[int] = set()
@@ -127,10 +123,10 @@ class BackwardOrder:
         self._followed_by: dict[int, int] = {}
         """Without actions: which group followed which in an earlier backward, counted from the first of its forward."""
 
-    # --- what happens ------------------------------------------------------------------------------------------------
+    # --- what has happened -------------------------------------------------------------------------------------------
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """Predict from these actions of this rank, whose first comes next; none: from what forward did."""
+        """Predict from these actions of this rank, starting with the first; if empty, from what forward did."""
         self._actions = actions
         self._position = -1
 
@@ -143,7 +139,7 @@ class BackwardOrder:
         following = range(self._position + 1, len(self._actions))
         action = Action(kind, segment, microbatch)
         found = next((position for position in following if self._actions[position] == action), None)
-        if found is None:  # the step left its plan, so the plan says nothing about what comes
+        if found is None:  # the step has diverged from its plan, which predicts nothing any more
             self._actions = ()
         else:
             self._position = found
@@ -154,19 +150,19 @@ class BackwardOrder:
         self._groups = {task: live for task, groups in self._groups.items() if (live := self._still_live(groups))}
 
     def add(self) -> int:
-        """Return the number of a new group, which belongs to the present forward."""
+        """Return the index of a new group, which belongs to the current forward."""
         index = self._count
         self._count += 1
         self._live.append(index)
         if self._task is not None:
             self._groups.setdefault(self._task, []).append(index)
             self._num_done += 1
-        self._last_used = None  # forward goes on: what backward needed last says nothing about what it needs next
+        self._last_used = None  # forward goes on, so the next backward starts anew
         return index
 
     def begin_backward(self, index: int) -> None:
-        """Note that backward has come to a group."""
-        if index in self._used:  # the graph was kept, and backward comes again
+        """Note that the backward of a group begins."""
+        if index in self._used:  # `retain_graph`: another backward through the same graph
             self._used.clear()
         last, self._last_used = self._last_used, index
         if last is not None and last >= self._base:
@@ -182,13 +178,13 @@ class BackwardOrder:
         if not self._live:
             self._base, self._last_used = self._count, None
 
-    # --- what comes --------------------------------------------------------------------------------------------------
+    # --- what comes next ---------------------------------------------------------------------------------------------
 
     def upcoming(self, lead: int) -> list[int]:
         """Return the groups that are needed within `lead` layers, the next one first."""
-        if self._last_used is None and not self._actions:
-            return []
-        return list(self._planned(lead)) if self._actions else list(self._reversed(lead))
+        if self._actions:
+            return list(self._planned(lead))
+        return [] if self._last_used is None else list(self._reversed(lead))
 
     @property
     def is_planned(self) -> bool:
@@ -196,11 +192,11 @@ class BackwardOrder:
         return bool(self._actions)
 
     def is_recent(self, index: int, count: int) -> bool:
-        """Return whether a group is among the last `count` that forward has made."""
+        """Return whether a group is among the last `count` of forward."""
         return index > self._count - 1 - count
 
     def is_needed_within(self, lead: int) -> bool:
-        """Return whether the group that was added last is needed again within `lead` layers of the plan."""
+        """Return whether the plan needs the latest group again within `lead` layers."""
         if not self._actions:
             return False
         distance = left = self._num_left()
@@ -208,22 +204,25 @@ class BackwardOrder:
             task = (action.segment, action.microbatch)
             if action.kind is Kind.BACKWARD and task == self._task:
                 return distance + left + 1 <= lead
-            distance += len(self._groups.get(task, ())) if action.kind is Kind.BACKWARD else self._num_expected(action)
+            if action.kind is Kind.BACKWARD:
+                distance += len(self._groups.get(task, ()))
+            else:
+                distance += self._num_expected(action)
             if distance >= lead:
                 return False
         return False
 
     def _num_expected(self, action: Action) -> int:
-        """Return how many layers an action that has not begun has."""
+        """Return how many layers a forward that has not begun has."""
         return self._layers.get(action.segment, 0) if action.kind is Kind.FORWARD else 0
 
     def _num_left(self) -> int:
-        """Return how many layers of the present forward are still to come."""
+        """Return how many layers of the current forward are still to come."""
         assert self._task is not None
         return max(0, self._layers.get(self._task[0], 0) - self._num_done)
 
     def _next_actions(self) -> Iterator[Action]:
-        """Yield the actions after the present one that the horizon allows to load for."""
+        """Yield the actions after the current one, as far as the horizon allows loads for them."""
         stop = None if self.horizon is None else self._position + 1 + self.horizon
         return islice(self._actions, self._position + 1, stop)
 
@@ -240,17 +239,17 @@ class BackwardOrder:
             if distance >= lead:
                 return
             distance += self._num_expected(action)
-            # A weight half of a backward needs nothing back: the input half has brought it.
-            for index in (
-                () if action.kind is not Kind.BACKWARD else self._remaining((action.segment, action.microbatch))
-            ):
+            # The weight half of a split backward (zero bubble) needs no load: the input half has loaded it.
+            if action.kind is not Kind.BACKWARD:
+                continue
+            for index in self._remaining((action.segment, action.microbatch)):
                 distance += 1
                 if distance > lead:
                     return
                 yield index
 
     def _remaining(self, task: _Task) -> Iterator[int]:
-        """Yield the groups of a task that backward has not come to, in its order."""
+        """Yield the groups of a task whose backward is still to come, in the order of backward."""
         live = self._still_live(self._groups.get(task, ()))
         return (index for index in reversed(live) if index not in self._used)
 
@@ -265,7 +264,7 @@ class BackwardOrder:
             yield index
 
     def _predicted_next(self, index: int) -> int | None:
-        """Return what backward is expected to need after a group: what it needed last time, else the one before it."""
+        """Return what backward should need after a group: what it needed last time, else the one before it."""
         recorded = self._followed_by.get(index - self._base)
         if recorded is not None and self._is_waiting(recorded + self._base):
             return recorded + self._base

@@ -1,4 +1,4 @@
-"""`activations(model)`: what a plain PyTorch model saves for backward waits in host memory."""
+"""`activations(model)`: offload what a plain PyTorch model saves for backward to host memory."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
             ...
         print(offload.report())
 
-    Copies run beside the computation, in both directions; each storage leaves once, however many views of it were
-    saved; parameters, buffers and what autocast makes of trained parameters never leave; gradients are the same bits
-    as without. Layers (the items of a `ModuleList` or `Sequential`) leave and come back one by one. Over
-    `torch.utils.checkpoint` layers, only what they keep leaves: their inputs. That is the combination to use; without
-    checkpointing about 25 times as many bytes move. What autocast makes of frozen weights leaves, in each call anew:
-    convert frozen layers to the narrow type themselves, and they stay.
+    Copies run beside the computation, in both directions. Each storage leaves once, however many views of it were
+    saved. Parameters, buffers and autocast's copies of trained parameters never leave. Gradients are the same bits as
+    without offloading. Layers (the items of a `ModuleList` or `Sequential`) leave and come back one by one. Of
+    `torch.utils.checkpoint` layers only what they keep leaves: their inputs. That is the combination to use; without
+    checkpointing about 25 times as many bytes move. Autocast casts frozen weights anew in each call, and these copies
+    leave like activations: convert frozen layers to the narrow type once, and they stay.
 
-    Enter it around forward; backward may run inside or after it. One object serves all steps, and keeps its host
-    memory for the next. Not for two threads at a time.
+    Enter it around forward; backward may run inside or after it. Use one object for all steps: it keeps its host memory
+    for the next. Not for two threads at a time.
 
     Args:
         model: whose parameters and buffers stay on the device.
         lead: how many layers ahead of backward loads are issued; "auto" takes the smallest number without a stall.
         min_bytes: smaller tensors stay; None: 1 MiB on a GPU, 0 on the CPU.
-        host_budget_bytes: of host memory; what finds no room stays on the device, with one warning. None: three
+        host_budget_bytes: of host memory; what does not fit stays on the device, with one warning. None: three
             quarters of what is free.
         link: another link than the device's own, such as `smpkit.testing.EmulatedLink`.
         deadline_seconds: no wait for a copy lasts longer; then DeadlineError names the layer.
@@ -94,7 +94,7 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
         self._is_counting = True
         self._engine.exclude(_tensors_of(self._model))
         context = self._engine.offload_saved_tensors(type(self._model).__name__, GROUP_BYTES)
-        context.__enter__()  # where hooks on saved tensors are forbidden this raises, and nothing has begun
+        context.__enter__()  # first: it raises where saved-tensor hooks are forbidden, and nothing must be left behind
         self._context = context
         self._hooks = [layer.register_forward_pre_hook(_LayerHook(context, name)) for name, layer in self._layers]
         return self
@@ -110,12 +110,12 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
             context.__exit__(kind, error, traceback)
 
     def report(self) -> OffloadReport:
-        """Return what was moved, held and waited for so far; each time the object was entered counts as a step."""
+        """Return what was moved, held and waited for so far; each `with` counts as a step."""
         self._end_step()
         return self._engine.stats.report()
 
     def close(self) -> None:
-        """Give the host memory back; graphs that were made inside must not be used any more."""
+        """Free the host memory; graphs recorded inside must not be used any more."""
         self._engine.close()
 
     def _end_step(self) -> None:
@@ -135,10 +135,8 @@ class _LayerHook:
 
 
 def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost items of lists of modules, with their paths; of compiled modules none.
-
-    A hook on a module that torch.compile has traced would make it trace again.
-    """
+    """Yield the outermost items of lists of modules, with their paths."""
+    # Not those of compiled modules: a hook on a module that torch.compile has traced would make it trace again.
     if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
         return
     for name, child in module.named_children():

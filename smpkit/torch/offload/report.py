@@ -12,7 +12,7 @@ __all__ = ["OffloadReport", "OffloadStats", "Stall", "StepReport"]
 
 _STEPS_KEPT: Final = 100
 _MIN_SECONDS: Final = 20e-6
-"""A shorter wait is the price of asking."""
+"""Shorter waits are the cost of measuring."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StepReport:
     bytes_out: int
     bytes_back: int
     kept_bytes: int
-    """Stayed on the device because the host memory budget was spent."""
+    """Stayed on the device because the host memory budget was used up."""
     peak_device_bytes: int
     peak_host_bytes: int
     lead: int
@@ -79,7 +79,7 @@ def _text(num_bytes: int) -> str:
 
 @dataclass
 class OffloadStats:
-    """Counts while steps run; the engine's bookkeeper."""
+    """The engine's counters while steps run."""
 
     rank: int = 0
     bytes_out: int = 0
@@ -92,7 +92,7 @@ class OffloadStats:
     _steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
     _totals: dict[str, float] = field(default_factory=dict)
     _freed: deque[int] = field(default_factory=deque)
-    """What was let go of. Graphs die at any time in any thread: appending needs no lock."""
+    """Bytes released. Graphs die at any time in any thread: appending to a deque needs no lock."""
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that offloading keeps on the device."""
@@ -103,7 +103,7 @@ class OffloadStats:
             self.peak_device_bytes = held
 
     def release(self, num_bytes: int) -> None:
-        """Count them out again; callable from destructors."""
+        """Stop counting bytes; callable from destructors."""
         self._freed.append(num_bytes)
 
     def add_wait(self, layer: str, microbatch: int | None, wait: Wait) -> None:
@@ -126,16 +126,20 @@ class OffloadStats:
             stalls,
         )
         self._steps.append(report)
-        self._add(report)
+        totals = self._totals
+        for name, value in (("out", report.bytes_out), ("back", report.bytes_back), ("stall", report.stall_seconds)):
+            totals[name] = totals.get(name, 0) + value
+        for name, value in (("device", report.peak_device_bytes), ("host", report.peak_host_bytes)):
+            totals[name] = max(totals.get(name, 0), value)
         self.num_steps += 1
-        # What a device has not reached yet is told with the next step.
+        # Waits that the device has not reached yet are reported with the next step.
         self._waits = [each for each in self._waits if each[2].seconds is None]
         self.bytes_out = self.bytes_back = self.kept_bytes = 0
         self.peak_device_bytes = self.device_bytes
         return report
 
     def report(self) -> OffloadReport:
-        """Return what there is to tell."""
+        """Return totals over all steps, and the latest steps."""
         totals = self._totals
         return OffloadReport(
             self.rank,
@@ -147,10 +151,3 @@ class OffloadStats:
             totals.get("stall", 0.0),
             tuple(self._steps),
         )
-
-    def _add(self, step: StepReport) -> None:
-        totals = self._totals
-        for name, value in (("out", step.bytes_out), ("back", step.bytes_back), ("stall", step.stall_seconds)):
-            totals[name] = totals.get(name, 0) + value
-        for name, value in (("device", step.peak_device_bytes), ("host", step.peak_host_bytes)):
-            totals[name] = max(totals.get(name, 0), value)

@@ -1,11 +1,11 @@
-"""One storage that leaves the device: where its bytes are now, and what must be complete before they are touched.
+"""One storage that leaves the device: where its bytes are, and what must be complete before they are touched.
 
 ::
 
     LIVE ──send──► COPYING ──copied──► HOST ──load──► LOADING ──waited──► LIVE ──► DEAD
                       └── needed before it was released: handed out as it is
 
-Under `retain_graph` a storage that was brought back goes to HOST again: its copy there is as good as it was.
+Under `retain_graph` a storage that was loaded goes to HOST again: its bytes there are still valid.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ __all__ = ["Group", "SavedStorage", "StorageState", "check_version"]
 
 
 class StorageState:
-    """Where the bytes of a storage are. Bits, not an enumeration: these are looked at for every saved tensor."""
+    """Where the bytes of a storage are."""
+
+    # Plain integers, not an enum, whose members cost a slow lookup for every saved tensor; bits, so that sets of states
+    # are tested with one operation.
 
     LIVE: Final = 1
     """On the device."""
     COPYING: Final = 2
-    """On the device, and on their way to the host."""
+    """On the device; a copy to the host is under way."""
     HOST: Final = 4
     """On the host only."""
     LOADING: Final = 8
-    """On the host, and on their way to the device."""
+    """On the host; a copy to the device is under way."""
     DEAD: Final = 16
 
 
@@ -53,11 +56,11 @@ class SavedStorage:
 
     Args:
         key: what the engine finds it by when the same storage is saved again.
-        storage: the storage that was saved; held weakly, so a later one at the same address is not taken for it.
-        version_alias: of the saved tensor, whose version counter it shares; without data, unless it is `data`.
-        data: what is on the device; held until its copy is complete, whatever the user lets go of.
-        spec: of `data`, here and whenever it is back.
-        num_bytes: how many.
+        storage: the storage that was saved; held weakly, to tell it from a later one at the same address.
+        version_alias: shares the saved tensor's version counter; has no memory, unless it is `data`.
+        data: the bytes on the device; held until their copy is complete, even if the user frees the tensor.
+        spec: of `data`, now and when it is loaded again.
+        num_bytes: of `data`.
         stream: the stream whose allocator gets the memory back.
         group: the index of the group that it is saved in.
     """
@@ -101,27 +104,27 @@ class SavedStorage:
         self.spec = spec
         self.num_bytes = num_bytes
         self.stream = stream
-        self.state: int = 1  # State.LIVE; two lookups less
+        self.state: int = 1  # StorageState.LIVE, without two attribute lookups per saved tensor
         self.block: Block | None = None
-        """Of what left together, a piece each."""
+        """Host memory, shared by what left together."""
         self.host: Tensor | None = None
-        """The piece of the block, a tensor like `data`."""
+        """This storage's piece of the block, a tensor like `data`."""
         self.d2h_event: Event | None = None
         self.h2d_event: Event | None = None
         self.num_handles = self.num_pending = 1
-        """How often it was saved, and how many of those backward has not asked for yet in this pass."""
+        """How often it was saved, and how many of these handles the current backward has not unpacked yet."""
         self.num_groups = 1
-        """How many groups need it: it is dead when the last of them is."""
+        """How many groups need it: it is retired with the last of them."""
         self.last_group = group
-        """The latest of them."""
+        """The index of the latest of them."""
 
     def enter(self, state: int) -> None:
-        """Go on to the next state."""
+        """Go on to the next state. Hot paths of the engine set `state` directly."""
         assert _NEXT[self.state] & state, f"a saved storage cannot go from {_NAMES[self.state]} to {_NAMES[state]}"
         self.state = state
 
     def detach_version_alias(self, empty: Tensor) -> None:
-        """Make the version alias a tensor of its own: `data` goes to others, and must not be emptied with it."""
+        """Give the version alias a tensor of its own: others now hold `data`, which must not be emptied with it."""
         if self.version_alias is self.data:
             self.version_alias = self.data.detach()
             self.version_alias.data = empty
@@ -156,16 +159,17 @@ class Group:
         self.on_release = on_release
         self.storages: list[SavedStorage] = []
         self.is_held = False
-        """Its device copies are waited for, and are not released any more."""
+        """Its backward is near or runs: do not release its device memory."""
         self.stays_on_device = False
-        """Needed again so soon that it does not leave at all."""
+        """Needed again so soon that it does not leave."""
         self.label = f"`{name}`" if microbatch is None else f"`{name}` (microbatch {microbatch})"
 
     def add(self, saved: SavedStorage) -> bool:
-        """Note that the group needs a storage, once; return False if it is dead, and nobody can need it any more."""
+        """Note that the group needs a storage, once; return False if the storage is dead."""
         if saved.last_group == self.index:
             return True
-        # A destructor may have run since the storage was found; now that it is counted, none will end it.
+        # Count first, then look: a destructor in any thread may have retired the storage since it was found, but none
+        # will once it is counted.
         saved.num_groups += 1
         if saved.state == StorageState.DEAD:
             return False
@@ -178,7 +182,7 @@ class Group:
 
     @property
     def num_bytes(self) -> int:
-        """What it needs on the device."""
+        """The device memory that it needs."""
         return sum(saved.num_bytes for saved in self.storages)
 
     def __str__(self) -> str:
@@ -189,10 +193,10 @@ class Group:
 
 
 def check_version(version_alias: Tensor, version: int, where: str) -> None:
-    """Raise if a saved tensor was changed in place since it was saved.
+    """Check that a saved tensor was not changed in place; autograd leaves this check to saved-tensor hooks.
 
     Raises:
-        UsageError: as plain autograd raises; it leaves the question to hooks where there are some.
+        UsageError: it was.
     """
     if version_alias._version != version:
         raise UsageError(
