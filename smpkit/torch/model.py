@@ -44,7 +44,7 @@ from smpkit.torch.placement.placement import pp_rank_of
 from smpkit.torch.placement.shards import assignment_refusal, is_tp_shard, refuse_assignment, sees_scaled_batch
 from smpkit.torch.placement.trace import units_of
 from smpkit.torch.precision.cast import cast_inputs, cast_model, cast_outputs, half_dtype
-from smpkit.torch.recompute.region import check_checkpoint_ranks
+from smpkit.torch.recompute.api import check_checkpoint_ranks
 from smpkit.torch.recompute.torch_checkpoint import patch_torch_checkpoint
 from smpkit.torch.state_dict import (
     PARTIAL_KEY,

@@ -1,7 +1,7 @@
 """Tensors at the boundaries of slices: offloaded to the host until they are needed again.
 
-Each is on the device, on its way out, on the host, or on its way back. The device's tensor is kept until its copy
-has ended, at most `_IN_FLIGHT` at a time: memory of older ones is given up only after their copies.
+Each is on the device, on its way out, on the host, or on its way back. The device's tensor is kept until its copy is
+complete; if more than `_IN_FLIGHT` copies are under way, the allocator waits for the oldest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class OffloadedTensor:
     """One tensor, and where it is.
 
     Args:
-        tensor: on the device, or anywhere if it is the user's input: that is never ours to free.
-        requires_grad: whether a gradient is wanted for it.
+        tensor: on the device, or anywhere if it is the user's input, whose memory we must not free.
+        requires_grad: whether it needs a gradient.
         is_input: whether it is the user's input.
-        shared: which of the user's inputs it is, where every microbatch got that whole.
+        shared: the index of the user's input that it is, if every microbatch got that input whole.
     """
 
     __slots__ = (
@@ -59,10 +59,10 @@ class OffloadedTensor:
         self.offloader: TensorOffloader | None = None
 
     def __del__(self) -> None:
-        """Give up the host's memory: a forward that no backward follows, or one that failed, releases nothing."""
-        offloader = getattr(self, "offloader", None)  # torch.compile, and interrupts, leave some half made
+        """Free the host's memory: a forward without a backward, or one that failed, has not released it."""
+        offloader = getattr(self, "offloader", None)  # torch.compile and interrupts can leave it without attributes
         if offloader is not None:
-            with contextlib.suppress(Exception):  # at the end of the interpreter, what is needed may be gone
+            with contextlib.suppress(Exception):  # at exit, modules that it needs may be gone
                 offloader.release(self)
 
 
@@ -70,9 +70,9 @@ class TensorOffloader:
     """Sends tensors out and brings them back.
 
     Args:
-        device: where they are computed with.
-        transfers: how they get there.
-        arena: where they are on the host; when its budget is spent they stay on the device. None: they all do.
+        device: where slices run.
+        transfers: makes the copies.
+        arena: host memory; when its budget is used up, tensors stay on the device. None: all stay.
     """
 
     def __init__(self, device: torch.device, transfers: Transfers, arena: Arena | None) -> None:
@@ -86,7 +86,7 @@ class TensorOffloader:
 
         Args:
             offloaded: on the device.
-            keep: leave it on the device too: it is needed there at once.
+            keep: leave it on the device, too, because it is needed there soon.
         """
         tensor, link = offloaded.device, self._transfers.link
         assert tensor is not None, "sent out twice"
@@ -107,18 +107,18 @@ class TensorOffloader:
             offloaded.device = None
         while self._copies_to_host and (len(self._copies_to_host) > _IN_FLIGHT or self._copies_to_host[0][0].done()):
             event, _ = self._copies_to_host[0]
-            link.before_reuse(event, link.stream())  # only now may the memory go to somebody else
+            link.before_reuse(event, link.stream())  # before the tensor is freed: the copy may still read it
             self._copies_to_host.popleft()
 
     def copy_input(self, inputs: Sequence[OffloadedTensor]) -> None:
-        """Copy a user's input that is on the host, from where it is fetched like what slices return.
+        """Copy a user's input that is on the host to the arena, to be fetched from there like outputs of slices.
 
-        Once the model has been called the user may fill that memory anew; a copy from it, or the backward that reads it
-        again, would come too late. What finds no room is copied from the user's memory, and waited for, each time.
+        If the arena has no room, each use copies from the user's memory and waits.
 
         Args:
-            inputs: all of one tensor.
+            inputs: all that stand for the same tensor.
         """
+        # After the model's call the user may overwrite that memory, while a queued copy or the backward still reads it.
         tensor = inputs[0].user_input
         if self._arena is None or tensor is None or tensor.device.type != "cpu" or self._device.type == "cpu":
             return
@@ -133,13 +133,13 @@ class TensorOffloader:
             offloaded.block, offloaded.offloader, offloaded.user_input = block, self, None
 
     def fetch(self, offloaded: OffloadedTensor) -> None:
-        """Start to bring a tensor back to the device, if it is not there."""
+        """Start to copy a tensor back to the device, if it is not there."""
         if offloaded.device is not None or offloaded.user_input is not None:
             return
         assert offloaded.block is not None, "neither on the device nor on the host"
         link, num_bytes = self._transfers.link, offloaded.meta.nbytes
         flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        # The memory may have been somebody else's on this stream a moment ago: `now` comes before the copy.
+        # `now`, after the allocation: work queued on this stream may still use the memory for what it held before.
         after = (link.now(), offloaded.d2h_event)
         offloaded.h2d_event = self._transfers.fetch(
             "boundaries_in", offloaded.block.bytes, flat, after, "a slice's input"
@@ -147,7 +147,7 @@ class TensorOffloader:
         offloaded.device = flat.view(offloaded.meta.dtype).as_strided(offloaded.meta.shape, offloaded.meta.stride())
 
     def take(self, offloaded: OffloadedTensor) -> Tensor:
-        """Return the tensor on the device, to be computed with from now on; only the host keeps it, if it is there."""
+        """Return the tensor on the device, ready to use; the offloader keeps only the host's copy, if there is one."""
         if offloaded.user_input is not None:
             return offloaded.user_input.to(self._device).detach()
         self.fetch(offloaded)
@@ -159,9 +159,9 @@ class TensorOffloader:
         return tensor.detach()
 
     def release(self, offloaded: OffloadedTensor) -> None:
-        """Forget a tensor; its memory on the host is used again after the last copy from and to it."""
+        """Drop a tensor; its host memory is reused after the last copy from and to it."""
         if offloaded.device is not None and not offloaded.h2d_event.done():
-            # Nobody has waited for this copy, and its memory is about to be overwritten.
+            # Fetched but never taken: no stream has waited for this copy, and its memory is freed here.
             self._transfers.link.synchronize(offloaded.h2d_event, "a slice's input")
         block = offloaded.block
         if self._arena is not None and block is not None:

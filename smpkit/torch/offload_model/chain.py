@@ -1,4 +1,4 @@
-"""What a model is sliced along: layers that are called one after the other."""
+"""Slice a model: find the layers that it calls one after the other, and cut them into slices of about equal size."""
 
 from __future__ import annotations
 
@@ -16,54 +16,21 @@ from smpkit.torch.offload_model import huggingface
 
 __all__ = ["Balance", "ModelShard", "SlicedModel", "check_count", "slice_ends", "slice_model"]
 
-
-# --- Cut a chain of layers into neighbouring slices, so that the largest slice is as small as it can be ---------------
-
-
 Balance = Literal["params", "bytes"] | Sequence[float]
 """What makes slices equal: the number of parameters, their bytes, or a cost given for each layer (measured seconds)."""
-
-_RESOLUTION: Final = 1 << 40  # `cut` compares whole numbers; a millionth of a millionth of the total is fine enough
-
-
-def slice_ends(layers: Sequence[nn.Module], num_slices: int, balance: Balance = "params") -> list[int]:
-    """Return where each slice ends; none is empty, and no other cut has a smaller largest slice.
-
-    Args:
-        layers: what is called one after the other.
-        num_slices: how many are wanted; more than there are layers means one layer each.
-        balance: see `Balance`.
-
-    Raises:
-        UsageError: a count below 1, an unknown balance, or costs that do not fit the layers.
-    """
-    check_count("num_slices", num_slices)
-    total = [0, *accumulate(_costs(layers, balance))]
-    count = min(num_slices, len(layers))
-    return cut(len(layers), lambda _, start, end: total[end] - total[start], [True] * count)
+_RESOLUTION: Final = 1 << 40  # `cut` compares integers: costs are scaled to a sum of 2^40 and rounded
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise UsageError unless an argument is a whole number, at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}; it must be a whole number, at least 1")
+@dataclass(frozen=True)
+class SlicedModel:
+    """A model as slices."""
 
-
-def _costs(layers: Sequence[nn.Module], balance: Balance) -> list[int]:
-    if balance == "params":
-        return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    if balance == "bytes":
-        return [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
-    given: Any = balance
-    if isinstance(given, str):
-        raise UsageError(f"balance is {given!r}; it must be 'params', 'bytes' or a list with a cost for each layer")
-    if len(balance) != len(layers) or min(balance) < 0:
-        raise UsageError(f"balance must give {len(layers)} layers a cost of at least 0 each; it is {list(balance)}")
-    whole = sum(balance) or 1.0
-    return [round(cost / whole * _RESOLUTION) for cost in balance]
-
-
-# --- One slice of the model: layers that are on the device together ---------------------------------------------------
+    module: nn.Module
+    """To be registered as a submodule, so that the state dict has the expected names."""
+    slices: list[ModelShard]
+    unpack_tuple: bool
+    """Whether a tuple that one slice returns becomes the positional arguments of the next, as in FairScale's lists; the
+    layers of an `nn.Sequential` get what the layer before returned as one argument."""
 
 
 class ModelShard(nn.Module):
@@ -83,61 +50,44 @@ class ModelShard(nn.Module):
         self._load: Callable[[int], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out who brings slices to the device: a copy has another."""
+        """Leave out the function that loads slices: a copy gets another."""
         return self.__dict__ | {"_load": None}
 
     def attach(self, load: Callable[[int], object]) -> None:
-        """Say who brings slices to the device."""
+        """Set the function that loads a slice, given its index."""
         self._load = load
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the layers where their weights are now; keyword arguments go to the first."""
+        """Run the layers with their current weights; keyword arguments go to the first."""
         layers = self.model_shard
         if not self._sequential or not isinstance(layers, nn.Sequential):
             return layers(*inputs, **kwargs)
-        first, *others = layers  # not `children()`, which leaves out a layer that is there twice
+        first, *others = layers  # not `children()`, which lists a layer only once
         value = first(*inputs, **kwargs)
         for layer in others:
             value = layer(value)
         return value
 
     def to_device(self) -> None:
-        """Start to bring the weights to the device, if they are not there."""
+        """Start to copy the weights to the device, if they are not there."""
         if self._load is not None:
             self._load(self.index)
 
     def forward_load(self, non_blocking: bool = True) -> None:
-        """Start to bring the weights to the device; FairScale's name. Copies never block."""
+        """Start to copy the weights to the device; FairScale's name. Copies never block."""
         del non_blocking
         self.to_device()
 
     def forward_drop(self, non_blocking: bool = True) -> None:
-        """Do nothing: weights are copied in and never changed there, so nothing comes back; FairScale's name."""
+        """Do nothing: weights are never changed on the device, so nothing is copied back. FairScale's name."""
         del non_blocking
 
     backward_load = forward_load
     backward_drop = forward_drop
 
 
-# --- What a model is sliced along: layers that are called one after the other -----------------------------------------
-
-
-@dataclass(frozen=True)
-class SlicedModel:
-    """A model as slices.
-
-    `unpack_tuple`: a tuple that one slice returns becomes the positional arguments of the next, as in FairScale's
-    lists; the layers of an `nn.Sequential` get what the layer before returned as one argument.
-    """
-
-    module: nn.Module
-    """What is registered, so that its state dict has the expected names."""
-    slices: list[ModelShard]
-    unpack_tuple: bool
-
-
 def slice_model(model: Any, layers: Sequence[str] | None, num_slices: int, balance: Balance) -> SlicedModel:
-    """Take a model apart.
+    """Slice a model.
 
     Args:
         model: an `nn.Sequential`, a list of modules (each a slice of its own), a Hugging Face model that is known, or
@@ -145,8 +95,8 @@ def slice_model(model: Any, layers: Sequence[str] | None, num_slices: int, balan
         layers: paths of the modules that the model calls one after the other; lists of modules count as their members.
 
     Raises:
-        TypeError: nothing, or something that is not known to be a chain; FairScale's words.
-        UsageError: a path that leads nowhere.
+        TypeError: no model, or one whose layers are unknown; FairScale's words.
+        UsageError: a path to no module, or parameters that lie in none of the layers.
     """
     if layers is not None:
         return _from_paths(model, layers, num_slices, balance)
@@ -167,19 +117,6 @@ def slice_model(model: Any, layers: Sequence[str] | None, num_slices: int, balan
         f" It is a {type(model).__name__}: give the paths of the layers that it calls one after the other"
         f" (layers=[...]), or a list of modules. Of Hugging Face's models it knows {', '.join(huggingface.KNOWN)}."
     )
-
-
-def _check_layers(layers: Sequence[nn.Module]) -> None:
-    for layer in layers:
-        if any(isinstance(module, ModelShard) for module in layer.modules()):
-            raise UsageError(f"a slice of another OffloadModel is in this {type(layer).__name__}; only one can move it")
-        parameters: list[tuple[str, Any]] = list(layer.named_parameters())
-        name = next((name for name, parameter in parameters if is_lazy(parameter)), None)
-        if name is not None:
-            raise UsageError(
-                f"`{name}` of a {type(layer).__name__} has no shape yet",
-                hint="run the model once before it is wrapped: lazy modules learn their shapes from inputs",
-            )
 
 
 def _from_list(modules: list[Any]) -> SlicedModel:
@@ -227,3 +164,53 @@ def _slice_layers(layers: Sequence[nn.Module], num_slices: int, balance: Balance
         ModelShard(nn.Sequential(*layers[start:end]), index, sequential=True)
         for index, (start, end) in enumerate(zip(starts, ends, strict=True))
     ]
+
+
+def _check_layers(layers: Sequence[nn.Module]) -> None:
+    for layer in layers:
+        if any(isinstance(module, ModelShard) for module in layer.modules()):
+            raise UsageError(f"a slice of another OffloadModel is in this {type(layer).__name__}; only one can move it")
+        parameters: list[tuple[str, Any]] = list(layer.named_parameters())
+        name = next((name for name, parameter in parameters if is_lazy(parameter)), None)
+        if name is not None:
+            raise UsageError(
+                f"`{name}` of a {type(layer).__name__} has no shape yet",
+                hint="run the model once before it is wrapped: lazy modules learn their shapes from inputs",
+            )
+
+
+def slice_ends(layers: Sequence[nn.Module], num_slices: int, balance: Balance = "params") -> list[int]:
+    """Return where each slice ends, so that the largest slice is as small as possible; no slice is empty.
+
+    Args:
+        layers: in the order in which they are called.
+        num_slices: how many are wanted; more than there are layers means one layer each.
+        balance: see `Balance`.
+
+    Raises:
+        UsageError: a count below 1, an unknown balance, or costs that do not fit the layers.
+    """
+    check_count("num_slices", num_slices)
+    total = [0, *accumulate(_costs(layers, balance))]
+    count = min(num_slices, len(layers))
+    return cut(len(layers), lambda _, start, end: total[end] - total[start], [True] * count)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise UsageError unless an argument is a whole number, at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number, at least 1")
+
+
+def _costs(layers: Sequence[nn.Module], balance: Balance) -> list[int]:
+    if balance == "params":
+        return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    if balance == "bytes":
+        return [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    given: Any = balance
+    if isinstance(given, str):
+        raise UsageError(f"balance is {given!r}; it must be 'params', 'bytes' or a list with a cost for each layer")
+    if len(balance) != len(layers) or min(balance) < 0:
+        raise UsageError(f"balance must give {len(layers)} layers a cost of at least 0 each; it is {list(balance)}")
+    whole = sum(balance) or 1.0
+    return [round(cost / whole * _RESOLUTION) for cost in balance]

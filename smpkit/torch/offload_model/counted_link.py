@@ -1,4 +1,4 @@
-"""What crosses the link between host and device, counted by kind, and the host memory it goes to."""
+"""Copies between host and device, counted by kind, and the pinned host memory for weights and gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from smpkit.torch.offload.link import DONE, CopyBatch, Event, Link
 __all__ = ["DEADLINE_SECONDS", "HostBuffers", "Traffic", "Transfers", "flat_bytes", "is_dense"]
 
 DEADLINE_SECONDS: Final = 600.0
-"""No copy or update of one slice takes this long; a wait that does is a bug or a dead machine, and says so."""
-
-
+"""No copy or update of one slice takes this long: a longer wait is a bug or a dead machine, and an error."""
 _CHUNK_BYTES: Final = 32 << 20
-"""A GPU's copy engine ends what it has begun: what other streams want copied waits for a chunk, not for a slice."""
+"""A GPU's copy engine finishes a copy before it starts another: others then wait for a chunk, not for a slice."""
 
 
 @dataclass
@@ -31,15 +29,15 @@ class Traffic:
     gradients_out: int = 0
     boundaries_out: int = 0
     boundaries_in: int = 0
-    """Outputs of slices, in backward their gradients, and inputs that came on the host, on their way to the device."""
+    """Outputs of slices, their gradients in backward, and inputs of the model that were on the host."""
 
 
 class Transfers:
     """Copies between host and device beside the computation.
 
     Args:
-        link: of the device; weights and gradients have one of their own, or boundary tensors would queue
-            behind whole slices.
+        link: of the device. Weights and gradients have a link of their own, or boundary tensors would queue behind
+            whole slices.
         traffic: where bytes are counted.
     """
 
@@ -55,7 +53,7 @@ class Transfers:
         after: Sequence[Event],
         what: str,
     ) -> Event:
-        """Copy flat bytes to the host; whoever calls keeps both tensors until the event."""
+        """Copy flat bytes to the host; the caller keeps both tensors alive until the event."""
         self._count(kind, source)
         return self.link.send(_chunks(source, target), after, what) if source.nbytes else DONE
 
@@ -67,7 +65,7 @@ class Transfers:
         after: Sequence[Event],
         what: str,
     ) -> Event:
-        """Copy flat bytes to the device; whoever calls keeps both tensors until the event."""
+        """Copy flat bytes to the device; the caller keeps both tensors alive until the event."""
         self._count(kind, source)
         return self.link.fetch(_chunks(source, target), after, what) if source.nbytes else DONE
 
@@ -76,10 +74,10 @@ class Transfers:
 
 
 class HostBuffers:
-    """Memory on the host that a device can copy from and to beside its work; exact in size, not in powers of two.
+    """Host memory that a device can copy from and to while it computes; exact in size, not in powers of two.
 
     Args:
-        link: the device's, on which all copies from it and to it are made.
+        link: the device's, which makes all copies from this memory and to it.
     """
 
     def __init__(self, link: Link) -> None:
@@ -87,18 +85,18 @@ class HostBuffers:
         self._kept: list[Tensor] = []
         releases: list[Callable[[], object]] = []
         self._releases = releases
-        # Only unpins: the memory itself lives as long as the tensors in it, which users may hold longer. Not at the end
-        # of the process, which a GPU that hangs must not hold up.
+        # This only unpins; users may hold the tensors longer. Not at exit: the end of the process must not wait for a
+        # GPU that hangs.
         weakref.finalize(self, release_all, releases, link.close).atexit = False
 
     def zeros(self, num_bytes: int) -> Tensor:
-        """Return bytes, all 0."""
+        """Return a flat uint8 tensor of zeros."""
         if not self._pinned or num_bytes == 0:
             return zero_bytes(num_bytes)
         from smpkit.torch.offload.cuda import pinned_memory
 
         tensor, release = pinned_memory(num_bytes)
-        self._kept.append(tensor)  # pinned memory must not go back to the system
+        self._kept.append(tensor)  # it must stay mapped as long as it is pinned
         self._releases.append(release)
         return tensor
 
@@ -110,10 +108,10 @@ def _chunks(source: Tensor, target: Tensor) -> CopyBatch:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor's elements fill a piece of memory, in whatever order of dimensions."""
+    """Return whether the elements fill one range of memory, in any order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's memory as bytes."""
+    """Return a dense tensor's memory as a flat uint8 tensor."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,4 +1,9 @@
-"""The parts that all forwards of one OffloadModel share: slices on the host, buffers on the device, copy streams."""
+"""What all forwards of one OffloadModel share: slices on the host, buffers on the device, copy streams.
+
+`forward_pass.Run` drives a `SliceEngine` through one forward and backward. An optimizer can attach itself as the
+`GradientConsumer`. Modules inside the model wait for its updates before their state dict is read or loaded
+(`synchronize_on_state_dict`).
+"""
 
 from __future__ import annotations
 
@@ -22,80 +27,19 @@ from smpkit.torch.offload_model.weights import DeviceWeights, SliceWeights
 
 __all__ = ["GradientConsumer", "Modes", "Slice", "SliceEngine", "synchronize_on_state_dict"]
 
-
-# --- State dicts of modules inside an OffloadModel: wait for updates before they are read or loaded -------------------
-
-
-def synchronize_on_state_dict(modules: Iterable[nn.Module], engine: SliceEngine) -> None:
-    """Wait for updates before the state dict of any of these modules is read or loaded, while `engine` lives.
-
-    Loading with `assign=True` is refused: it would put other parameters in the place of those that train.
-    """
-    handles: list[Any] = []
-    for module in modules:
-        handles.append(module.register_state_dict_pre_hook(_SynchronizeHook(engine)))  # type: ignore[no-untyped-call]
-        handles.append(module.register_load_state_dict_pre_hook(_SynchronizeHook(engine)))  # type: ignore[no-untyped-call]
-    weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
-
-
-class _SynchronizeHook:
-    """Called before a state dict is read (prefix, keep_vars) or loaded (state, prefix, metadata, ...)."""
-
-    def __init__(self, engine: SliceEngine | None = None) -> None:
-        self._engine = (lambda: None) if engine is None else weakref.ref(engine)
-
-    def __reduce__(self) -> tuple[type[_SynchronizeHook], tuple[()]]:
-        """Make a copy of the module independent of the engine."""
-        return _SynchronizeHook, ()
-
-    def __call__(self, module: nn.Module, *details: Any) -> None:
-        engine = self._engine()
-        if engine is None:
-            return
-        if len(details) > 2 and details[2].get("assign_to_params_buffers"):
-            raise UsageError(
-                f"load_state_dict(assign=True) would take the parameters of this {type(module).__name__} out of its"
-                " OffloadModel",
-                hint="load without assign: values are copied into the parameters",
-            )
-        engine.synchronize()
-
-
-# --- The parts that all forwards of one OffloadModel share: slices on the host, buffers on the device, copy streams ---
-
-
-class GradientConsumer(Protocol):
-    """Takes the gradients in the place of the parameters' `.grad`; `OffloadOptimizer` is one."""
-
-    def consume(self, gradient_copy: GradientCopy) -> None:
-        """Take the gradients of one slice; called during backward, last slice first."""
-
-    def wait_for_update(self, index: int) -> None:
-        """Block until the weights of a slice may be copied to the device."""
-
-    def synchronize(self) -> None:
-        """Block until all parameters are up to date."""
-
-    def zero_grad(self) -> None:
-        """Forget gradients that no step has used."""
-
-    def invalidate(self) -> None:
-        """Assume that the values of parameters may have changed."""
-
-
 Modes = tuple[bool, ...]
 """Which modules of a slice are in training mode."""
 
 
 class Slice:
-    """One slice at work."""
+    """One slice: its layers, its weights and its buffers."""
 
     def __init__(self, shard: ModelShard, weights: SliceWeights, device: torch.device) -> None:
         self.shard = shard
         self.weights = weights
         self.buffers = SliceBuffers(shard, device)
         self.overwrites_input: dict[Modes, bool] = {}
-        """Whether it changes its input in place (dropout may, in training only); known once it has run so."""
+        """Whether it changes its input in place, by modes (dropout may, in training only); known once it has run so."""
         self._modules = list(shard.modules())
 
     @property
@@ -105,7 +49,8 @@ class Slice:
 
     @contextlib.contextmanager
     def with_modes(self, modes: Modes) -> Iterator[None]:
-        """Let modules be as they were: `eval()` between a forward and its backward must not change the backward."""
+        """Switch modules to `modes` inside."""
+        # `eval()` between a forward and its backward must not change what backward recomputes.
         before = self.modes
         if before == modes:
             yield
@@ -121,8 +66,27 @@ class Slice:
             module.training = mode
 
 
+class GradientConsumer(Protocol):
+    """Takes the gradients instead of the parameters' `.grad`; `OffloadOptimizer` is one."""
+
+    def consume(self, gradient_copy: GradientCopy) -> None:
+        """Take the gradients of one slice; called during backward, last slice first."""
+
+    def wait_for_update(self, index: int) -> None:
+        """Block until the weights of a slice may be copied to the device."""
+
+    def synchronize(self) -> None:
+        """Block until all parameters are up to date."""
+
+    def zero_grad(self) -> None:
+        """Drop gradients that no step has used."""
+
+    def invalidate(self) -> None:
+        """Assume that the values of parameters may have changed."""
+
+
 class SliceEngine:
-    """See the module's docstring.
+    """The slices of one model and the buffers and streams that move them.
 
     Args:
         shards: the slices, in order.
@@ -131,9 +95,9 @@ class SliceEngine:
         dtype: what weights are computed in; None keeps theirs.
         prefetch: load the next slice while one computes.
         checkpoint: keep only the inputs of slices, and run each again in backward.
-        num_microbatches: how many pieces pass through a slice per load.
-        links: for weights and gradients, and for slice boundaries; None makes them; where the device is the
-            host nothing is copied then.
+        num_microbatches: how many pieces of the batch pass through a slice per load.
+        links: one for weights and gradients, one for slice boundaries. None makes them, and copies nothing if the
+            device is the CPU.
         host_budget_bytes: for slice boundaries; what does not fit stays on the device.
     """
 
@@ -163,25 +127,34 @@ class SliceEngine:
         in_place = links is None and is_the_host(device)
         transfers = Transfers(bulk, self.traffic)
         memory = HostBuffers(bulk)
-        made = _weights(shards, dtype, memory)
-        self.slices = [Slice(shard, weights, device) for shard, weights in zip(shards, made, strict=True)]
-        self.parameters = list(dict.fromkeys(p for weights in made for p in weights.layout.parameters))
-        self.device_weights = DeviceWeights(made, device, transfers, prefetch=prefetch, in_place=in_place)
-        self.gradients = InPlaceGradients(made) if in_place else BufferedGradients(made, device, transfers, memory)
+        weights: list[SliceWeights] = []
+        owned_before = set[int]()
+        for shard in shards:  # a parameter that several slices use belongs to the first
+            owned = {id(parameter) for parameter in shard.parameters()} - owned_before
+            weights.append(SliceWeights(shard, owned, dtype, memory))
+            owned_before |= owned
+        self.slices = [Slice(shard, each, device) for shard, each in zip(shards, weights, strict=True)]
+        self.parameters = list(dict.fromkeys(p for each in weights for p in each.layout.parameters))
+        self.device_weights = DeviceWeights(weights, device, transfers, prefetch=prefetch, in_place=in_place)
+        self.gradients: BufferedGradients | InPlaceGradients
+        if in_place:
+            self.gradients = InPlaceGradients(weights)
+        else:
+            self.gradients = BufferedGradients(weights, device, transfers, memory)
         arena = None if in_place else make_arena(boundary_link, host_budget_bytes)
         self.offloader = TensorOffloader(device, Transfers(boundary_link, self.traffic), arena)
-        # Weakly: a model's memory is to go with the last reference, not when Python looks for cycles.
+        # A weak reference: the model's memory must be freed with the last reference, not by the garbage collector.
         device_weights = weakref.ref(self.device_weights)
         for shard in shards:
             shard.attach(lambda index: _load(device_weights(), index))
 
     @property
     def consumer(self) -> GradientConsumer | None:
-        """Who takes the gradients; None: the parameters."""
+        """What takes the gradients; None: the parameters' `.grad`."""
         return self._consumer()
 
     def attach(self, consumer: GradientConsumer) -> None:
-        """Give gradients to `consumer` from now on, for as long as somebody else holds it.
+        """Give gradients to `consumer` from now on; holds it weakly.
 
         Raises:
             UsageError: gradients are averaged over processes.
@@ -202,7 +175,7 @@ class SliceEngine:
         """Note who averages gradients over processes.
 
         Raises:
-            UsageError: there is a consumer: `who` looks for gradients at the parameters.
+            UsageError: a consumer takes the gradients, and `who` looks for them at the parameters.
         """
         self.averaged_by = who
         self._check_averages()
@@ -216,7 +189,7 @@ class SliceEngine:
             )
 
     def invalidate(self) -> None:
-        """Assume that parameters may have changed: writes to `.data` count no version."""
+        """Assume that parameters may have changed: writes to `.data` do not change their version."""
         self.synchronize()
         for piece in self.slices:
             piece.weights.invalidate()
@@ -225,13 +198,13 @@ class SliceEngine:
 
     @contextlib.contextmanager
     def on_device(self, index: int, *, fresh: bool, next_index: int | None) -> Iterator[list[nn.Parameter]]:
-        """Let a slice's modules see their weights on the device; yield these."""
+        """Replace the parameters of a slice's modules by those on the device inside; yield these."""
         device_parameters = self.device_weights.acquire(index, fresh=fresh, next_index=next_index)
         with self.slices[index].weights.replaced_by(device_parameters):
             yield device_parameters
 
     def call(self, index: int, value: Any) -> Any:
-        """Run a slice with what the one before returned; the first gets (args, kwargs)."""
+        """Run a slice with what the previous one returned; the first gets (args, kwargs)."""
         shard = self.slices[index].shard
         if index == 0:
             args, kwargs = value
@@ -240,7 +213,7 @@ class SliceEngine:
 
 
 def is_the_host(device: torch.device) -> bool:
-    """Return whether what a device computes with may lie where it rests."""
+    """Return whether the device computes with the host's memory, so that nothing must be copied."""
     return device.type == "cpu"
 
 
@@ -254,11 +227,36 @@ def _wait_for_update(engine: SliceEngine | None, index: int) -> None:
         consumer.wait_for_update(index)
 
 
-def _weights(shards: Sequence[nn.Module], dtype: torch.dtype | None, memory: HostBuffers) -> list[SliceWeights]:
-    """Make the host's buffers; a parameter that several slices use belongs to the first."""
-    made, taken = [], set[int]()
-    for shard in shards:
-        owned = {id(parameter) for parameter in shard.parameters()} - taken
-        made.append(SliceWeights(shard, owned, dtype, memory))
-        taken |= owned
-    return made
+def synchronize_on_state_dict(modules: Iterable[nn.Module], engine: SliceEngine) -> None:
+    """Wait for updates before the state dict of any of these modules is read or loaded, while `engine` lives.
+
+    Loading with `assign=True` is refused: it would put other parameters in the place of those that train.
+    """
+    handles: list[Any] = []
+    for module in modules:
+        handles.append(module.register_state_dict_pre_hook(_SynchronizeHook(engine)))  # type: ignore[no-untyped-call]
+        handles.append(module.register_load_state_dict_pre_hook(_SynchronizeHook(engine)))  # type: ignore[no-untyped-call]
+    weakref.finalize(engine, lambda: [handle.remove() for handle in handles])
+
+
+class _SynchronizeHook:
+    """Called before a state dict is read (prefix, keep_vars) or loaded (state, prefix, metadata, ...)."""
+
+    def __init__(self, engine: SliceEngine | None = None) -> None:
+        self._engine = (lambda: None) if engine is None else weakref.ref(engine)
+
+    def __reduce__(self) -> tuple[type[_SynchronizeHook], tuple[()]]:
+        """Return a hook without an engine: a copy of the module is independent of it."""
+        return _SynchronizeHook, ()
+
+    def __call__(self, module: nn.Module, *details: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        if len(details) > 2 and details[2].get("assign_to_params_buffers"):
+            raise UsageError(
+                f"load_state_dict(assign=True) would take the parameters of this {type(module).__name__} out of its"
+                " OffloadModel",
+                hint="load without assign: values are copied into the parameters",
+            )
+        engine.synchronize()

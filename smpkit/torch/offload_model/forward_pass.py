@@ -1,4 +1,15 @@
-"""What autograd saves while a slice runs: nothing if it will run again, else all but the weights."""
+"""One forward of an OffloadModel, and its backward.
+
+All microbatches pass a slice before the next slice is needed. With checkpointing only the slices' inputs are kept, on
+the host, and backward runs each slice again. Without, the graphs stay on the device, but not the weights in them::
+
+    slice       0 0 0 1 1 1 2 2 2 | 2 2 2 1 1 1 0 0 0      forward | backward, three microbatches each
+    loads       1     2           |       0
+    gradients                     |       2     1     0
+
+What autograd saves while a slice runs is decided by the hooks at the end: nothing if the slice will run again
+(`discarding`), else everything but the weights (`without_weights`).
+"""
 
 from __future__ import annotations
 
@@ -14,107 +25,36 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from smpkit.errors import UsageError
 from smpkit.torch.offload_model.activation_offload import OffloadedTensor
-from smpkit.torch.offload_model.engine import Modes, Slice, SliceEngine
+from smpkit.torch.offload_model.engine import Modes, SliceEngine
 from smpkit.torch.offload_model.rng_and_autocast import AutocastState, RandomState, random_state, restored_random_state
 from smpkit.torch.offload_model.values import JoinSpec, Structure, flatten, join, join_gradients, split
 
 __all__ = ["Run", "discarding", "without_weights"]
 
-
-class _BufferOwner(Protocol):
-    def buffer(self, index: int) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A part of the buffer in which a slice's weights lie whenever its backward runs."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-def discarding() -> saved_tensors_hooks:
-    """Save nothing: the graph is only made to see which outputs have a gradient, and as the plain model makes it."""
-    return _untraced(lambda _: None, _no_backward)
-
-
-def _no_backward(_: None) -> Tensor:
-    raise AssertionError("backward through the forward that is run again")
-
-
-def without_weights(device_weights: _BufferOwner, index: int) -> saved_tensors_hooks:
-    """Save where weights are instead of weights: their memory is another slice's by the time of the backward.
-
-    Everything else goes to the hooks that are active outside (which torch would pass over), or stays as it is.
-    """
-    storage = device_weights.buffer(index).untyped_storage().data_ptr()
-    outer_pack, outer_unpack = _outer_hooks()
-
-    def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() == storage:
-            return _Weight(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        return outer_pack(tensor)
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, _Weight):
-            flat = device_weights.buffer(index).view(packed.dtype)
-            return flat.as_strided(packed.shape, packed.stride, packed.offset)
-        return outer_unpack(packed)
-
-    return _untraced(pack, unpack)
-
-
-def _untraced(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
-    """Return hooks that torch.compile leaves alone where a compiled layer calls them: it would trace each as code."""
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would import it
-        disable: Any = torch.compiler.disable
-        pack, unpack = disable(pack), disable(unpack)
-    return saved_tensors_hooks(pack, unpack)
-
-
-def _outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks if hooks is not None else (_same, _same)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-# --- One forward of an OffloadModel, and its backward -----------------------------------------------------------------
-# All microbatches pass a slice before the next slice is needed. With checkpointing only the slices' inputs are kept, on
-# the host, and backward runs each slice again; without, the graphs stay on the device, but not the weights in them::
-#
-#     slice       0 0 0 1 1 1 2 2 2 | 2 2 2 1 1 1 0 0 0      forward | backward, three microbatches each
-#     loads       1     2           |       0
-#     gradients                     |       2     1     0
-
-
-_ON_DEVICE: Final = 2  # microbatches whose boundary tensors may wait on the device for the next slice
+_ON_DEVICE: Final = 2
+"""Up to this many microbatches may leave their boundary tensors on the device for the next slice."""
 
 
 @dataclass
 class _Boundary:
-    """What goes from one slice to the next, of one microbatch."""
+    """What one microbatch hands from one slice to the next."""
 
     structure: Structure
     tensors: list[OffloadedTensor]
     owned: list[OffloadedTensor]
-    """Those that no earlier slice's boundary has; what slices hand on unchanged is offloaded once."""
+    """Those that no earlier boundary has: a tensor that slices hand on unchanged is offloaded once."""
 
 
 @dataclass
 class _Piece:
-    """One slice's work on one microbatch, as far as backward needs it."""
+    """What backward needs of one slice's forward of one microbatch."""
 
     inputs: _Boundary
     modes: Modes = ()
     random: RandomState | None = None
     buffers: dict[int, Tensor] = field(default_factory=dict)
     graph: tuple[list[Tensor], list[Tensor]] | None = None
-    """Inputs and outputs, where the graph is kept."""
+    """Inputs and outputs, if the graph is kept."""
 
 
 class Run:
@@ -128,7 +68,7 @@ class Run:
 
     def __init__(self, engine: SliceEngine, structure: Structure, *, training: bool) -> None:
         self.outputs: Structure
-        """Of what the model returns; known after `forward`."""
+        """Structure of what the model returns; known after `forward`."""
         self._engine = engine
         self._structure = structure
         self._training = training
@@ -145,26 +85,32 @@ class Run:
         engine = self._engine
         parts = split(inputs, engine.num_microbatches)
         self._count = len(parts)
-        self._rows = [
-            [None if part is whole else part.shape[0] for part in column]
-            for whole, column in zip(inputs, zip(*parts, strict=True), strict=True)
-        ]
+        # Rows of each input in each microbatch; None where every microbatch gets the whole input.
+        self._rows = []
+        for whole, column in zip(inputs, zip(*parts, strict=True), strict=True):
+            self._rows.append([None if part is whole else part.shape[0] for part in column])
         boundaries = [self._inputs_of(part) for part in parts]
-        for number, column in enumerate(zip(*[each.tensors for each in boundaries], strict=True)):
-            for offloaded in [column] if self._rows[number][0] is None else zip(column, strict=True):
-                engine.offloader.copy_input(offloaded)
+        for rows, copies in zip(self._rows, zip(*[each.tensors for each in boundaries], strict=True), strict=True):
+            if rows[0] is None:
+                engine.offloader.copy_input(copies)  # one copy that all microbatches share
+            else:
+                for offloaded in copies:
+                    engine.offloader.copy_input([offloaded])
         last = len(engine.slices) - 1
         engine.device_weights.begin_forward()
         for index in range(last + 1):
             with engine.on_device(index, fresh=True, next_index=index + 1 if index < last else None):
                 boundaries = self._forward_slice(index, boundaries)
-        if engine.consumer is None:  # else what writes weights waits for the copies that read them
+        if engine.consumer is None:  # an OffloadOptimizer itself waits for the loads before it writes weights
             engine.device_weights.wait_for_loads()
         self.outputs = boundaries[0].structure
+        batch_sizes = list[int]()
+        for of_part in zip(*self._rows, strict=True):
+            batch_sizes.append(max((rows for rows in of_part if rows is not None), default=1))
         joined = join(
             [[engine.offloader.take(offloaded) for offloaded in each.tensors] for each in boundaries],
             [[offloaded.shared for offloaded in each.tensors] for each in boundaries],
-            [max((rows for rows in part if rows is not None), default=1) for part in zip(*self._rows, strict=True)],
+            batch_sizes,
         )
         self._joined = [how for _, how in joined]
         return [tensor for tensor, _ in joined], [offloaded.requires_grad for offloaded in boundaries[0].tensors]
@@ -180,15 +126,15 @@ class Run:
         """Return the gradients of the input tensors and of the parameters.
 
         Args:
-            inputs: what `forward` got.
-            parameters: of the model, in the order in which their gradients are wanted.
+            inputs: those of `forward`.
+            parameters: of the model; their gradients are returned in this order.
             gradients: of the output tensors.
             keep: whether another backward may follow.
         """
         engine = self._engine
         columns = [joined.split(gradient) for joined, gradient in zip(self._joined, gradients, strict=True)]
         boundary_gradients = [[_offloaded(column[part]) for column in columns] for part in range(self._count)]
-        if engine.consumer is None:  # the parameters keep all of them
+        if engine.consumer is None:  # the parameters' `.grad` hold all of them at once
             engine.gradients.reserve()
         engine.gradients.prepare()
         gradient_copies = []
@@ -203,7 +149,7 @@ class Run:
         joined = [join_gradients(*each) for each in zip(inputs, rows, self._rows, strict=True)]
         if not keep:
             self._pieces.clear()
-        if engine.consumer is None:  # else the consumer changes weights, after their gradients
+        if engine.consumer is None:  # the user may change weights from now on; a consumer itself waits before it does
             engine.device_weights.wait_for_loads()
         return joined, engine.gradients.wait_by_parameter(gradient_copies, parameters)
 
@@ -220,7 +166,7 @@ class Run:
         return _Boundary(self._structure, tensors, [])
 
     def _fetch(self, boundaries: Sequence[_Boundary], number: int) -> None:
-        """Start to bring back what the next microbatch needs."""
+        """Start to load the inputs of a microbatch, if there is one of this number."""
         if number < len(boundaries):
             for offloaded in boundaries[number].tensors:
                 self._engine.offloader.fetch(offloaded)
@@ -242,13 +188,16 @@ class Run:
         engine, boundary = self._engine, piece.inputs
         tensors = [engine.offloader.take(offloaded) for offloaded in boundary.tensors]
         if not self._training:
-            if self._count > 1:  # what a slice changes in place, other microbatches must get unchanged
-                alone = [offloaded.shared is None or offloaded.user_input is None for offloaded in boundary.tensors]
-                tensors = [each if own else each.clone() for each, own in zip(tensors, alone, strict=True)]
+            if (
+                self._count > 1
+            ):  # a slice that changes a shared input in place must not change it for other microbatches
+                for number, offloaded in enumerate(boundary.tensors):
+                    if offloaded.shared is not None and offloaded.user_input is not None:
+                        tensors[number] = tensors[number].clone()
             versions = _versions(tensors)
             with self._autocast.restore():
                 value = engine.call(index, boundary.structure.fill(tensors))
-            # What the slice has changed in place must not come from the host again, where it is unchanged.
+            # An input that the slice has changed in place must be offloaded anew: the host has the old values.
             changed = versions is None or versions != _versions(tensors)
             return self._outgoing(index, boundary, tensors, value, changed=changed)
         for tensor, offloaded in zip(tensors, boundary.tensors, strict=True):
@@ -264,31 +213,28 @@ class Run:
         return self._outgoing(index, boundary, passed_in, value, changed=changed)
 
     def _call(self, index: int, boundary: _Boundary, tensors: list[Tensor]) -> tuple[list[Tensor], Any, bool]:
-        """Run a slice with a graph; return what went in, what came out, and whether what went in was changed."""
+        """Run a slice with a graph; return its inputs, its result, and whether it changed its inputs in place."""
         piece = self._engine.slices[index]
         with torch.enable_grad(), self._autocast.restore():
             modes = piece.modes
             expected = piece.overwrites_input.get(modes)
+            # Clones until it is known that the slice leaves its inputs alone: backward needs them unchanged.
             passed_in = tensors if expected is False else [tensor.clone() for tensor in tensors]
             versions = [tensor._version for tensor in passed_in]
             value = self._engine.call(index, boundary.structure.fill(passed_in))
         overwritten = any(tensor._version != version for tensor, version in zip(passed_in, versions, strict=True))
-        self._note_overwrites(index, piece, modes, overwritten=overwritten)
-        return passed_in, value, overwritten
-
-    def _note_overwrites(self, index: int, piece: Slice, modes: Modes, *, overwritten: bool) -> None:
-        """Remember whether a slice changes its input in place, which backward needs unchanged."""
-        if overwritten and piece.overwrites_input.get(modes) is False:
+        if overwritten and expected is False:
             raise UsageError(
                 f"slice {index} changed its input in place, which it had not done before, so the input is lost",
                 hint="let its first layer do so always or never (ReLU(inplace=True) in only one branch?)",
             )
-        piece.overwrites_input[modes] = piece.overwrites_input.get(modes, False) or overwritten
+        piece.overwrites_input[modes] = expected or overwritten
+        return passed_in, value, overwritten
 
     def _outgoing(
         self, index: int, inputs: _Boundary, passed_in: Sequence[Tensor], value: Any, *, changed: bool
     ) -> _Boundary:
-        """Make the boundary behind a slice, and start its way to the host if it is to wait there."""
+        """Return the boundary after a slice, and start to send it to the host if it has to wait there."""
         engine = self._engine
         known = {id(tensor): offloaded for tensor, offloaded in zip(passed_in, inputs.tensors, strict=True)}
         outputs, structure = flatten(value)
@@ -297,8 +243,8 @@ class Run:
             same = known.get(id(output))
             if same is not None and not changed:
                 offloaded = same
-            else:  # an input that comes out changed is a new tensor to the slices behind
-                # A weight that is itself an output would be overwritten by the next slice but one.
+            else:  # to the next slices, an input that was changed in place is a new tensor
+                # Clone a weight that is itself an output: the slice after the next one overwrites the buffer.
                 kept = output.detach().clone() if engine.device_weights.holds(output) else output.detach()
                 offloaded = OffloadedTensor(
                     kept, requires_grad=output.requires_grad, shared=same.shared if same else None
@@ -310,7 +256,7 @@ class Run:
         return _Boundary(structure, tensors, owned)
 
     def _send(self, owned: Sequence[OffloadedTensor], *, always: bool) -> None:
-        """Send tensors to the host: those that backward needs always, others when they would wait for many others."""
+        """Send tensors to the host: always what backward needs, the rest if many microbatches come in between."""
         few = self._count <= _ON_DEVICE
         if always or (not few and not self._keeps_graph):
             for offloaded in owned:
@@ -344,7 +290,7 @@ class Run:
                 torch.autograd.backward(ends, starts, retain_graph=keep and piece.graph is not None)
         found = [_offloaded(tensor.grad) for tensor in inputs]
         for tensor in inputs:
-            tensor.grad = None  # a kept graph may be gone through again
+            tensor.grad = None  # `retain_graph`: another backward must not add to it
         if not keep:
             piece.graph = None
             for offloaded in piece.inputs.owned:
@@ -355,13 +301,13 @@ class Run:
 
     @contextlib.contextmanager
     def _restored(self, index: int, piece: _Piece) -> Iterator[None]:
-        """Let a slice be as it was before its forward."""
+        """Put a slice's modes and buffers inside back to what they were before its forward."""
         running = self._engine.slices[index]
         with running.with_modes(piece.modes), running.buffers.restored(piece.buffers):
             yield
 
     def _rerun(self, index: int, piece: _Piece) -> tuple[list[Tensor], list[Tensor]]:
-        """Run a slice again as the first time, with a graph; return the tensors that went in and came out."""
+        """Run a slice again exactly as the first time, with a graph; return its input and output tensors."""
         engine, boundary = self._engine, piece.inputs
         assert piece.random is not None
         tensors = [engine.offloader.take(offloaded) for offloaded in boundary.tensors]
@@ -382,9 +328,71 @@ class Run:
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how often tensors have been changed in place; None where torch does not count."""
+    """Return the tensors' versions; None for inference tensors, which have none."""
     return None if any(tensor.is_inference() for tensor in tensors) else [tensor._version for tensor in tensors]
 
 
 def _offloaded(gradient: Tensor | None) -> OffloadedTensor | None:
     return None if gradient is None else OffloadedTensor(gradient, requires_grad=False)
+
+
+def discarding() -> saved_tensors_hooks:
+    """Save nothing: the graph is recorded only to learn which outputs need a gradient."""
+    return _untraced(lambda _: None, _no_backward)
+
+
+def _no_backward(_: None) -> Tensor:
+    raise AssertionError("backward through the forward that is run again")
+
+
+class _BufferOwner(Protocol):
+    def buffer(self, index: int) -> Tensor: ...
+
+
+def without_weights(device_weights: _BufferOwner, index: int) -> saved_tensors_hooks:
+    """Save the position of a weight instead of the weight: by the time of backward, another slice has used its memory.
+
+    Everything else goes to the hooks that are active outside, for torch calls only the innermost ones.
+    """
+    storage = device_weights.buffer(index).untyped_storage().data_ptr()
+    outer_pack, outer_unpack = _outer_hooks()
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() == storage:
+            return _Weight(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return outer_pack(tensor)
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, _Weight):
+            flat = device_weights.buffer(index).view(packed.dtype)
+            return flat.as_strided(packed.shape, packed.stride, packed.offset)
+        return outer_unpack(packed)
+
+    return _untraced(pack, unpack)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A view of the buffer in which a slice's weights lie whenever its backward runs."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _untraced(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
+    """Return hooks that torch.compile does not trace when a compiled layer calls them."""
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and `disable` would import all of dynamo
+        disable: Any = torch.compiler.disable
+        pack, unpack = disable(pack), disable(unpack)
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks if hooks is not None else (_same, _same)
+
+
+def _same(value: Any) -> Any:
+    return value

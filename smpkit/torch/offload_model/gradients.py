@@ -1,6 +1,9 @@
-"""The gradients of a slice: summed over microbatches in a flat buffer on the device, then sent to the host once.
+"""The gradients of slices: how they get to the host, and how they wait there for an optimizer's step.
 
-Where the device is the host they stay as autograd makes them.
+A slice's gradients are summed over microbatches in a flat buffer on the device and sent to the host once
+(`BufferedGradients`). Where the device is the host, autograd's own gradients are used (`InPlaceGradients`). Either way
+a `GradientCopy` per slice and backward goes to the parameters' `.grad` or to an OffloadOptimizer, which adds them up
+over backwards (`GradientAccumulator`).
 """
 
 from __future__ import annotations
@@ -23,12 +26,209 @@ if TYPE_CHECKING:
 __all__ = ["AccumulatedGradients", "BufferedGradients", "GradientAccumulator", "GradientCopy", "InPlaceGradients"]
 
 
-# --- Gradients of one slice that wait for an optimizer's step ---------------------------------------------------------
+@dataclass
+class GradientCopy:
+    """The gradients of one slice on their way to the host."""
+
+    index: int
+    flat: dict[nn.Parameter, Tensor]
+    """By parameter, in the order of the layout, with its padding if there is any; readable after `event`. Parameters
+    without a gradient are left out, as torch's optimizers skip them."""
+    event: Event
+    norm: Tensor | None = None
+    """Norm of all of them, computed on the device, where that is fastest; None unless requested."""
+
+
+class BufferedGradients:
+    """Collects the gradients of slices.
+
+    Args:
+        slices: the weights of all slices.
+        device: where they run.
+        transfers: for the copies to the host.
+        memory: what they go to there.
+    """
+
+    def __init__(
+        self, slices: Sequence[SliceWeights], device: torch.device, transfers: Transfers, memory: HostBuffers
+    ) -> None:
+        self.wants_norm = False
+        """Whether an optimizer clips by the norm."""
+        self._slices = slices
+        self._device = device
+        self._transfers = transfers
+        self._memory = memory
+        self._buffers: list[Tensor] = []
+        self._copies_to_host: list[Event] = [DONE, DONE]
+        self._layouts: dict[int, Layout] = {}
+        self._views: dict[int, list[Tensor]] = {}
+        self._versions: list[int] = []
+        self._host_buffers: list[Tensor] = []
+
+    def reserve(self) -> None:
+        """Allocate host memory for the gradients of all slices: pinning it during a backward would slow that down."""
+        if not self._host_buffers and _can_count():
+            sizes = [self._trained_layout(index).num_bytes for index in range(len(self._slices))]
+            self._host_buffers = [self._memory.zeros(num_bytes) for num_bytes in sizes if num_bytes]
+
+    def prepare(self) -> None:
+        """Prepare a backward: lay out the parameters that are trained now, and resize the buffers if necessary."""
+        layouts = [self._trained_layout(index) for index in range(len(self._slices))]
+        needed = [max((layout.num_bytes for layout in layouts[parity::2]), default=0) for parity in (0, 1)]
+        if [buffer.nbytes for buffer in self._buffers] != needed:
+            self._views.clear()
+            for event in self._copies_to_host:  # a copy may still read the buffers that are freed here
+                self._transfers.link.before_reuse(event, self._transfers.link.stream())
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in needed]
+
+    def layout(self, index: int) -> Layout:
+        """Return where the gradients of a slice lie."""
+        return self._layouts[index]
+
+    def _trained_layout(self, index: int) -> Layout:
+        trained = [parameter for parameter in self._slices[index].layout.parameters if parameter.requires_grad]
+        known = self._layouts.get(index)
+        # By identity: `==` would compare values.
+        if (
+            known is None
+            or len(known.parameters) != len(trained)
+            or any(map(operator.is_not, known.parameters, trained))
+        ):
+            known = self._layouts[index] = Layout(trained, self._slices[index].dtype)
+            self._views.pop(index, None)
+        return known
+
+    def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
+        """Set the device parameters' gradients to zeros in the slice's buffer on the device, for autograd to add to."""
+        layout = self.layout(index)
+        buffer = self._buffers[index % 2][: layout.num_bytes]
+        # The gradients of slice index + 2 may still be on their way out of this buffer.
+        self._transfers.link.wait(self._copies_to_host[index % 2], f"the gradients of slice {index + 2}")
+        buffer.zero_()
+        if index not in self._views:
+            # `.data` gives each view a version counter of its own, which tells whether it has received a gradient.
+            self._views[index] = [view.data for view in layout.views(buffer)]
+        self._versions = [view._version for view in self._views[index]]
+        trained = [device_parameter for device_parameter in device_parameters if device_parameter.requires_grad]
+        for device_parameter, view in zip(trained, self._views[index], strict=True):
+            device_parameter.grad = view
+
+    def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
+        """Start to copy the slice's gradients to the host."""
+        layout, views = self.layout(index), self._views[index]
+        used = [view._version != before for view, before in zip(views, self._versions, strict=True)]
+        for device_parameter in device_parameters:
+            device_parameter.grad = None
+        source = self._buffers[index % 2][: layout.num_bytes]
+        target = self._host_buffer(layout.num_bytes)
+        after = (self._transfers.link.now(),)
+        what = f"the gradients of slice {index}"
+        self._copies_to_host[index % 2] = event = self._transfers.send("gradients_out", source, target, after, what)
+        rows = zip(layout.parameters, layout.slots, used, strict=True)
+        flat = {parameter: slot.padded(target) for parameter, slot, is_used in rows if is_used}
+        return GradientCopy(index, flat, event, _norm(views) if self.wants_norm else None)
+
+    def wait_by_parameter(
+        self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Wait for gradients, and return them by parameter, summed over the slices that use it."""
+        for gradient_copy in gradient_copies:
+            self._transfers.link.synchronize(gradient_copy.event, f"the gradients of slice {gradient_copy.index}")
+        return _by_parameter(gradient_copies, parameters)
+
+    def _host_buffer(self, num_bytes: int) -> Tensor:
+        """Return host memory that no other tensor shares any more, such as a parameter's `.grad`."""
+        if not _can_count():
+            pinned = self._device.type == "cuda"
+            return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        fitting = [buffer for buffer in self._host_buffers if buffer.nbytes >= num_bytes and _is_free(buffer)]
+        buffer = min(fitting, key=lambda each: each.nbytes, default=None)
+        if buffer is None:
+            buffer = self._memory.zeros(num_bytes)
+            self._host_buffers.append(buffer)
+        return buffer[:num_bytes]  # a view: while it lives the buffer is not free
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+
+class InPlaceGradients:
+    """Collects the gradients of slices where the device is the host: there is nothing to copy.
+
+    Args:
+        slices: the weights of all slices.
+    """
+
+    num_bytes: Final = 0
+
+    def __init__(self, slices: Sequence[SliceWeights]) -> None:
+        self.wants_norm = False
+        """Whether an optimizer clips by the norm."""
+        self._slices = slices
+
+    def reserve(self) -> None:
+        """Do nothing: autograd allocates gradients."""
+
+    def prepare(self) -> None:
+        """Do nothing."""
+
+    def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
+        """Clear the device parameters' gradients: a backward that failed may have left some."""
+        del index
+        for device_parameter in device_parameters:
+            device_parameter.grad = None
+
+    def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
+        """Take the slice's gradients."""
+        flat = {}
+        for parameter, device_parameter in zip(self._slices[index].layout.parameters, device_parameters, strict=True):
+            if device_parameter.grad is not None:
+                flat[parameter] = device_parameter.grad.to_dense().reshape(-1)
+                device_parameter.grad = None
+        return GradientCopy(index, flat, DONE, _norm(list(flat.values())) if self.wants_norm else None)
+
+    def wait_by_parameter(
+        self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return gradients by parameter, summed over the slices that use it."""
+        return _by_parameter(gradient_copies, parameters)
+
+
+def _by_parameter(gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    found: dict[int, Tensor] = {}
+    for gradient_copy in gradient_copies:
+        for parameter, flat in gradient_copy.flat.items():
+            gradient = flat[: parameter.numel()].view(parameter.shape).to(parameter.dtype)
+            known = found.get(id(parameter))
+            found[id(parameter)] = gradient if known is None else known + gradient
+    return [found.get(id(parameter)) for parameter in parameters]
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor | None:
+    if not gradients:
+        return None
+    norms = torch._foreach_norm(list(gradients))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([each.float() for each in norms]))
+    return whole
+
+
+def _can_count() -> bool:
+    """Return whether this torch counts the users of a storage; without that, buffers are never reused."""
+    return hasattr(torch._C, "_storage_Use_Count")
+
+
+def _is_free(buffer: Tensor) -> bool:
+    """Return whether no other tensor shares the buffer's memory."""
+    storage = buffer.untyped_storage()
+    # One for the buffer itself, one for `storage` here.
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
 
 
 @dataclass(frozen=True)
 class AccumulatedGradients:
-    """What a step takes: flat gradients by parameter, as in `GradientCopy`, readable after `wait`."""
+    """The gradients of one step: flat, by parameter, as in `GradientCopy`; readable after `wait`."""
 
     flat: dict[nn.Parameter, Tensor]
     events: tuple[Event, ...]
@@ -45,7 +245,7 @@ class GradientAccumulator:
 
     Args:
         state: of the slice.
-        link: on which they arrive.
+        link: that copies them to the host.
     """
 
     def __init__(self, state: SliceState, link: Link) -> None:
@@ -77,9 +277,11 @@ class GradientAccumulator:
 
     def norm(self) -> Tensor:
         """Return the norm of what has been added, on the device where it was computed there."""
-        latest, simple = self._latest, not self._sum and not self._tied
-        # The device's norm is of all that the slice has gradients for; tied weights of earlier slices are not its own.
-        if simple and latest is not None and latest.norm is not None and self._state.owns_all(latest.flat):
+        latest = self._latest
+        is_alone = latest is not None and not self._sum and not self._tied
+        # The device has computed the norm of one backward, over all gradients of the slice. It is right if there was
+        # only that backward and no tied weight belongs to an earlier slice.
+        if is_alone and latest is not None and latest.norm is not None and self._state.owns_all(latest.flat):
             return latest.norm
         self._accumulate()
         owned = [gradient for parameter, gradient in self._sum.items() if self._state.owns(parameter)]
@@ -95,7 +297,7 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def _accumulate(self) -> None:
-        """Add what has arrived to the sum, in fp32 and in memory of its own: the copy's buffer is used again."""
+        """Add what has arrived to the sum, in fp32 and in memory of its own, because the copies' buffers are reused."""
         added: list[tuple[nn.Parameter, Tensor]] = []
         if self._latest is not None:
             self._link.synchronize(self._latest.event, "the gradients of a slice")
@@ -111,205 +313,3 @@ class GradientAccumulator:
                 self._sum[parameter] = gradient.to(wide, copy=True)
             else:
                 known.add_(gradient)
-
-
-# --- The gradients of a slice: summed over microbatches in a flat buffer on the device, then sent to the host once ----
-
-
-@dataclass
-class GradientCopy:
-    """The gradients of one slice on their way to the host."""
-
-    index: int
-    flat: dict[nn.Parameter, Tensor]
-    """By parameter, in the order of the layout, with its padding if there is one; readable after `event`. Parameters
-    that were not used are not here, and torch's optimizers leave such alone."""
-    event: Event
-    norm: Tensor | None = None
-    """Of all of them, computed on the device, where that costs least; None if nobody asked for it."""
-
-
-class BufferedGradients:
-    """Collects the gradients of slices.
-
-    Args:
-        slices: the weights of all slices.
-        device: where they run.
-        transfers: for the copies to the host.
-        memory: what they go to there.
-    """
-
-    def __init__(
-        self, slices: Sequence[SliceWeights], device: torch.device, transfers: Transfers, memory: HostBuffers
-    ) -> None:
-        self.wants_norm = False
-        """Whether somebody clips."""
-        self._slices = slices
-        self._device = device
-        self._transfers = transfers
-        self._memory = memory
-        self._buffers: list[Tensor] = []
-        self._copies_to_host: list[Event] = [DONE, DONE]
-        self._layouts: dict[int, Layout] = {}
-        self._views: dict[int, list[Tensor]] = {}
-        self._versions: list[int] = []
-        self._host_buffers: list[Tensor] = []
-
-    def reserve(self) -> None:
-        """Have host memory for the gradients of all slices before a backward, which has no time to pin it."""
-        if not self._host_buffers and _can_count():
-            sizes = [self._trained_layout(index).num_bytes for index in range(len(self._slices))]
-            self._host_buffers = [self._memory.zeros(num_bytes) for num_bytes in sizes if num_bytes]
-
-    def prepare(self) -> None:
-        """Before a backward: see which parameters are trained now, and have buffers that are large enough."""
-        layouts = [self._trained_layout(index) for index in range(len(self._slices))]
-        needed = [max((layout.num_bytes for layout in layouts[parity::2]), default=0) for parity in (0, 1)]
-        if [buffer.nbytes for buffer in self._buffers] != needed:
-            self._views.clear()
-            for event in self._copies_to_host:  # a copy may still read what the allocator gets back here
-                self._transfers.link.before_reuse(event, self._transfers.link.stream())
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in needed]
-
-    def layout(self, index: int) -> Layout:
-        """Return the places of the gradients of a slice."""
-        return self._layouts[index]
-
-    def _trained_layout(self, index: int) -> Layout:
-        trained = [parameter for parameter in self._slices[index].layout.parameters if parameter.requires_grad]
-        known = self._layouts.get(index)
-        if (
-            known is None
-            or len(known.parameters) != len(trained)
-            or any(map(operator.is_not, known.parameters, trained))
-        ):
-            known = self._layouts[index] = Layout(trained, self._slices[index].dtype)
-            self._views.pop(index, None)
-        return known
-
-    def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
-        """Make the device parameters' gradients views of the slice's buffer on the device, zeros."""
-        layout = self.layout(index)
-        buffer = self._buffers[index % 2][: layout.num_bytes]
-        # The gradients of slice index + 2 may still be leaving this buffer.
-        self._transfers.link.wait(self._copies_to_host[index % 2], f"the gradients of slice {index + 2}")
-        buffer.zero_()
-        if index not in self._views:
-            # `.data` gives each a version counter of its own: it tells which parameters have got a gradient.
-            self._views[index] = [view.data for view in layout.views(buffer)]
-        self._versions = [view._version for view in self._views[index]]
-        trained = [device_parameter for device_parameter in device_parameters if device_parameter.requires_grad]
-        for device_parameter, view in zip(trained, self._views[index], strict=True):
-            device_parameter.grad = view
-
-    def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
-        """Start to copy the slice's gradients to the host."""
-        layout, views = self.layout(index), self._views[index]
-        used = [view._version != before for view, before in zip(views, self._versions, strict=True)]
-        for device_parameter in device_parameters:
-            device_parameter.grad = None
-        source = self._buffers[index % 2][: layout.num_bytes]
-        target = self._host_buffer(layout.num_bytes)
-        after = (self._transfers.link.now(),)
-        what = f"the gradients of slice {index}"
-        self._copies_to_host[index % 2] = event = self._transfers.send("gradients_out", source, target, after, what)
-        rows = zip(layout.parameters, layout.slots, used, strict=True)
-        flat = {parameter: slot.padded(target) for parameter, slot, wanted in rows if wanted}
-        return GradientCopy(index, flat, event, _norm(views) if self.wants_norm else None)
-
-    def wait_by_parameter(
-        self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Wait for gradients, and return them by parameter; one that several slices use has the sum."""
-        for gradient_copy in gradient_copies:
-            self._transfers.link.synchronize(gradient_copy.event, f"the gradients of slice {gradient_copy.index}")
-        return _by_parameter(gradient_copies, parameters)
-
-    def _host_buffer(self, num_bytes: int) -> Tensor:
-        """Return memory on the host that nobody holds a part of, such as a parameter's `.grad`; slices share it."""
-        if not _can_count():
-            pinned = self._device.type == "cuda"
-            return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        fitting = [buffer for buffer in self._host_buffers if buffer.nbytes >= num_bytes and _is_free(buffer)]
-        buffer = min(fitting, key=lambda each: each.nbytes, default=None)
-        if buffer is None:
-            buffer = self._memory.zeros(num_bytes)
-            self._host_buffers.append(buffer)
-        return buffer[:num_bytes]  # a view: while it lives the buffer is not free
-
-    @property
-    def num_bytes(self) -> int:
-        """What the buffers take on the device."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-
-class InPlaceGradients:
-    """Collects the gradients of slices where the device is the host: nothing to gather, copy or send.
-
-    Args:
-        slices: the weights of all slices.
-    """
-
-    num_bytes: Final = 0
-
-    def __init__(self, slices: Sequence[SliceWeights]) -> None:
-        self.wants_norm = False
-        """Whether somebody clips."""
-        self._slices = slices
-
-    def reserve(self) -> None:
-        """Reserve nothing: autograd makes them."""
-
-    def prepare(self) -> None:
-        """Before a backward: nothing."""
-
-    def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
-        """Let autograd make the device parameters' gradients; a backward that failed may have left some."""
-        del index
-        for device_parameter in device_parameters:
-            device_parameter.grad = None
-
-    def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
-        """Take the slice's gradients."""
-        flat = {}
-        for parameter, device_parameter in zip(self._slices[index].layout.parameters, device_parameters, strict=True):
-            if device_parameter.grad is not None:
-                flat[parameter] = device_parameter.grad.to_dense().reshape(-1)
-                device_parameter.grad = None
-        return GradientCopy(index, flat, DONE, _norm(list(flat.values())) if self.wants_norm else None)
-
-    def wait_by_parameter(
-        self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Return gradients by parameter; one that several slices use has the sum."""
-        return _by_parameter(gradient_copies, parameters)
-
-
-def _by_parameter(gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    found: dict[int, Tensor] = {}
-    for gradient_copy in gradient_copies:
-        for parameter, flat in gradient_copy.flat.items():
-            gradient = flat[: parameter.numel()].view(parameter.shape).to(parameter.dtype)
-            known = found.get(id(parameter))
-            found[id(parameter)] = gradient if known is None else known + gradient
-    return [found.get(id(parameter)) for parameter in parameters]
-
-
-def _norm(gradients: Sequence[Tensor]) -> Tensor | None:
-    if not gradients:
-        return None
-    norms = torch._foreach_norm(list(gradients))
-    whole: Tensor = torch.linalg.vector_norm(torch.stack([each.float() for each in norms]))
-    return whole
-
-
-def _can_count() -> bool:
-    """Return whether this torch tells how many tensors share a storage; without it buffers are not used again."""
-    return hasattr(torch._C, "_storage_Use_Count")
-
-
-def _is_free(buffer: Tensor) -> bool:
-    """Return whether no other tensor shares the buffer's memory."""
-    storage = buffer.untyped_storage()
-    # One for the buffer itself, one for `storage` here.
-    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)

@@ -1,7 +1,8 @@
 """The optimizers' arithmetic on flat memory: gradient in, master weight and state updated, working copy out.
 
-Two ways to do it, with the same results up to rounding. *compiled*: one pass over memory, in C++ that is compiled
-here for this machine's processor. *tiled*: torch's operations, a cache-sized tile at a time, for where no compiler is.
+There are two kernels with the same results up to rounding. `one_pass` reads memory once, in C++ that is compiled for
+this machine's processor (`compiled.py`). `tiled` runs torch's operations on a cache-sized tile at a time; it needs no
+compiler. `Workers` are the threads that run the faster one while the device computes.
 """
 
 from __future__ import annotations
@@ -27,96 +28,20 @@ from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS
 
 __all__ = ["Adam", "FlatRange", "Kernel", "Rule", "Sgd", "Workers", "choose_kernel", "tiled"]
 
-
-# --- Threads that update weights while the main thread computes -------------------------------------------------------
-
-
 _CPU: Final = torch.device("cpu")
-_CHUNK: Final = 1 << 20  # elements of one piece of work: half a millisecond
-
-
-class Workers:
-    """Applies rules to spans, in the order in which they come.
-
-    Args:
-        num_threads: None: this rank's part of the cores but two, which feed the device; at least one.
-        device: whose copies the threads wait for.
-    """
-
-    def __init__(self, num_threads: int | None = None, device: torch.device = _CPU) -> None:
-        if num_threads is not None and num_threads < 1:
-            raise UsageError(f"num_threads is {num_threads}; it must be at least 1")
-        self.num_threads = num_threads or max(1, own_cores() - 2)
-        self._pool = ThreadPoolExecutor(
-            self.num_threads, thread_name_prefix="smpkit-update", initializer=make_current, initargs=(device,)
-        )
-        self._kernels: dict[tuple[object, object], Kernel] = {}
-        weakref.finalize(self, self._pool.shutdown, wait=False)
-
-    def run(
-        self, flat_ranges: Sequence[tuple[Rule, FlatRange]], ready: Callable[[], object], after: Sequence[Future[None]]
-    ) -> list[Future[None]]:
-        """Start to apply rules.
-
-        Args:
-            flat_ranges: disjoint pieces of memory.
-            ready: returns when the gradients are there; called in the threads.
-            after: earlier work on the same memory.
-        """
-        # Made now, for the spans of later steps may be others; taken from the left until there are none, so threads end
-        # together and pay for a piece only its slicing.
-        pieces = deque(
-            (rule, flat_range.part(start, start + _CHUNK), self.kernel(flat_range))
-            for rule, flat_range in flat_ranges
-            for start in range(0, flat_range.master.numel(), _CHUNK)
-        )
-
-        def work() -> None:
-            for earlier in after:
-                earlier.result(DEADLINE_SECONDS)
-            ready()
-            while True:
-                try:
-                    rule, piece, kernel = pieces.popleft()
-                except IndexError:
-                    return
-                kernel(rule, piece)
-
-        return [self._pool.submit(work) for _ in range(min(self.num_threads, len(pieces)))]
-
-    def wait(self, work: Future[None], what: str) -> None:
-        """Block until some work is done.
-
-        Raises:
-            DeadlineError: it is not done after ten minutes.
-        """
-        try:
-            work.result(DEADLINE_SECONDS)
-        except FutureTimeoutError:
-            if work.done():
-                raise
-            raise DeadlineError(f"the computation waited {DEADLINE_SECONDS:.0f} s for {what}") from None
-
-    def kernel(self, flat_range: FlatRange) -> Kernel:
-        """Return what applies rules to such spans; the first time, measure what is fastest."""
-        key = (flat_range.gradient.dtype, None if flat_range.weight is None else flat_range.weight.dtype)
-        if key not in self._kernels:
-            self._kernels[key] = choose_kernel(*key)
-        return self._kernels[key]
-
-
-# --- The optimizers' arithmetic on flat memory: gradient in, master weight and state updated, working copy out --------
-
-
+_CHUNK: Final = 1 << 20
+"""Elements of one piece of work: half a millisecond."""
 _TILE: Final = 131072
 """Elements: few enough for the caches, many enough that calls into torch take little of the time."""
 _UNSPLIT_TILE: Final = 32768
 """The most that torch does not split over threads of its own."""
+_MEASURED: Final = 1 << 20
+"""Elements, to measure which kernel is faster."""
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Neighbouring elements of one slice; flat tensors of equal length."""
+    """Adjacent elements of one slice; flat tensors of equal length."""
 
     gradient: Tensor
     master: Tensor
@@ -147,20 +72,23 @@ class Adam:
     weight_decay: float
     decoupled: bool
     step: int
-    """Of these parameters, from 1."""
+    """How many steps these parameters have made, this one included."""
     factor: float
-    """What gradients are multiplied with: clipping, loss scale, and -1 to maximize."""
+    """Factor for the gradients: clipping, loss scale, and -1 to maximize."""
 
     @property
     def constants(self) -> tuple[float, ...]:
-        """Beta 1 and 2, epsilon, decay factor, L2 factor, step size, root of the second bias correction, factor."""
+        """The arguments of the compiled kernel.
+
+        Beta 1 and 2, epsilon, decay factor, L2 factor, step size, root of the second bias correction, factor.
+        """
         decay = 1 - self.lr * self.weight_decay if self.decoupled else 1.0
         l2 = 0.0 if self.decoupled else self.weight_decay
         size = self.lr / (1 - self.beta1**self.step)
         return self.beta1, self.beta2, self.eps, decay, l2, size, math.sqrt(1 - self.beta2**self.step), self.factor
 
     def apply(self, gradient: Tensor, flat_range: FlatRange) -> None:
-        """Do it with torch's own fused kernel; `gradient` has the master's dtype and is ready to use."""
+        """Make the step with torch's fused kernel; `gradient` has the master's dtype, and the factor is applied."""
         first, second = flat_range.state
         fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         fused(
@@ -194,14 +122,18 @@ class Sgd:
 
     @property
     def constants(self) -> tuple[float, ...]:
-        """Learning rate, L2 factor, what of the momentum stays, of the gradient enters it, and of each is used."""
+        """The arguments of the compiled kernel.
+
+        Learning rate, L2 factor, how much of the momentum to keep, how much of the gradient to add to it, how much of
+        the gradient and how much of the momentum to use, and the factor.
+        """
         first = self.step == 1 or not self.momentum  # without momentum there is no dampening, as in torch
         keep, enter = (0.0, 1.0) if first else (self.momentum, 1 - self.dampening)
         of_gradient, of_momentum = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
         return self.lr, self.weight_decay, keep, enter, of_gradient, of_momentum, self.factor
 
     def apply(self, gradient: Tensor, flat_range: FlatRange) -> None:
-        """Do it with torch's operations; `gradient` has the master's dtype, and is overwritten."""
+        """Make the step with torch's operations; `gradient` has the master's dtype, and is overwritten."""
         lr, l2, keep, enter, of_gradient, of_momentum, _ = self.constants
         master = flat_range.master
         if l2:
@@ -213,6 +145,7 @@ class Sgd:
 
 
 Rule = Adam | Sgd
+
 Kernel = Callable[[Rule, FlatRange], None]
 
 
@@ -221,7 +154,7 @@ def tiled(rule: Rule, flat_range: FlatRange) -> None:
     """Apply a rule tile by tile, so that every tile is read from memory once."""
     length = flat_range.master.numel()
     size = min(length, _TILE if torch.get_num_threads() == 1 else _UNSPLIT_TILE)
-    # One scratch for all tiles: the allocator would ask the system for so much memory anew each time.
+    # One scratch buffer for all tiles: for blocks of this size, the allocator asks the system anew each time.
     scratch = torch.empty(size, dtype=flat_range.master.dtype, device=flat_range.master.device)
     for start in range(0, length, max(1, size)):
         tile = flat_range.part(start, min(start + size, length))
@@ -235,43 +168,37 @@ def tiled(rule: Rule, flat_range: FlatRange) -> None:
 
 def one_pass(rule: Rule, flat_range: FlatRange) -> None:
     """Apply a rule with the compiled kernel; dtypes it does not know go tile by tile."""
-    arrays = [
-        flat_range.gradient,
-        flat_range.master,
-        *flat_range.state,
-        *([] if flat_range.weight is None else [flat_range.weight]),
-    ]
-    weight_dtype = None if flat_range.weight is None else flat_range.weight.dtype
+    arrays = [flat_range.gradient, flat_range.master, *flat_range.state]
+    weight_dtype = None
+    if flat_range.weight is not None:
+        arrays.append(flat_range.weight)
+        weight_dtype = flat_range.weight.dtype
+    if isinstance(rule, Adam):
+        name = "adam"
+    else:
+        name = "sgd_momentum" if flat_range.state else "sgd"
     function = None
     if all(each.dtype is torch.float32 for each in (flat_range.master, *flat_range.state)):
-        function = compiled.function(_name(rule, flat_range), flat_range.gradient.dtype, weight_dtype)
+        function = compiled.function(name, flat_range.gradient.dtype, weight_dtype)
     if function is None:
         tiled(rule, flat_range)
     else:
         function([each.data_ptr() for each in arrays], flat_range.master.numel(), rule.constants)
 
 
-def _name(rule: Rule, flat_range: FlatRange) -> str:
-    return "adam" if isinstance(rule, Adam) else "sgd_momentum" if flat_range.state else "sgd"
-
-
 def choose_kernel(gradient_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Kernel:
-    """Return the faster of the two ways on this machine, by measurement."""
+    """Return the faster of the two kernels on this machine, by measurement."""
     if compiled.function("adam", gradient_dtype, weight_dtype) is None:
         return tiled
-    gradient, master, first, second = (
-        torch.zeros(_MEASURED, dtype=dtype, device="cpu") for dtype in (gradient_dtype, *[torch.float32] * 3)
-    )
+    gradient = torch.zeros(_MEASURED, dtype=gradient_dtype, device="cpu")
+    master, first, second = (torch.zeros(_MEASURED, dtype=torch.float32, device="cpu") for _ in range(3))
     weight = None if weight_dtype is None else torch.zeros(_MEASURED, dtype=weight_dtype, device="cpu")
     flat_range = FlatRange(gradient, master, (first, second), weight)
     return min((one_pass, tiled), key=lambda kernel: _seconds(kernel, flat_range))
 
 
-_MEASURED: Final = 1 << 20
-
-
 def _seconds(kernel: Kernel, flat_range: FlatRange) -> float:
-    """Return the processor time of this thread, the least of three: other threads and processes do not count."""
+    """Return the least of three times, in processor time of this thread: other threads and processes do not count."""
     rule = Adam(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True, step=1, factor=1.0)
     times = []
     for _ in range(3):
@@ -279,3 +206,73 @@ def _seconds(kernel: Kernel, flat_range: FlatRange) -> float:
         kernel(rule, flat_range)
         times.append(time.thread_time() - start)
     return min(times)
+
+
+class Workers:
+    """Threads that update weights while the main thread computes.
+
+    Args:
+        num_threads: None: this rank's part of all cores but two, which are left to feed the device; at least one.
+        device: whose copies the threads wait for.
+    """
+
+    def __init__(self, num_threads: int | None = None, device: torch.device = _CPU) -> None:
+        if num_threads is not None and num_threads < 1:
+            raise UsageError(f"num_threads is {num_threads}; it must be at least 1")
+        self.num_threads = num_threads or max(1, own_cores() - 2)
+        self._pool = ThreadPoolExecutor(
+            self.num_threads, thread_name_prefix="smpkit-update", initializer=make_current, initargs=(device,)
+        )
+        self._kernels: dict[tuple[object, object], Kernel] = {}
+        weakref.finalize(self, self._pool.shutdown, wait=False)
+
+    def run(
+        self, flat_ranges: Sequence[tuple[Rule, FlatRange]], ready: Callable[[], object], after: Sequence[Future[None]]
+    ) -> list[Future[None]]:
+        """Start to apply rules.
+
+        Args:
+            flat_ranges: disjoint pieces of memory.
+            ready: blocks until the gradients are there; called in the threads.
+            after: earlier work on the same memory.
+        """
+        # All threads take small pieces from one queue, so that they end together. The pieces are cut here, in the order
+        # of calls, because the ranges of a later step may be others.
+        pieces = deque(
+            (rule, flat_range.part(start, start + _CHUNK), self.kernel(flat_range))
+            for rule, flat_range in flat_ranges
+            for start in range(0, flat_range.master.numel(), _CHUNK)
+        )
+
+        def work() -> None:
+            for earlier in after:
+                earlier.result(DEADLINE_SECONDS)
+            ready()
+            while True:
+                try:
+                    rule, piece, kernel = pieces.popleft()
+                except IndexError:
+                    return
+                kernel(rule, piece)
+
+        return [self._pool.submit(work) for _ in range(min(self.num_threads, len(pieces)))]
+
+    def wait(self, work: Future[None], what: str) -> None:
+        """Block until some work is done.
+
+        Raises:
+            DeadlineError: it is not done after ten minutes.
+        """
+        try:
+            work.result(DEADLINE_SECONDS)
+        except FutureTimeoutError:
+            if work.done():
+                raise
+            raise DeadlineError(f"the computation waited {DEADLINE_SECONDS:.0f} s for {what}") from None
+
+    def kernel(self, flat_range: FlatRange) -> Kernel:
+        """Return the faster kernel for these dtypes, measured the first time."""
+        key = (flat_range.gradient.dtype, None if flat_range.weight is None else flat_range.weight.dtype)
+        if key not in self._kernels:
+            self._kernels[key] = choose_kernel(*key)
+        return self._kernels[key]

@@ -20,51 +20,14 @@ from smpkit.torch.offload_model.values import flatten
 
 __all__ = ["OffloadModel", "rename_layers"]
 
-
-# --- Names of layers in state dicts of OffloadModels that were cut into other slices ----------------------------------
-# FairScale numbers layers from 0 in each slice (`_model.1.model_shard.0.weight`), and cuts worse; so the same layer has
-# another name there. The order of layers is the same.
-
-
 _LAYER: Final = re.compile(r"(\d+)\.model_shard\.(\d+)\.")
-
-
-def rename_layers(state: dict[str, Any], prefix: str, wanted: Iterable[str]) -> None:
-    """Rename, in place, the layers of `state` to those of `wanted`, if they differ only in how they are sliced.
-
-    Args:
-        state: a state dict; other entries than the model's are left alone.
-        prefix: of the OffloadModel in it.
-        wanted: the names of the model at hand, from below `_model`.
-    """
-    start = f"{prefix}_model."
-    given = _layers(key.removeprefix(start) for key in state if key.startswith(start))
-    here = _layers(wanted)
-    if given == here or len(given) != len(here):
-        return  # equal, or another model: then torch's own message about missing and unexpected keys is the best
-    moved = {}
-    for old, new in zip(given, here, strict=True):
-        for key in [key for key in state if key.startswith(start + old)]:
-            moved[start + new + key.removeprefix(start + old)] = state.pop(key)
-    state.update(moved)
-
-
-def _layers(names: Iterable[str]) -> list[str]:
-    """Return the distinct beginnings that name a layer, in the order of the layers."""
-    found = {match.group(): (int(match[1]), int(match[2])) for name in names if (match := _LAYER.match(name))}
-    return sorted(found, key=lambda name: found[name])
-
-
-# --- OffloadModel: train a model that is larger than the device, one slice of layers at a time ------------------------
-
-
 _CPU = torch.device("cpu")
 
 
 class OffloadModel(nn.Module):
     """Keeps weights, gradients and optimizer state on the CPU, and on the device only the slice of layers that runs.
 
-    The place of FairScale's class of this name; changing the import is enough::
+    It replaces FairScale's class of this name; changing the import is enough::
 
         model = OffloadModel(nn.Sequential(...), torch.device("cuda"), num_slices=8, checkpoint_activation=True)
         optimizer = torch.optim.AdamW(model.parameters())  # runs on the CPU; OffloadOptimizer is faster
@@ -72,38 +35,39 @@ class OffloadModel(nn.Module):
         loss.backward()
         optimizer.step()
 
-    Losses, gradients, buffers and weights are those of the plain model. The output is on `device`; parameters and their
-    gradients are on the CPU; buffers are on `device`. Weights are copied in about twice a step and never out; the next
-    slice is copied while one computes.
+    Losses, gradients, buffers and weights are those of the plain model. The output and the buffers are on `device`,
+    parameters and their gradients on the CPU. Weights are copied to the device about twice a step and never back; the
+    next slice is copied while one computes.
 
     Args:
         model: an `nn.Sequential`; a list of modules, each of which is a slice; a Hugging Face language model
             (BERT, BLOOM, Falcon, Gemma, GPT-2, GPT-NeoX, Llama, Mistral, Mixtral, OPT, Phi, Qwen2, Qwen3); or any
             module, with `layers`. Its parameters are moved to the CPU.
-        device: where slices run. On `cpu` nothing is copied: slices compute with the weights where these rest.
-        offload_device: where weights and borders rest; the CPU.
+        device: where slices run. On `cpu` nothing is copied: slices compute with the weights where they are.
+        offload_device: where weights and tensors at slice boundaries are kept; the CPU.
         num_slices: at most one per layer. More slices take less memory on the device; a slice's computation should
             take longer than its copy.
         checkpoint_activation: keep only the slices' inputs, on the CPU, and run each slice again in backward. Without
             it everything that autograd saves stays on the device, except weights.
-        num_microbatches: pieces of the batch that pass through a slice one after the other while it is there. Batches
-            are cut along dimension 0 of all input tensors; a batch with fewer rows is cut into fewer pieces. Tensors of
-            one row or none (masks, positions) go to every piece whole, and come out once where all layers hand them on.
+        num_microbatches: pieces of the batch that pass through a slice one after the other while it is on the device.
+            Batches are split along dimension 0 of all input tensors; a batch with fewer rows makes fewer pieces.
+            Tensors with one row or none (masks, positions) go to every piece whole; if all layers hand them on, they
+            are returned once.
         layers: paths of the modules that `model` calls one after the other, each with what the one before returned; a
             path to a `ModuleList` or `Sequential` stands for its members.
-        dtype: what floating-point weights are computed in, for example `torch.bfloat16`; parameters keep theirs.
-            Inputs and buffers are not converted: without autocast, give floating-point ones in this type.
+        dtype: of the computation with floating-point weights, for example `torch.bfloat16`; parameters keep their own.
+            Inputs and buffers are not converted: without autocast, pass floating-point ones in this dtype.
         prefetch: copy the next slice while one computes.
         balance: what slices have equal shares of: "params", "bytes", or a list with the cost of each layer.
-        host_budget_bytes: the most memory on the CPU for borders; what does not fit stays on the device. None: three
-            quarters of what is free.
-        links: the device's links for weights and for borders; with two of `smpkit.torch.offload.emulated` the CPU plays
-            a device with memory of its own, for tests.
+        host_budget_bytes: the most host memory for tensors at slice boundaries; what does not fit stays on the device.
+            None: three quarters of what is free.
+        links: the device's links for weights and for slice boundaries. For tests: with two
+            `smpkit.testing.EmulatedLink` the CPU stands in for a device with memory of its own.
 
     Raises:
         TypeError: no model, no device, or a model that is not known to be a chain of layers.
         UsageError: a number below 1, paths that lead nowhere.
-        UnsupportedError: weights that are to rest anywhere but on the CPU, or a device that is not there.
+        UnsupportedError: an `offload_device` other than the CPU, or a device that does not exist.
     """
 
     def __init__(
@@ -159,27 +123,27 @@ class OffloadModel(nn.Module):
         return engine
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled: all but what is at work."""
+        """Return what is copied and pickled: everything but the engine, with its buffers and threads."""
         self.synchronize()
         return {name: value for name, value in self.__dict__.items() if name != "_engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be a copy, with buffers and threads of its own; an optimizer is to be made for it."""
+        """Become a copy, with an engine of its own; it needs an optimizer of its own, too."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._engine = self._make_engine()
 
     @property
     def traffic(self) -> Traffic:
-        """What has crossed the link since the model was made."""
+        """Bytes copied between host and device since the model was made."""
         return self._engine.traffic
 
     @property
     def device_buffer_bytes(self) -> int:
-        """What weights and gradients take on the device: room for two slices, whatever the model's size."""
+        """Bytes of weights and gradients on the device: those of two slices, whatever the model's size."""
         return self._engine.device_weights.num_bytes + self._engine.gradients.num_bytes
 
     def is_weight(self, tensor: Tensor) -> bool:
-        """Return whether a tensor on the device is a part of the weights there, for those who count memory."""
+        """Return whether a tensor on the device is a part of the weights there, for measurements of memory."""
         return self._engine.device_weights.holds(tensor)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -191,7 +155,7 @@ class OffloadModel(nn.Module):
             UsageError: several microbatches, and inputs of different batch sizes or an output without a batch.
         """
         if torch.compiler.is_compiling():
-            # Which weights a layer sees changes from slice to slice: only layers can be traced, each by itself.
+            # The weights in the buffers change from slice to slice: torch.compile can trace layers only, one by one.
             disable: Any = torch.compiler.disable
             return disable(self._forward)(inputs, kwargs)
         return self._forward(inputs, kwargs)
@@ -212,12 +176,13 @@ class OffloadModel(nn.Module):
         """Note that `who` averages the gradients of parameters over processes.
 
         Raises:
-            UsageError: an `OffloadOptimizer` takes them before they are there; also raised when one is made later.
+            UsageError: an `OffloadOptimizer` takes them first; also raised when one is made later.
         """
         self._engine.note_averaging(who)
 
     def _look_for_replicas(self) -> None:
-        # A wrapper is seen from inside only here; without this replicas would drift apart silently.
+        # The model learns only here that DistributedDataParallel wraps it. Without this check replicas would diverge
+        # silently under an OffloadOptimizer.
         wrapper: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
         if wrapper is not None and torch.distributed.get_world_size(wrapper.process_group) > 1:
             self.expect_averaging("DistributedDataParallel")
@@ -225,7 +190,7 @@ class OffloadModel(nn.Module):
     def synchronize(self) -> None:
         """Wait until an `OffloadOptimizer` has brought all parameters up to date.
 
-        Reading parameters through the model (`parameters()`, `state_dict()`), and `eval()`, do so by themselves.
+        `parameters()`, `state_dict()` and `eval()` of the model do so themselves.
         """
         self._engine.synchronize()
 
@@ -241,12 +206,12 @@ class OffloadModel(nn.Module):
         if mode != self.training:
             self._engine.invalidate()
         super().train(mode)
-        for piece in self.model_slices:  # those of a model that is sliced by paths are not among its children
+        for piece in self.model_slices:  # they are no children of this module if it is sliced by paths
             piece.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the parameters' gradients; see `torch.nn.Module.zero_grad`."""
+        """Clear the parameters' gradients; see `torch.nn.Module.zero_grad`."""
         for parameter in self._engine.parameters:
             if set_to_none:
                 parameter.grad = None
@@ -256,7 +221,7 @@ class OffloadModel(nn.Module):
             consumer.zero_grad()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadModel:
-        """Convert weights and buffers to another type (`half()`, `to(dtype)`); they stay where they are.
+        """Convert weights and buffers to another dtype (`half()`, `to(dtype)`); they stay where they are.
 
         Raises:
             UsageError: another device, or an `OffloadOptimizer` has states for the weights as they are.
@@ -290,7 +255,7 @@ class OffloadModel(nn.Module):
 
 
 class _SlicedModelFunction(torch.autograd.Function):
-    """The whole model as one node of the user's graph; parameters are inputs, so autograd treats them as ever."""
+    """The whole model as one node of the user's graph; parameters are inputs of it, so they get gradients as usual."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -314,13 +279,13 @@ class _SlicedModelFunction(torch.autograd.Function):
             with torch.no_grad():
                 of_inputs, of_parameters = run.backward(inputs, parameters, gradients, keep=keep)
         finally:
-            if not keep:  # nor after an error half way, which has used up the graphs of the last slices
+            if not keep:  # also after an error half way, which has consumed the graphs of the last slices
                 ctx.tensors = None
         return None, None, *of_parameters, *of_inputs
 
 
 def _check_unchanged(tensors: Sequence[Tensor] | None, versions: Sequence[int]) -> None:
-    """Raise what torch raises for a graph that has been used up, or whose leaves have changed since the forward."""
+    """Raise what torch raises for a graph that is freed, or whose leaves have changed since the forward."""
     if tensors is None:
         raise RuntimeError(
             "Trying to backward through the graph of an OffloadModel a second time; "
@@ -335,13 +300,13 @@ def _check_unchanged(tensors: Sequence[Tensor] | None, versions: Sequence[int]) 
 
 
 def _keeps_graph() -> bool:
-    """Return whether the user may go backward here again; where torch does not tell, yes."""
+    """Return whether this backward retains its graph; True where torch cannot tell."""
     autograd: Any = torch._C._autograd
     return bool(getattr(autograd, "_get_current_graph_task_keep_graph", lambda: True)())
 
 
 class _NoGpuError(UnsupportedError, TypeError):
-    """FairScale raises a TypeError."""
+    """Also a TypeError, which FairScale raises here."""
 
 
 def _known_device(device: torch.device) -> torch.device:
@@ -350,7 +315,7 @@ def _known_device(device: torch.device) -> torch.device:
             raise _NoGpuError(
                 f"device is {device}, but torch sees no GPU", hint="on a machine without one use device=cpu"
             )
-        return torch.zeros(0, device=device).device  # with its number, as tensors have it
+        return torch.zeros(0, device=device).device  # with an index, as tensors have it
     if device.type != "cpu":
         raise UnsupportedError(f"device is {device}; slices run on cuda or cpu")
     return device
@@ -358,3 +323,32 @@ def _known_device(device: torch.device) -> torch.device:
 
 def _adapt(model: OffloadModel, state: dict[str, Any], prefix: str, *_: Any) -> None:
     rename_layers(state, prefix, list(model._model.state_dict()))
+
+
+def rename_layers(state: dict[str, Any], prefix: str, wanted: Iterable[str]) -> None:
+    """Rename, in place, the layers of `state` to those of `wanted`, if they differ only in how they are sliced.
+
+    Names count layers from 0 in each slice, as FairScale's do (`_model.1.model_shard.0.weight`), so the same layer has
+    another name in a model with other slices. The order of layers is the same.
+
+    Args:
+        state: a state dict; entries of other modules are left alone.
+        prefix: of the OffloadModel in it.
+        wanted: the names in this model, below `_model`.
+    """
+    start = f"{prefix}_model."
+    given = _layers(key.removeprefix(start) for key in state if key.startswith(start))
+    here = _layers(wanted)
+    if given == here or len(given) != len(here):
+        return  # equal; or another model, for which torch's error about missing and unexpected keys is best
+    moved = {}
+    for old, new in zip(given, here, strict=True):
+        for key in [key for key in state if key.startswith(start + old)]:
+            moved[start + new + key.removeprefix(start + old)] = state.pop(key)
+    state.update(moved)
+
+
+def _layers(names: Iterable[str]) -> list[str]:
+    """Return the prefixes that name layers, in the order of the layers."""
+    found = {match.group(): (int(match[1]), int(match[2])) for name in names if (match := _LAYER.match(name))}
+    return sorted(found, key=lambda name: found[name])

@@ -35,22 +35,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
             criterion(model(inputs), targets).backward()
             optimizer.step()
 
-    Weights are updated in fp32 (moments too), in one pass over memory per slice, by threads of its own. `step()`
-    returns at once: each slice is updated just before its next forward, so clipping is exact and still costs no time of
-    the device. With `overlap="backward"` slices are updated while the backward of earlier ones runs.
+    Threads update weights in fp32 (moments, too), in one pass over memory per slice. `step()` returns at once: each
+    slice is updated just before its next forward, so clipping is exact and the device still does not wait. With
+    `overlap="backward"` slices are updated while the backward of earlier ones runs.
 
-    Gradients go to the optimizer and not to `parameter.grad`, for as long as it exists; several backwards before a
-    `step()` add up. A model has one such optimizer: the last that was made. Parameters read through the model are up to
-    date (`model.synchronize()` waits for those that you hold yourself).
+    As long as the optimizer exists, gradients go to it and not to `parameter.grad`; several backwards before a `step()`
+    add up. A model has one such optimizer: the last that was made. Parameters read through the model are up to date;
+    for those that you hold yourself, call `model.synchronize()` first.
 
     Args:
-        model: whose parameters.
+        model: whose parameters to update.
         rule: `torch.optim.SGD`, `Adam` or `AdamW`.
         groups: parameter groups, as torch's optimizers take them; all parameters if not given.
         max_grad_norm: clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
         overlap: "forward": update after `step()`, each slice before its next forward. "backward": update during the
-            backward, which is then the only one before a `step()`; without clipping and loss scale.
-        num_threads: that update; by default all cores but two, at least one. Ranks of one host share its cores.
+            backward; then only one backward per `step()` is allowed, without clipping and loss scale.
+        num_threads: for the update; by default all cores but two, at least one. Ranks of one host share its cores.
         options: of the rule: `lr`, `betas`, `weight_decay`, ...
 
     Raises:
@@ -72,36 +72,36 @@ class OffloadOptimizer(torch.optim.Optimizer):
         _check(model, rule, max_grad_norm, overlap, options)
         _import_torchs_compiler()
         chosen = list(groups) if groups is not None else list(model.parameters())
-        # torch's own class checks the options and says what their defaults are.
+        # torch's own class checks the options and fills in defaults.
         plain = rule(chosen, **options)
         self._ready = False
         super().__init__(plain.param_groups, plain.defaults)
         self._ready = True
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
-        """Of the gradients in the last step, before clipping; None if it was not asked for."""
+        """Norm of the gradients in the last step, before clipping; None unless clipping or a loss scale needs it."""
         self._rule = rule
         self._overlap = overlap
         self._engine = model._engine
-        self._engine.synchronize()  # updates of an optimizer before this one: masters are copies of the weights
+        self._engine.synchronize()  # a previous optimizer may still update the weights, which masters are copied from
         self._states = self._make_states(model)
         self._workers = Workers(num_threads, self._engine.device)
         self._accumulators = [GradientAccumulator(state, self._engine.weight_link) for state in self._states]
         self._updates: list[list[Future[None]]] = [[] for _ in self._states]
         self._updated_in_backward: set[int] = set()
         self._engine.gradients.wants_norm = max_grad_norm is not None
-        if overlap == "forward":  # which keeps all gradients until `step`
+        if overlap == "forward":  # all gradients are kept until `step`
             self._engine.gradients.reserve()
         self._engine.attach(self)
 
     def __del__(self) -> None:
-        """Let updates that run end: the model, and what takes this one's place, go on with their weights."""
+        """Wait for updates that run: the model and its next optimizer use the same weights."""
         if getattr(self, "_updates", None):
-            with contextlib.suppress(Exception):  # at the end of the interpreter, what is waited for may be gone
+            with contextlib.suppress(Exception):  # at exit, the threads may be gone
                 self.synchronize()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: where each parameter lies is decided when the optimizer is made."""
+        """Raise UnsupportedError: the memory layout is decided when the optimizer is made."""
         if getattr(self, "_ready", False):
             raise UnsupportedError(
                 "an OffloadOptimizer takes no further parameter groups", hint="give all of them when it is made"
@@ -116,7 +116,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._states[index].check_not_frozen(gradient_copy)
         if self._overlap == "backward":
             if index == len(self._states) - 1 and 0 not in self._updated_in_backward:
-                self._updated_in_backward.clear()  # a backward that failed half way
+                self._updated_in_backward.clear()  # the backward before this one failed half way
             if index in self._updated_in_backward:
                 raise UsageError(
                     'a second backward before step(), but overlap="backward" has already updated the weights',
@@ -142,22 +142,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._updates[index].clear()
 
     def invalidate(self) -> None:
-        """Compare masters with parameters before the next step; somebody may have written into these."""
+        """Compare masters with parameters before the next step, for parameters may have been written to."""
         for state in self._states:
             state.invalidate()
 
     # --- what the user calls -----------------------------------------------------------------------------------------
 
     takes_grad_scale: Final = True
-    """What `smp.amp.GradScaler` asks: `step` unscales, and `grad_norm` then tells whether all gradients were finite."""
+    """For `smp.amp.GradScaler`: `step` unscales gradients, and `grad_norm` is finite if all of them were."""
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float | None = None) -> Any:
-        """Update the weights from the gradients since the last step; returns before it has happened.
+        """Update the weights from the gradients since the last step; returns before the update is complete.
 
         Args:
-            closure: called first, with gradients on; its result is returned.
-            grad_scale: what the loss was multiplied with. Gradients that are not finite are then dropped, as a
-                gradient scaler does, and `grad_norm` is not finite.
+            closure: called first, with gradients enabled; its result is returned.
+            grad_scale: the factor of the loss. If gradients are not finite, the step is skipped, as a gradient scaler
+                does, and `grad_norm` is not finite.
 
         Raises:
             UsageError: a scale with overlap="backward", or another optimizer has been made for the model since.
@@ -186,14 +186,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `torch.amp.GradScaler` asks first in its `step`; it looks for gradients where none are."""
+        """Read first by `torch.amp.GradScaler.step`, which would look for gradients in `parameter.grad`."""
         raise UsageError(
             "torch.amp.GradScaler cannot unscale the gradients of an OffloadOptimizer",
             hint="use smp.amp.GradScaler, or step(grad_scale=...), which also skips a step that is not finite",
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no step has used."""
+        """Drop gradients that no step has used."""
         del set_to_none
         for accumulator in self._accumulators:
             accumulator.clear()
@@ -212,11 +212,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`; that of the torch optimizer of the same rule will do.
+        """Load `state_dict`; one of the torch optimizer of the same rule can be loaded, too.
 
         Raises:
-            ValueError: other groups.
-            UsageError: state of another rule.
+            ValueError: the groups differ.
+            UsageError: the state is that of another rule.
         """
         self.synchronize()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -227,8 +227,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             entry = entries.get(id(parameter))
             if entry is not None:
                 entry.load_state_dict(saved.get(number, {}), self._names)
-
-    # --- inside ------------------------------------------------------------------------------------------------------
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -253,7 +251,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return states
 
     def _factor(self, grad_scale: float | None) -> float | None:
-        """Return what to multiply gradients with; None if they are not finite and were scaled."""
+        """Return the factor for gradients; None to skip the step: they are scaled and not finite."""
         if self.max_grad_norm is None and grad_scale is None:
             self.grad_norm = None
             return 1.0
@@ -263,10 +261,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if grad_scale is not None and not math.isfinite(self.grad_norm):
             return None
         clip = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (self.grad_norm + 1e-6)
-        return (1.0 if clip > 1.0 else clip) / scale  # not `min`: a norm that is NaN makes all weights NaN, as in torch
+        # Not `min`: like torch's clipping, a norm that is NaN must make all weights NaN.
+        return (1.0 if clip > 1.0 else clip) / scale
 
     def _update(self, index: int, factor: float) -> None:
-        """Let threads update a slice when its gradients have arrived and its last update has ended."""
+        """Start to update a slice, in threads: after its gradients have arrived and its previous update has ended."""
         state, gradients = self._states[index], self._accumulators[index].take()
         self._updates[index] = [update for update in self._updates[index] if not update.done()]
         if gradients is None:
@@ -277,7 +276,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         def ready() -> None:
             gradients.wait()
-            weights.synchronize()  # a forward that no backward followed may still be loading them
+            weights.synchronize()  # after a forward without a backward, a copy may still read the weights
 
         self._updates[index] += self._workers.run(flat_ranges, ready, after=tuple(self._updates[index]))
         state.note_written()
@@ -290,7 +289,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             more = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
             return Sgd(**shared, **more, step=entry.step, factor=factor)
         beta1, beta2 = group["betas"]
-        # AdamW is Adam with this option in torch, and old AdamW groups do not name it.
+        # In torch AdamW is Adam with this option, which groups saved by older versions do not have.
         decoupled = bool(group.get("decoupled_weight_decay", self._rule is torch.optim.AdamW))
         return Adam(
             **shared,
@@ -304,18 +303,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
 
 def _on_host(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return numbers on the host, after one wait for the device, not one for each."""
+    """Return scalars on the host, with one wait for the device instead of one for each."""
     there = [value for value in values if value.device.type != "cpu"]
     arrived = iter(torch.stack(there).cpu() if there else ())
     return [value if value.device.type == "cpu" else next(arrived) for value in values]
 
 
 def _import_torchs_compiler() -> None:
-    """Do what torch's first optimizer does, in a thread of its own.
-
-    An error that torch catches in that import stays behind with all frames that were running, and these would keep
-    this optimizer's memory, and the user's variables, until Python looks for cycles.
-    """
+    """Import torch._dynamo in another thread, as torch's first optimizer would in this one."""
+    # torch catches an error in that import. Its traceback lives on in a cycle and holds all frames below the import: in
+    # this thread, those of the user, with this optimizer's memory, until the garbage collector runs.
     if "torch._dynamo" not in sys.modules:
         thread = Thread(target=importlib.import_module, args=("torch._dynamo",), name="smpkit-import")
         thread.start()

@@ -1,4 +1,9 @@
-"""An optimizer's master weights and state for one slice, laid out like its gradients."""
+"""An optimizer's master weights and state for one slice, laid out like its gradients.
+
+A parameter in fp32 that is computed in fp32 is its own master. If the computation is in a narrower dtype, the parameter
+becomes a view of its master, and the slice's buffer has the working copy (`weight`). A parameter that is itself narrow
+stays the working copy, and has a master that nobody else knows (`has_own_master`).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ __all__ = ["ParameterState", "SliceState"]
 
 @dataclass
 class ParameterState:
-    """What the optimizer keeps of one parameter; flat tensors, padded like the gradients."""
+    """The optimizer's state of one parameter; flat tensors, padded like the gradients."""
 
     parameter: nn.Parameter
     group: int
@@ -29,9 +34,9 @@ class ParameterState:
     master: Tensor
     state: tuple[Tensor, ...]
     weight: Tensor | None
-    """The working copy, where it is not the master itself."""
+    """The working copy, unless it is the master itself."""
     has_own_master: bool
-    """Whether the parameter itself is the working copy, so that the master is known to nobody else."""
+    """Whether the parameter itself is the working copy, so that nothing outside refers to the master."""
     step: int = 0
     synced_version: int = -1
     """Version of the parameter when the master was last equal to it, up to rounding."""
@@ -41,7 +46,8 @@ class ParameterState:
         return flat[: self.parameter.numel()].view(self.parameter.shape)
 
     def flat_range(self, gradient: Tensor) -> FlatRange:
-        """Return the work of a step; a gradient without padding leaves that of the others alone."""
+        """Return the memory that a step updates."""
+        # A gradient without padding (`InPlaceGradients`) covers only the parameter's own elements.
         whole = FlatRange(gradient, self.master, self.state, self.weight)
         assert gradient.numel() in (self.num_elements, self.parameter.numel()), "a gradient of another layout"
         return whole if gradient.numel() == self.num_elements else whole.part(0, gradient.numel())
@@ -54,17 +60,17 @@ class ParameterState:
 
     @torch.no_grad()
     def merge_parameter(self) -> None:
-        """Take over what has been written into the parameter; where that rounds the master, the master stays."""
+        """Copy to the master what has been written to the parameter, where it is not just the rounded master."""
         master = self.shaped(self.master)
         same = master.to(self.parameter.dtype) == self.parameter
         master.copy_(torch.where(same, master, self.parameter.detach().to(master.dtype)))
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Take the state over; no state means none yet.
+        """Load a parameter's state; an empty one means that there was no step yet.
 
         Raises:
-            UsageError: state of another rule.
+            UsageError: the state is that of another rule.
         """
         self.step = 0
         for flat in self.state:
@@ -77,7 +83,7 @@ class ParameterState:
                 f"the optimizer's state has no {missing[0]}, only {', '.join(saved)}",
                 hint="was it saved by an optimizer with another rule?",
             )
-        self.step = int(saved.get("step", 1))  # torch's SGD does not count
+        self.step = int(saved.get("step", 1))  # torch's SGD does not count steps
         for name, flat in zip(names, self.state, strict=True):
             self.shaped(flat).copy_(saved[name])
         if self.has_own_master and "master" in saved:
@@ -86,13 +92,13 @@ class ParameterState:
 
 
 class SliceState:
-    """All entries of a slice.
+    """The state of all parameters of a slice.
 
     Args:
         index: of the slice.
         weights: its parameters.
         groups: parameter group by id of parameter; others are not updated.
-        owners: slice by id of parameter, for those of earlier slices; added to.
+        owners: slice by id of parameter, for those of earlier slices; this slice's are added.
         num_state: flat tensors of state per parameter: two for Adam.
     """
 
@@ -123,7 +129,7 @@ class SliceState:
         return all(map(self.owns, parameters))
 
     def note_changes(self) -> None:
-        """Take over what somebody else has written into parameters, such as a checkpoint."""
+        """Update masters from parameters that others have written to, such as a loaded checkpoint."""
         self._weights.reattach()
         for entry in self.entries:
             if entry.has_own_master:
@@ -139,7 +145,7 @@ class SliceState:
             entry.synced_version = -1
 
     def check_not_frozen(self, gradient_copy: GradientCopy) -> None:
-        """Raise UsageError if a parameter that was frozen when state was reserved is trained now."""
+        """Raise UsageError if a parameter is trained that was frozen, and got no state, when the optimizer was made."""
         late = [parameter for parameter in gradient_copy.flat if id(parameter) in self._frozen]
         if late:
             raise UsageError(
@@ -149,7 +155,7 @@ class SliceState:
             )
 
     def note_written(self) -> None:
-        """Count a version of all parameters, as torch's optimizers do: a backward through older ones is an error."""
+        """Increment the parameters' versions, as in-place updates do, so that a backward through old values fails."""
         parameters = [entry.parameter for entry in self.entries]
         increment_version(parameters)
         for entry in self.entries:
@@ -159,7 +165,7 @@ class SliceState:
     def flat_ranges(
         self, gradients: AccumulatedGradients, rule_of: Callable[[ParameterState], Rule]
     ) -> list[tuple[Rule, FlatRange]]:
-        """Count a step of every parameter that has a gradient; return its work, neighbours with one rule together."""
+        """Count a step of each parameter with a gradient; return rules and memory, adjacent ranges joined."""
         found: list[tuple[Rule, FlatRange]] = []
         for parameter, gradient in gradients.flat.items():
             entry = self._by_id.get(id(parameter))
@@ -177,7 +183,7 @@ class SliceState:
 
 
 def _merged(last: tuple[Rule, FlatRange], rule: Rule, flat_range: FlatRange) -> FlatRange | None:
-    """Return one span for two, if the second lies right behind the first in every array and has the same rule."""
+    """Return one range for two, if the second follows the first directly in every array and has the same rule."""
     if last[0] != rule:
         return None
     pairs = list(zip(_arrays(last[1]), _arrays(flat_range), strict=False))
@@ -214,7 +220,7 @@ _Flats = tuple[int, Tensor, tuple[Tensor, ...], Tensor | None, bool]
 def _allocate(weights: SliceWeights, layout: Layout, num_state: int) -> Iterator[_Flats]:
     """Yield per parameter: padded length, master, state, working copy, whether the master is separate.
 
-    One allocation each for masters and states of a slice, so that neighbours in the gradients are neighbours here.
+    Masters and each state of a slice are one allocation, so that adjacent gradients have adjacent state.
     """
     working = dict(zip(weights.layout.parameters, weights.layout.slots, strict=True))
     total = sum(slot.num_elements for slot in layout.slots)
@@ -231,13 +237,8 @@ def _allocate(weights: SliceWeights, layout: Layout, num_state: int) -> Iterator
             state = tuple(each.to(weight.dtype) for each in state)
             yield slot.num_elements, weight, state, None, False
         else:
-            yield (
-                slot.num_elements,
-                masters[end - slot.num_elements : end],
-                state,
-                weight,
-                parameter.dtype == weight.dtype,
-            )
+            master = masters[end - slot.num_elements : end]
+            yield slot.num_elements, master, state, weight, parameter.dtype == weight.dtype
 
 
 def _is_wide(parameter: Tensor, slot: BufferSlot) -> bool:
@@ -247,7 +248,7 @@ def _is_wide(parameter: Tensor, slot: BufferSlot) -> bool:
 
 @torch.no_grad()
 def _init_master(entry: ParameterState) -> None:
-    """Give the master its value, and let a parameter that is wider than the working copy be a view of its master."""
+    """Initialize the master, and make a parameter that is wider than the working copy a view of it."""
     if entry.weight is None:
         return
     if not entry.has_own_master and entry.parameter.dtype != entry.master.dtype:

@@ -1,4 +1,4 @@
-"""What a slice's forward depends on besides weights and inputs, so that it can be repeated exactly."""
+"""What a slice's forward depends on besides weights and inputs (random numbers, autocast, buffers), to repeat it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 __all__ = ["AutocastState", "RandomState", "SliceBuffers", "random_state", "restored_random_state"]
 
 RandomState = tuple[Tensor, Tensor | None]
-"""Of the CPU's generator and the device's, if it has one of its own."""
+"""State of the CPU's generator, and of the GPU's if there is one."""
 
 
 def random_state(device: torch.device) -> RandomState:
-    """Return where the random generators are."""
+    """Return the states of the random generators."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
 def restored_random_state(state: RandomState, device: torch.device) -> Iterator[None]:
-    """Put the random generators where they were, and afterwards where they are now."""
+    """Restore the states of the random generators inside."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.set_rng_state(state[0])
         if state[1] is not None:
@@ -32,7 +32,7 @@ def restored_random_state(state: RandomState, device: torch.device) -> Iterator[
 
 @dataclass(frozen=True)
 class AutocastState:
-    """Whether and how the forward was autocast."""
+    """Autocast's settings during the forward."""
 
     kind: str
     enabled: bool
@@ -40,26 +40,24 @@ class AutocastState:
 
     @staticmethod
     def current(device: torch.device) -> AutocastState:
-        """Return what holds now."""
+        """Return the current settings."""
         return AutocastState(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
 
     def restore(self) -> torch.autocast:
-        """Return a context in which it holds.
-
-        Without autocast's cache: it would keep a copy of every weight on the device until the end of the step, and
-        find there, under the same device parameter, what the weight was before its last load.
-        """
+        """Return a context with these settings."""
+        # Without autocast's cache: it would keep a cast of every weight on the device until the end of the step, and
+        # return it for the same device parameter after another slice's weights have been loaded.
         return torch.autocast(self.kind, enabled=self.enabled, dtype=self.dtype, cache_enabled=False)
 
 
 class SliceBuffers:
-    """The buffers of a slice; they live on the device, because they are small and forward changes them.
+    """The buffers of a slice; they stay on the device, because they are small and forward changes them.
 
-    Which of them forward changes (BatchNorm's statistics) is learned when it first runs.
+    The first forward shows which of them it changes (BatchNorm's statistics).
 
     Args:
         module: the slice.
-        device: where its buffers are moved to.
+        device: where its buffers go.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -78,27 +76,28 @@ class SliceBuffers:
 
     @contextlib.contextmanager
     def snapshot(self, into: dict[int, Tensor]) -> Iterator[None]:
-        """Put copies of what the forward inside is about to change into `into`; the first time, of all."""
+        """Put copies of the buffers that the forward inside changes into `into`."""
         mode = self._module.training
         before = [self._current(index) for index in range(len(self._owners))]
         versions = [buffer._version for buffer in before]
-        learnt = self._mutated.get(mode)
-        into.update({index: before[index].clone() for index in (range(len(before)) if learnt is None else learnt)})
+        known = self._mutated.get(mode)
+        # The first forward in this mode may change any of them.
+        into.update({index: before[index].clone() for index in (range(len(before)) if known is None else known)})
         yield
-        changed = set() if learnt is None else set(learnt)
+        changed = set() if known is None else set(known)
         for index, (buffer, version) in enumerate(zip(before, versions, strict=True)):
             current = self._current(index)
             if current is not buffer or current._version != version:
                 changed.add(index)
-            elif learnt is None and not torch.equal(current, into[index]):
-                changed.add(index)  # batch_norm writes its statistics without counting a version
+            elif known is None and not torch.equal(current, into[index]):
+                changed.add(index)  # batch_norm writes its statistics without changing their version
         self._mutated[mode] = changed
         for index in into.keys() - changed:
             del into[index]
 
     @contextlib.contextmanager
     def restored(self, snapshot: dict[int, Tensor]) -> Iterator[None]:
-        """Let a repeated forward see the buffers as they were, and change only copies."""
+        """Replace changed buffers inside by copies with their old values, for a repeated forward to read and change."""
         changing = self._mutated.get(self._module.training, set()) | snapshot.keys()
         current = {index: self._current(index) for index in changing}
         for index, buffer in current.items():

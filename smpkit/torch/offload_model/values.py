@@ -1,4 +1,4 @@
-"""Take nested values apart into tensors and back, and cut and join them along the batch."""
+"""Flatten nested values to tensors and rebuild them; split a batch into microbatches and join their outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ __all__ = ["JoinSpec", "Structure", "flatten", "join", "join_gradients", "split"
 
 
 class _TensorSlot:
-    """Where a tensor was; no dataclass, which would count as a container of the user's."""
+    """The place of a tensor in a structure."""
+
+    # Not a dataclass: `map_leaves` would take it for one of the user's containers and look inside.
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -24,17 +26,17 @@ class _TensorSlot:
 
 @dataclass(frozen=True)
 class Structure:
-    """A nested value without its tensors, so that keeping it keeps no memory on the device."""
+    """A nested value without its tensors, so that it holds no memory of the device."""
 
     skeleton: Any
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value with these tensors."""
+        """Return the value with these tensors in it."""
         return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _TensorSlot) else leaf, self.skeleton)
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
-    """Return the tensors of a nested value, each once, and what is left."""
+    """Return the tensors of a nested value, each once, and the structure without them."""
     tensors: list[Tensor] = []
     found: dict[int, _TensorSlot] = {}
 
@@ -51,12 +53,12 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
 
 def split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Cut tensors along dimension 0 into `count` parts of nearly equal size, fewer when there are fewer rows.
+    """Split tensors along dimension 0 into `count` parts of nearly equal size, fewer if there are fewer rows.
 
     Tensors without dimensions and those with one row (masks, positions) go to every part whole.
 
     Raises:
-        UsageError: tensors that disagree about the number of rows.
+        UsageError: tensors with different numbers of rows.
     """
     if count == 1:
         return [list(tensors)]
@@ -69,24 +71,24 @@ def split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
         )
     size = next(iter(rows), 1)
     parts = max(1, min(count, size))
-    cut = [
-        tensor.tensor_split(parts) if tensor.dim() > 0 and tensor.shape[0] == size > 1 else None for tensor in tensors
-    ]
-    return [
-        [tensor if pieces is None else pieces[part] for tensor, pieces in zip(tensors, cut, strict=True)]
-        for part in range(parts)
-    ]
+    columns: list[Sequence[Tensor]] = []
+    for tensor in tensors:
+        if tensor.dim() > 0 and tensor.shape[0] == size > 1:
+            columns.append(tensor.tensor_split(parts))
+        else:
+            columns.append([tensor] * parts)
+    return [[column[part] for column in columns] for part in range(parts)]
 
 
 @dataclass(frozen=True)
 class JoinSpec:
-    """How a tensor was put together from those of microbatches, to take its gradient apart again.
+    """How a tensor was joined from those of microbatches, to split its gradient the same way.
 
-    Without the tensor: its graph holds this, and what holds its own graph is freed only by Python's collector.
+    Must not hold the tensor: the tensor's graph holds this object, and a cycle is freed only by the garbage collector.
     """
 
     rows: tuple[int, ...] | None
-    """Of each part; None: every microbatch returned the same, from what each got whole, so it is there once."""
+    """Of each part; None: every microbatch returned the same tensor, which is used once."""
     parts: int
 
     def split(self, gradient: Tensor | None) -> list[Tensor | None]:
@@ -101,11 +103,12 @@ class JoinSpec:
 def join(
     parts: Sequence[Sequence[Tensor]], shared: Sequence[Sequence[int | None]], batch: Sequence[int]
 ) -> list[tuple[Tensor, JoinSpec]]:
-    """Put the output tensors of microbatches together along dimension 0.
+    """Join the output tensors of microbatches along dimension 0.
 
     Args:
         parts: by microbatch.
-        shared: for each of them, the input that it is where every microbatch got that whole; it comes out once.
+        shared: for each of them, the index of the input that it is, if every microbatch got that input whole; such a
+            tensor is returned once.
         batch: rows of each microbatch.
 
     Raises:
@@ -130,16 +133,16 @@ def _join(parts: Sequence[Tensor], shared: Sequence[int | None], batch: Sequence
                 f" {max(batch)} rows: one row that depends on all of a batch cannot be joined",
                 hint="return values per sample and reduce them outside, or use num_microbatches=1",
             )
-        return first, JoinSpec(None, count)  # computed from inputs that every microbatch got whole
+        return first, JoinSpec(None, count)  # equal, so computed only from inputs that every microbatch got whole
     return torch.cat(list(parts)), JoinSpec(tuple(part.shape[0] for part in parts), count)
 
 
 def join_gradients(whole: Tensor, parts: Sequence[Tensor | None], rows: Sequence[int | None]) -> Tensor | None:
-    """Return the gradient of an input from those of its parts; the opposite of `split`.
+    """Return the gradient of an input from those of its parts; the reverse of `split`.
 
     Args:
         whole: the input.
-        parts: gradients by microbatch.
+        parts: gradients by microbatch; None: no gradient.
         rows: of each part; None where the microbatch got the whole input.
     """
     present = [part for part in parts if part is not None]
@@ -147,7 +150,7 @@ def join_gradients(whole: Tensor, parts: Sequence[Tensor | None], rows: Sequence
         return None
     if all(count is None for count in rows):
         return present[0] if len(present) == 1 else torch.stack(present).sum(0)
-    filled = [
-        torch.zeros_like(whole[:count]) if part is None else part for part, count in zip(parts, rows, strict=True)
-    ]
-    return torch.cat([part.to(whole.device) for part in filled])
+    filled = list[Tensor]()
+    for part, count in zip(parts, rows, strict=True):
+        filled.append((torch.zeros_like(whole[:count]) if part is None else part).to(whole.device))
+    return torch.cat(filled)

@@ -1,4 +1,14 @@
-"""The weights of one slice: a flat buffer on the host, and device parameters, views of a buffer on the device."""
+"""The weights of slices: one flat buffer per slice on the host, and two on the device that all slices share.
+
+A `Layout` says where each parameter lies in a buffer, so that a slice moves in one copy. `SliceWeights` is the host's
+side, `DeviceWeights` the device's. Slice i always lies in device buffer i % 2, so its device parameters are made once,
+a slice can be loaded while its neighbour computes, and the last two slices are still there when backward starts::
+
+    forward   load 0 1 2 3 4          buffer 0: 0 2 4 -> backward starts with slice 4 here
+    backward  load 2 1 0              buffer 1: 1 3   -> and goes on with slice 3 there
+
+Where the host's memory is the device's there are no device buffers: slices compute with the host's own.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +30,7 @@ from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS, HostBuffer
 
 __all__ = ["BufferSlot", "DeviceWeights", "Layout", "SliceWeights", "compute_dtype", "with_own_storage"]
 
-
-# --- Where the parameters of a slice lie in one flat buffer, so that a slice moves in one copy ------------------------
-
-
 _ALIGNMENT: Final = 64  # elements: enough for the vector loads of every dtype, and equal in buffers of different dtypes
-
-
-def compute_dtype(parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a parameter is computed with: integers and None keep their own."""
-    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,12 @@ class BufferSlot:
 
     @property
     def num_elements(self) -> int:
-        """Elements up to the next place, with padding."""
+        """Elements up to the next slot, with padding."""
         return -(-self.shape.numel() // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def num_bytes(self) -> int:
-        """Bytes up to the next place, with padding."""
+        """Bytes up to the next slot, with padding."""
         return self.num_elements * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
@@ -62,10 +63,10 @@ class BufferSlot:
 
 
 class Layout:
-    """The places of some parameters in one buffer of bytes.
+    """Where parameters lie in one buffer of bytes.
 
-    Trainable ones come first, so gradients are a prefix; then equal dtypes, then matrices before vectors, because
-    optimizers group them so, and the optimizer's kernel likes long runs of one group.
+    Trainable parameters come first, so that gradients are a prefix. Next, parameters are sorted by dtype, then matrices
+    before vectors: optimizers group them so (weight decay), and their kernels are fastest on long runs of one group.
 
     Args:
         parameters: without repetitions.
@@ -87,11 +88,23 @@ class Layout:
         return [slot.view(buffer) for slot in self.slots]
 
 
-def with_own_storage(view: Tensor) -> Tensor:
-    """Return the same memory under a storage of its own.
+def _rank(dtype: torch.dtype | None) -> Callable[[nn.Parameter], tuple[bool, str, bool]]:
+    """Return the sort key of a `Layout`."""
+    return lambda parameter: (
+        not parameter.requires_grad,
+        str(compute_dtype(parameter, dtype)),
+        parameter.dim() < 2,
+    )
 
-    `torch.save` and copies take whole storages: one parameter's is to be its own, not that of the slice.
-    """
+
+def compute_dtype(parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a parameter is computed in; integer parameters, and None, keep their own."""
+    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """Return a tensor over the same memory whose storage is exactly that memory."""
+    # `torch.save` and `deepcopy` take whole storages: one parameter must not bring along its slice.
     if view.numel() == 0:
         return view
     start = view.storage_offset() * view.itemsize
@@ -100,23 +113,12 @@ def with_own_storage(view: Tensor) -> Tensor:
     return own.set_(whole[start : start + view.nbytes], 0, view.shape, view.stride())
 
 
-def _rank(dtype: torch.dtype | None) -> Callable[[nn.Parameter], tuple[bool, str, bool]]:
-    return lambda parameter: (
-        not parameter.requires_grad,
-        str(compute_dtype(parameter, dtype)),
-        parameter.dim() < 2,
-    )
-
-
-# --- The weights of one slice: a flat buffer on the host, and device parameters, views of a buffer on the device ------
-
-
 class SliceWeights:
     """The parameters of a slice in one buffer of the host, in the dtype that the device computes in.
 
-    A parameter whose dtype that is, is a view of the buffer from then on, so the user's optimizer writes right there.
-    Others (fp32 weights of a bf16 computation; a tied one that lies in an earlier slice) are copied into it before
-    each forward.
+    A parameter that has this dtype becomes a view of the buffer, so the user's optimizer writes there directly. Others
+    (fp32 weights of a bf16 computation; a tied one that lies in an earlier slice) are copied into it before each
+    forward.
 
     Args:
         module: the slice.
@@ -144,7 +146,7 @@ class SliceWeights:
         self._synced: dict[int, tuple[int, int]] = {}
         self._reading: tuple[Link, Event] | None = None
         self.moved: set[int] = set()
-        """Ids of parameters that have been moved out and back since somebody cleared this."""
+        """Ids of parameters that left the buffer and were put back since the optimizer last cleared this."""
         for parameter, view in zip(self.layout.parameters, self.views, strict=True):
             with torch.no_grad():
                 view.copy_(parameter)
@@ -158,22 +160,22 @@ class SliceWeights:
 
     @property
     def is_copied(self) -> bool:
-        """Whether some parameters do not lie in the buffer, so that `refresh` has work to do before each forward."""
+        """Whether `refresh` must copy parameters into the buffer before each forward."""
         return bool(self._copied)
 
     def note_read(self, link: Link, event: Event) -> None:
-        """Note that a copy reads the buffer until `event`; those before it are over by then."""
+        """Note that a copy reads the buffer until `event`; copies are made in order, so the latest is enough."""
         self._reading = link, event
 
     def synchronize(self) -> None:
-        """Block until no copy reads the buffer any more: whoever writes to it calls this first."""
+        """Block until no copy reads the buffer; to be called before writing to it."""
         if self._reading is not None:
             link, event = self._reading
             link.synchronize(event, "the weights of a slice")
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the buffer up to date with the parameters."""
+        """Copy parameters that have changed into the buffer."""
         self.reattach()
         for parameter, view in self._copied:
             if self._synced.get(id(parameter)) != _state(parameter):
@@ -182,7 +184,7 @@ class SliceWeights:
 
     @torch.no_grad()
     def reattach(self) -> None:
-        """Bring parameters back that have been moved out of the buffer."""
+        """Put parameters back that have been moved out of the buffer."""
         for parameter, view in self._in_place:
             # `parameter.data = ...` (vector_to_parameters, some loaders) moves a parameter out of the buffer.
             if parameter.data_ptr() != view.data_ptr() and parameter.numel() > 0:
@@ -192,26 +194,26 @@ class SliceWeights:
                 self.moved.add(id(parameter))
 
     def note_written(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note that the optimizer has itself put these parameters' values into the buffer."""
+        """Note that the optimizer itself has written these parameters' values to the buffer."""
         for parameter in parameters:
             self._synced[id(parameter)] = _state(parameter)
 
     def invalidate(self) -> None:
-        """Forget that: the next `refresh` copies all."""
+        """Make the next `refresh` copy everything."""
         self._synced.clear()
 
     def device_parameters(self, device_buffer: Tensor) -> list[nn.Parameter]:
-        """Return parameters that are views of a buffer on the device; the slice computes with them."""
+        """Return parameters for the slice to compute with: views of a buffer on the device."""
         made = []
         for parameter, view in zip(self.layout.parameters, self.layout.views(device_buffer), strict=True):
             device_parameter = nn.Parameter(view, requires_grad=parameter.requires_grad)
-            device_parameter.__dict__.update(parameter.__dict__)  # marks that libraries put on parameters
+            device_parameter.__dict__.update(parameter.__dict__)  # libraries put attributes on parameters
             made.append(device_parameter)
         return made
 
     @contextlib.contextmanager
     def replaced_by(self, device_parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let the slice's modules see `device_parameters` in the place of their parameters.
+        """Replace the parameters of the slice's modules by `device_parameters` inside.
 
         Raises:
             UsageError: a module has another parameter than when the model was wrapped.
@@ -232,34 +234,24 @@ class SliceWeights:
     def _set_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         for holder, name, position in self._owners:
             holder._parameters[name] = parameters[position]
-        for rnn in self._rnns:  # they keep a list of their own
+        for rnn in self._rnns:  # they keep a list of their parameters, which torch updates only in `__setattr__`
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
 
 def _state(parameter: Tensor) -> tuple[int, int]:
-    """Return what is another after most ways to change a parameter."""
+    """Return what changes with most ways to change a parameter."""
     return parameter._version, parameter.data_ptr()
 
 
-# --- The weights that are on the device: two flat buffers, shared by all slices ---------------------------------------
-# Slice i always lies in buffer i % 2, so its device parameters are made once, a slice can be loaded while its neighbour
-# computes, and the last two slices are still there when backward starts::
-#
-#     forward   load 0 1 2 3 4          buffer 0: 0 2 4 -> backward starts with slice 4 here
-#     backward  load 2 1 0              buffer 1: 1 3   -> and goes on with slice 3 there
-#
-# Where the host's memory is the device's there are no such buffers: slices compute with the host's own.
-
-
 class DeviceWeights:
-    """Brings slices to the device.
+    """Copies slices to the device.
 
     Args:
         slices: the weights of all slices, on the host.
         device: where they run.
         transfers: for the copies.
         prefetch: whether the next slice is loaded while one computes.
-        in_place: whether the device computes with the host's buffers, so that a load only brings these up to date.
+        in_place: whether the device computes with the host's buffers, so that a load only updates these.
     """
 
     def __init__(
@@ -282,32 +274,34 @@ class DeviceWeights:
         self._loaded_slices: list[int | None] = [None, None]
         self._loads: dict[int, Event | Future[Event]] = {}
         self._latest: Event = DONE
-        # Loads that first wait for the optimizer, or cast, do so here, not in the thread that computes.
+        # Loads that must first wait for the optimizer, or cast, do so in this thread, not in the one that computes.
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="smpkit-weights", initializer=make_current, initargs=(device,)
         )
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def wait_before_loads(self, wait_for_update: Callable[[int], object]) -> None:
-        """Call `wait_for_update` with a slice before it is copied: its update may not have ended."""
+        """Call `wait_for_update` with the index of a slice before it is copied, until its update has ended."""
         self._wait_for_update = wait_for_update
 
     def begin_forward(self) -> None:
-        """Trust nothing that is on the device: the weights may have changed since."""
+        """Load all slices anew: weights may have changed since the last step."""
         self._loaded_slices = [None, None]
 
     def load(self, index: int, *, fresh: bool) -> None:
-        """Start to bring a slice to the device, unless it is there.
+        """Start to copy a slice to the device, unless it is there.
 
         Args:
             index: of the slice.
-            fresh: first bring the host's buffer up to date; backward does not, it wants what its forward saw.
+            fresh: first update the host's buffer; backward does not, it needs the weights of its forward.
         """
         if self._loaded_slices[index % 2] == index:
             return
         self._loaded_slices[index % 2] = index
-        self.buffer(index)  # made in this thread and before `now`: the memory may just have been somebody else's
-        after = (self._transfers.link.now(),)  # what computes with the buffer's last slice has been enqueued before
+        # Allocate the buffer in this thread and before `now`: work that is queued may still use its memory.
+        self.buffer(index)
+        # The copy comes after the computation with the slice that was in this buffer, which has been enqueued already.
+        after = (self._transfers.link.now(),)
         if fresh and (self._wait_for_update is not None or self._slices[index].is_copied):
             self._loads[index] = self._thread.submit(self._refresh_and_copy, index, after)
             return
@@ -331,14 +325,12 @@ class DeviceWeights:
         return self._latest
 
     def wait_for_loads(self) -> None:
-        """Block until no copy reads the host's weights any more, for the user may change them now.
-
-        Computation runs behind this thread on a GPU, and loads wait for it.
-        """
+        """Block until no copy reads the host's weights, which the user may change from now on."""
+        # Loads wait for computation that a GPU may not have reached yet.
         self._transfers.link.synchronize(self._latest, "the weights of the last slice")
 
     def _await(self, index: int) -> None:
-        """Let what is computed from now on come after the load of a slice."""
+        """Make the current stream wait for the load of a slice."""
         load = self._loads.pop(index, None)
         if load is None:
             return
@@ -354,12 +346,12 @@ class DeviceWeights:
         self._transfers.link.wait(load, f"slice {index}")
 
     def acquire(self, index: int, *, fresh: bool, next_index: int | None) -> list[nn.Parameter]:
-        """Return the device parameters of a slice, to compute with from now on, and start to load the next slice.
+        """Return the device parameters of a slice, ready to compute with, and start to load the next slice.
 
         Args:
             index: of the slice.
             fresh: see `load`.
-            next_index: the slice that comes next; its buffer must not be in use any more.
+            next_index: of the slice that comes next; nothing may use its buffer any more.
         """
         self.load(index, fresh=fresh)
         if next_index is not None and self._prefetch and next_index % 2 != index % 2:
@@ -376,14 +368,13 @@ class DeviceWeights:
         return device_parameters
 
     def buffer(self, index: int) -> Tensor:
-        """Return the buffer on the device in which a slice lies; made when first asked for."""
+        """Return the buffer on the device in which a slice lies; allocated on the first call."""
         if self._in_place:
             return self._slices[index].buffer
         if not self._buffers:
-            sizes = [[s.layout.num_bytes for s in self._slices[parity::2]] for parity in (0, 1)]
-            self._buffers = [
-                torch.empty(max(some, default=0), dtype=torch.uint8, device=self._device) for some in sizes
-            ]
+            for parity in (0, 1):
+                num_bytes = max((each.layout.num_bytes for each in self._slices[parity::2]), default=0)
+                self._buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
         return self._buffers[index % 2]
 
     def holds(self, tensor: Tensor) -> bool:
@@ -393,5 +384,5 @@ class DeviceWeights:
 
     @property
     def num_bytes(self) -> int:
-        """What both buffers take on the device; nothing in place."""
+        """Bytes of both buffers on the device; 0 in place."""
         return sum(buffer.nbytes for buffer in self._buffers)

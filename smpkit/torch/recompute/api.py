@@ -1,32 +1,53 @@
-"""The calls of SMP v1: `checkpoint`, `checkpoint_sequential` and `set_activation_checkpointing`."""
+"""SMP v1's calls for activation checkpointing, and how modules and Sequentials are checkpointed over a pipeline.
+
+`checkpoint` and `checkpoint_sequential` checkpoint one call, `set_activation_checkpointing` every later call of a
+module. All of them give a `ModuleCheckpoint` or a `SequentialCheckpoint` to the module's `ModuleCall`, which runs the
+call through it. Backward recomputes a call on one rank, so what is checkpointed together must lie on one pipeline rank:
+a module on several ranks is not checkpointed, and layers of a Sequential are grouped by rank.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any
+import warnings
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
 
+import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.module_call import ModuleCall
+from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
-from smpkit.torch.recompute.region import ModuleCheckpoint, SequentialCheckpoint, cannot_checkpoint, is_plain
+from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
+from smpkit.torch.pipeline.units import pp_rank_of, pp_ranks_of, run_together
+from smpkit.torch.recompute.region import name_of, run_checkpointed
 
-__all__ = ["checkpoint", "checkpoint_sequential", "set_activation_checkpointing"]
+__all__ = [
+    "check_checkpoint_ranks",
+    "checkpoint",
+    "checkpoint_sequential",
+    "cut_groups",
+    "set_activation_checkpointing",
+]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+"""Modules whose user has been warned that they are not checkpointed."""
 
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-    """Call `module(*args, **kwargs)` and keep only its inputs for backward, which computes the rest again.
+    """Call `module(*args, **kwargs)` and keep only its inputs for backward, which recomputes the rest.
 
-    Gradients are those of a plain call, with dropout, autocast and running statistics too. Write it in the `forward` of
-    your model in place of a call; to checkpoint layers of a model that you cannot edit, use
+    Gradients are those of a plain call, also with dropout, autocast and running statistics. Use it in the `forward` of
+    your model instead of a call; to checkpoint layers of a model that you cannot edit, use
     `set_activation_checkpointing`.
 
     Args:
         module: a module, not a function; over a pipeline all of it on one rank.
-        preserve_rng_state: False saves some time where the module draws no random numbers.
+        preserve_rng_state: False saves some time if the module draws no random numbers.
 
     Raises:
         UsageError: `module` is no module, or was placed by hand on several pipeline ranks. A module that the automatic
@@ -40,9 +61,9 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
             hint="checkpoint the modules in it",
         )
     call = ModuleCall.of(module)
-    if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and is_plain(module):
+    if len(call.pp_ranks) > 1 and isinstance(module, nn.Sequential) and _is_plain(module):
         return call.run(SequentialCheckpoint(module, preserve_rng_state, None), args, kwargs)
-    refused = cannot_checkpoint(module, call.pp_ranks)
+    refused = _cannot_checkpoint(module, call.pp_ranks)
     return call.run(None if refused else ModuleCheckpoint(module, preserve_rng_state), args, kwargs)
 
 
@@ -57,13 +78,13 @@ def checkpoint_sequential(
 
     Args:
         input: a tensor or a tuple, as the first layer takes it.
-        strategy: `each` checkpoints each layer; `contiguous` all neighbours that lie on one pipeline rank together;
-            `group_2`, `group_3`, ... so many neighbours on one rank, and fewer where the rank has no more.
-        preserve_rng_state: False saves some time where the layers draw no random numbers.
+        strategy: `each` checkpoints each layer; `contiguous` all neighbours on one pipeline rank together; `group_2`,
+            `group_3`, ... that many neighbours on one rank, and fewer where the rank has no more.
+        preserve_rng_state: False saves some time if the layers draw no random numbers.
         pack_args_as_tuple: accepted for compatibility: a tuple reaches layers as a tuple in any case.
 
     Raises:
-        UsageError: an argument cannot be meant, or a layer was placed by hand on several pipeline ranks.
+        UsageError: an argument is invalid, or a layer was placed by hand on several pipeline ranks.
     """
     if not isinstance(sequential_module, nn.Sequential):
         raise UsageError(
@@ -89,19 +110,23 @@ def set_activation_checkpointing(
 
     Args:
         module: a layer or a stack of layers, before or after `smp.DistributedModel`.
-        preserve_rng_state: False saves some time where the module draws no random numbers.
+        preserve_rng_state: False saves some time if the module draws no random numbers.
         pack_args_as_tuple, strategy: as for `checkpoint_sequential`; only for a Sequential.
 
     Raises:
-        UsageError: an argument cannot be meant, or a module was placed by hand on several pipeline ranks (said at the
-            first step if it has not been yet).
+        UsageError: an argument is invalid, or a module was placed by hand on several pipeline ranks (raised in the
+            first step if the module has not been placed yet).
     """
     _check_module("set_activation_checkpointing", module)
     _check_bool("preserve_rng_state", preserve_rng_state)
     _check_bool("pack_args_as_tuple", pack_args_as_tuple)
     size = _group_size(strategy)
     if not isinstance(module, nn.Sequential):
-        given = ["pack_args_as_tuple"] * pack_args_as_tuple + ["strategy"] * (strategy != "each")
+        given = []
+        if pack_args_as_tuple:
+            given.append("pack_args_as_tuple")
+        if strategy != "each":
+            given.append("strategy")
         if given:
             raise UsageError(
                 f"{' and '.join(given)} can be set for a torch.nn.Sequential only, not for {_kind(module)}",
@@ -123,9 +148,8 @@ def set_activation_checkpointing(
 
 def _mark(module: nn.Module, preserve_rng_state: bool) -> None:
     call = ModuleCall.on(module)
-    call.checkpointing = (
-        None if cannot_checkpoint(module, call.pp_ranks) else ModuleCheckpoint(module, preserve_rng_state)
-    )
+    refused = _cannot_checkpoint(module, call.pp_ranks)
+    call.checkpointing = None if refused else ModuleCheckpoint(module, preserve_rng_state)
 
 
 def _check_module(function: str, module: object) -> None:
@@ -152,7 +176,7 @@ def _check_bool(name: str, value: object) -> None:
 
 
 def _group_size(strategy: object) -> int | None:
-    """Return how many layers a strategy groups; None for all that lie on one rank."""
+    """Return how many layers a strategy groups; None: as many as lie on one rank."""
     if strategy == "contiguous":
         return None
     found = re.fullmatch(r"each|group_([1-9][0-9]*)", strategy) if isinstance(strategy, str) else None
@@ -164,7 +188,7 @@ def _group_size(strategy: object) -> int | None:
 
 
 def _check_chain(module: nn.Sequential) -> None:
-    if not is_plain(module):
+    if not _is_plain(module):
         what = "was compiled" if ModuleCall.of(module).is_compiled else "has a forward of its own"
         raise UsageError(
             f"{_kind(module)} {what}, so its layers cannot be grouped",
@@ -175,3 +199,165 @@ def _check_chain(module: nn.Sequential) -> None:
 def _kind(value: object) -> str:
     name = getattr(value, "__name__", None)
     return f"`{name}`" if name else f"an object of type `{type(value).__name__}`"
+
+
+class ModuleCheckpoint:
+    """Checkpoints each call of `module`."""
+
+    def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
+        self._module = module
+        self._preserve_rng_state = preserve_rng_state
+
+    def __call__(self, original: OriginalCall) -> OriginalCall:
+        return functools.partial(self._run, original)
+
+    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        if pp_rank_of((args, kwargs)) is not None:
+            _warn_once(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
+            return original(*args, **kwargs)
+        if any(map(_is_filled, [*args, *kwargs.values()])):
+            _warn_once(self._module, "is handed a cache that is filled, and filling it once more would change it")
+            return original(*args, **kwargs)
+        # Hugging Face's layers append to an empty cache, which training does not use; recomputation would append again.
+        args = tuple([None if _is_cache(each) else each for each in args])
+        kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
+        name, preserve = name_of(self._module), self._preserve_rng_state
+        return run_checkpointed(original, [self._module], name, args, kwargs, preserve_rng_state=preserve)
+
+
+def check_checkpoint_ranks(root: nn.Module, placement: Mapping[str, int]) -> None:
+    """Check that modules to be checkpointed lie on one rank each, once the partition is known.
+
+    Raises:
+        UsageError: one does not, and the user placed it by hand.
+    """
+    for name, module in root.named_modules():
+        call = ModuleCall.of(module)
+        if isinstance(call.checkpointing, ModuleCheckpoint) and _cannot_checkpoint(
+            module, pp_ranks_of(name, placement)
+        ):
+            call.checkpointing = None
+
+
+def _cannot_checkpoint(module: nn.Module, pp_ranks: Collection[int]) -> bool:
+    """Return whether a module lies on several pipeline ranks and hence cannot be checkpointed; warn once if so.
+
+    Raises:
+        UsageError: it does, and the user placed it by hand.
+    """
+    if len(pp_ranks) < 2:
+        return False
+    ranks = " and ".join(map(str, sorted(pp_ranks)))
+    if not state.cfg.auto_partition:
+        raise UsageError(
+            f"`{name_of(module)}` is to be checkpointed, but parts of it were placed on pipeline ranks {ranks}",
+            hint="place it on one rank with smp.set_partition, or checkpoint the modules in it",
+        )
+    _warn_once(module, f"lies on pipeline ranks {ranks}")
+    return True
+
+
+def _warn_once(module: nn.Module, why: str) -> None:
+    if module not in _warned and (not state.initialized or state.rank == 0):
+        warnings.warn(f"`{name_of(module)}` is not checkpointed: it {why}", UserWarning, stacklevel=2)
+    _warned.add(module)
+
+
+def _is_cache(argument: object) -> bool:
+    return hasattr(argument, "get_seq_length")
+
+
+def _is_filled(argument: Any) -> bool:
+    return _is_cache(argument) and bool(argument.get_seq_length())
+
+
+class SequentialCheckpoint:
+    """Checkpoints each call of a Sequential in groups of neighbouring layers.
+
+    Args:
+        size: the most layers of a group; None: as many as lie on one rank.
+    """
+
+    def __init__(self, module: nn.Sequential, preserve_rng_state: bool, size: int | None) -> None:
+        self._module = module
+        self._preserve_rng_state = preserve_rng_state
+        self._size = size
+
+    def __call__(self, original: OriginalCall) -> OriginalCall:
+        return functools.partial(self._run, original)
+
+    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
+        """Run the Sequential's own call, with its hooks, around our loop over its layers."""
+        attributes = vars(self._module)
+        attributes["forward"] = self._forward
+        try:
+            return original(*args, **kwargs)
+        finally:
+            attributes.pop("forward", None)  # the thread of a suspended microbatch may have removed it already
+
+    def _forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's own name, which callers may use
+        spans_ranks = microbatch_between_units() is not None and len(ModuleCall.of(self._module).pp_ranks) > 1
+        layers = list(self._module)
+        for group in cut_groups([_ranks_of(layer) if spans_ranks else frozenset() for layer in layers], self._size):
+            members = [layers[index] for index in group]
+            if len(members) == 1:
+                input = self._run_one(members[0], input)  # noqa: A001
+            elif spans_ranks:
+                input = run_together(self._as_group(members), {name_of(each): each for each in members}, input)  # noqa: A001
+            else:
+                input = self._as_group(members)(input)  # noqa: A001
+        return input
+
+    def _run_one(self, layer: nn.Module, value: Any) -> Any:
+        call = ModuleCall.of(layer)
+        refused = _cannot_checkpoint(layer, call.pp_ranks)
+        return call.run(None if refused else ModuleCheckpoint(layer, self._preserve_rng_state), (value,), {})
+
+    def _as_group(self, layers: Sequence[nn.Module]) -> OriginalCall:
+        def run_layers(value: Any) -> Any:
+            for layer in layers:
+                value = layer(value)
+            return value
+
+        def checkpointed(value: Any) -> Any:
+            name, preserve = name_of(layers[0]), self._preserve_rng_state
+            return run_checkpointed(run_layers, layers, name, (value,), {}, preserve_rng_state=preserve)
+
+        return checkpointed
+
+
+def _is_plain(module: nn.Sequential) -> bool:
+    """Return whether calling the module calls its layers one after the other and does nothing else."""
+    own_forward = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
+    return not own_forward and not ModuleCall.of(module).is_compiled
+
+
+def cut_groups(ranks_of_layers: Sequence[frozenset[int] | None], size: int | None) -> Iterator[list[int]]:
+    """Yield groups of indices: neighbouring layers that lie on the same rank.
+
+    Args:
+        ranks_of_layers: the rank of each layer. An empty set: a layer without parameters, which joins its neighbours.
+            None: a layer that must stay alone.
+        size: the most layers of a group; None: no limit.
+    """
+    group: list[int] = []
+    pp_ranks: frozenset[int] = frozenset()
+    for index, ranks in enumerate(ranks_of_layers):
+        fits = ranks is not None and len(pp_ranks | ranks) < 2 and len(group) != size
+        if group and not fits:
+            yield group
+            group, pp_ranks = [], frozenset()
+        if ranks is None:
+            yield [index]
+        else:
+            group.append(index)
+            pp_ranks |= ranks
+    if group:
+        yield group
+
+
+def _ranks_of(layer: nn.Module) -> frozenset[int] | None:
+    call = ModuleCall.of(layer)
+    return None if call.dispatch is None or len(call.pp_ranks) > 1 else call.pp_ranks

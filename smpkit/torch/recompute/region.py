@@ -1,71 +1,42 @@
 """One checkpointed call: run it, keep its inputs and nothing else, and run it again in backward.
 
-Lowered to torch's non-reentrant checkpoint, which keeps what it is handed as positional tensors through the ambient
-saved-tensor hooks (so that offloading sees them) and holds on to everything else. So every tensor that the call reads,
-wherever it stands among the arguments or on the module, is taken out, each once, and handed over by position.
+It runs through torch's non-reentrant checkpoint, which saves positional tensors through the ambient saved-tensor hooks,
+so that offloading sees them, and holds references to all other arguments. So every tensor that the call reads, among
+its arguments or on the module, is taken out, each once, and passed by position (`CheckpointRegion`).
+
+torch's checkpoint knows arguments and the default random generators only. A mask that the caller has put on the module,
+a counter, or a generator of its own would by the time of backward be those of a later microbatch; BatchNorm would count
+every microbatch twice; spectral normalisation would take two steps and compute with other weights. So what a module
+reads and changes besides its arguments is restored for recomputation (`ModuleStateSnapshot`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from smpkit.errors import UsageError
-from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.offload_hooks import offload_inputs
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import map_tensors
 from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams, will_be_recomputed
-from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
-from smpkit.torch.pipeline.units import pp_rank_of, pp_ranks_of, run_together
-from smpkit.torch.recompute.module_state import ModuleStateSnapshot
 
-__all__ = [
-    "CheckpointRegion",
-    "ModuleCheckpoint",
-    "SequentialCheckpoint",
-    "cannot_checkpoint",
-    "check_checkpoint_ranks",
-    "cut_groups",
-    "is_plain",
-    "name_of",
-    "run_checkpointed",
-]
+__all__ = ["CheckpointRegion", "name_of", "run_checkpointed"]
 
-
-# --- What modules are called: their paths in the wrapped model, as in its state dict ----------------------------------
-
-
-class _Known:
-    """The names of the model that was asked about last."""
-
-    def __init__(self) -> None:
-        self.root: weakref.ref[nn.Module] | None = None
-        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-
-
-_known = _Known()
-
-
-def name_of(module: nn.Module) -> str:
-    """Return the path of a module in the wrapped model, or the name of its class if it is in none."""
-    root = None if state.model is None else state.model.module
-    if root is not None and (_known.root is None or _known.root() is not root):
-        _known.root = weakref.ref(root)
-        _known.names = weakref.WeakKeyDictionary({each: name for name, each in root.named_modules() if name})
-    return _known.names.get(module) or type(module).__name__
-
-
-# --- One checkpointed call: run it, keep its inputs and nothing else, and run it again in backward --------------------
+_COMMON: Final = frozenset(vars(nn.Module()))
+"""Attributes that every module has; looked up for every attribute at every call."""
+_SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
+"""Attributes of these types are restored for recomputation; others are objects of the user, too expensive to copy."""
+_mutated_buffers: Final[weakref.WeakKeyDictionary[nn.Module, set[str]]] = weakref.WeakKeyDictionary()
+"""The buffers that a module's forward has changed so far; a module is listed from its first call on."""
 
 
 def run_checkpointed(
@@ -77,22 +48,25 @@ def run_checkpointed(
     *,
     preserve_rng_state: bool,
 ) -> Any:
-    """Call `function`; its backward computes again what it would otherwise keep.
+    """Call `function`, and recompute in backward what it would otherwise save.
 
     Args:
         function: calls `modules` and nothing else.
-        name: path of the (first) module as in `state_dict`, for those who take the inputs away from the device.
+        name: path of the (first) module as in `state_dict`, for reports and errors of offloading.
         preserve_rng_state: whether recomputation draws the same random numbers.
     """
-    if torch.compiler.is_compiling():  # torch.compile around us knows torch's checkpoint, and nothing of ours
+    if torch.compiler.is_compiling():  # torch.compile can trace torch's checkpoint, but not ours
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     region = CheckpointRegion(function, modules, args, kwargs, preserve_rng_state)
-    if not _needs_backward(region.tensors, modules):
-        return function(*args, **kwargs)
-    tensors, region.tensors = region.tensors, []  # from here on only torch holds them, and those who offload
-    # Inside another checkpointed call these are not kept: that one makes them again.
+    if not any(tensor.requires_grad for tensor in region.tensors) and not any(
+        parameter.requires_grad for module in modules for parameter in module.parameters()
+    ):
+        return function(*args, **kwargs)  # a frozen stem has no backward, so there is nothing to recompute
+    # From here on only torch may hold the inputs, through the saved-tensor hooks, or offloading would free nothing.
+    tensors, region.tensors = region.tensors, []
+    # Inside another checkpointed call, that call's recomputation makes the inputs again: do not offload them.
     with contextlib.nullcontext() if will_be_recomputed() else offload_inputs(name):
         return torch_checkpoint(
             region, *tensors, use_reentrant=False, preserve_rng_state=preserve_rng_state and not state.tracing
@@ -100,7 +74,9 @@ def run_checkpointed(
 
 
 class _TensorSlot:
-    """Stands for an input tensor; no dataclass, which would count as a container of the user's."""
+    """Stands for an input tensor."""
+
+    # Not a dataclass: `map_leaves` would take it for one of the user's containers and look inside.
 
     __slots__ = ("index",)
 
@@ -124,12 +100,12 @@ class CheckpointRegion:
         self._slots: dict[int, _TensorSlot] = {}
         self._args, self._kwargs = map_tensors(self._slot, (args, kwargs))
         self._snapshot = ModuleStateSnapshot(modules, self._slot, generators=preserve_rng_state)
-        self._slots.clear()  # ids mean nothing once the tensors are gone
+        self._slots.clear()  # keyed by `id`, which another tensor can get once these are freed
         self._operations = replayed_operation_streams()
         self._is_done = False
 
     def _slot(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter):  # weights stay where they are
+        if isinstance(tensor, nn.Parameter):  # weights are not offloaded
             return tensor
         slot = self._slots.get(id(tensor))
         if slot is None:
@@ -141,7 +117,7 @@ class CheckpointRegion:
         def kept(value: Any) -> Any:
             return tensors[value.index] if type(value) is _TensorSlot else value
 
-        def filled(value: Any) -> Any:  # most arguments are tensors: no need to look for containers
+        def filled(value: Any) -> Any:  # fast path: most arguments are tensors, not containers
             return tensors[value.index] if type(value) is _TensorSlot else map_leaves(kept, value)
 
         args = [filled(value) for value in self._args]
@@ -156,178 +132,134 @@ class CheckpointRegion:
         return output
 
 
-def _needs_backward(tensors: Iterable[Tensor], modules: Sequence[nn.Module]) -> bool:
-    """Return whether there is anything to compute again: a frozen stem has no backward."""
-    return any(tensor.requires_grad for tensor in tensors) or any(
-        parameter.requires_grad for module in modules for parameter in module.parameters()
-    )
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer at the time of a call."""
+
+    module: nn.Module
+    name: str
+    value: Tensor
+    version: int
+    copy: Tensor | None
+    """Its content; None if recomputation does not need it."""
+
+    @property
+    def now(self) -> Tensor | None:
+        return self.module._buffers.get(self.name)
+
+    def has_changed(self) -> bool:
+        return self.now is not self.value or _version(self.value) != self.version or _updates_statistics(self.module)
 
 
-# --- Checkpoint one module as a whole, if it lies on one pipeline rank ------------------------------------------------
-
-
-_warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-"""Modules that were said to run un-checkpointed."""
-
-
-class ModuleCheckpoint:
-    """Checkpoints each call of `module`."""
-
-    def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
-        self._module = module
-        self._preserve_rng_state = preserve_rng_state
-
-    def __call__(self, original: OriginalCall) -> OriginalCall:
-        return functools.partial(self._run, original)
-
-    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        if pp_rank_of((args, kwargs)) is not None:
-            _warn_once(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
-            return original(*args, **kwargs)
-        if any(map(_is_filled, [*args, *kwargs.values()])):
-            _warn_once(self._module, "is handed a cache that is filled, and filling it once more would change it")
-            return original(*args, **kwargs)
-        # Layers of Hugging Face append to an empty cache, in training to nobody's use; recomputing, they would again.
-        args = tuple([None if _is_cache(each) else each for each in args])
-        kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
-        name, preserve = name_of(self._module), self._preserve_rng_state
-        return run_checkpointed(original, [self._module], name, args, kwargs, preserve_rng_state=preserve)
-
-
-def check_checkpoint_ranks(root: nn.Module, placement: Mapping[str, int]) -> None:
-    """Check that modules to be checkpointed lie on one rank each, once the partition is known.
-
-    Raises:
-        UsageError: one does not, and the user placed it so.
-    """
-    for name, module in root.named_modules():
-        call = ModuleCall.of(module)
-        if isinstance(call.checkpointing, ModuleCheckpoint) and cannot_checkpoint(module, pp_ranks_of(name, placement)):
-            call.checkpointing = None
-
-
-def cannot_checkpoint(module: nn.Module, pp_ranks: Collection[int]) -> bool:
-    """Return whether a module on pipeline ranks `pp_ranks` cannot be checkpointed, after saying so once.
-
-    Raises:
-        UsageError: it cannot, and the user placed it so.
-    """
-    if len(pp_ranks) < 2:
-        return False
-    ranks = " and ".join(map(str, sorted(pp_ranks)))
-    if not state.cfg.auto_partition:
-        raise UsageError(
-            f"`{name_of(module)}` is to be checkpointed, but parts of it were placed on pipeline ranks {ranks}",
-            hint="place it on one rank with smp.set_partition, or checkpoint the modules in it",
-        )
-    _warn_once(module, f"lies on pipeline ranks {ranks}")
-    return True
-
-
-def _warn_once(module: nn.Module, why: str) -> None:
-    if module not in _warned and (not state.initialized or state.rank == 0):
-        warnings.warn(f"`{name_of(module)}` is not checkpointed: it {why}", UserWarning, stacklevel=2)
-    _warned.add(module)
-
-
-def _is_cache(argument: object) -> bool:
-    return hasattr(argument, "get_seq_length")
-
-
-def _is_filled(argument: Any) -> bool:
-    return _is_cache(argument) and bool(argument.get_seq_length())
-
-
-# --- Checkpoint the layers of an `nn.Sequential` in groups, each of which lies on one pipeline rank -------------------
-
-
-class SequentialCheckpoint:
-    """Checkpoints each call of a Sequential in groups of neighbouring layers.
+class ModuleStateSnapshot:
+    """What the modules of one checkpointed call read besides their arguments.
 
     Args:
-        size: how many layers a group has at most; None for as many as lie on one rank.
+        modules: the roots of what is called.
+        keep: returns a placeholder for a tensor that is saved for backward; called for each tensor attribute.
+        generators: whether the modules' own generators must draw the same numbers again.
     """
 
-    def __init__(self, module: nn.Sequential, preserve_rng_state: bool, size: int | None) -> None:
-        self._module = module
-        self._preserve_rng_state = preserve_rng_state
-        self._size = size
+    def __init__(self, modules: Sequence[nn.Module], keep: Callable[[Tensor], Any], *, generators: bool) -> None:
+        everything = list({id(each): each for root in modules for each in root.modules()}.values())
+        self._modes = [(each, each.training) for each in everything]
+        self._custom_modules = [each for each in everything if _is_custom(type(each))]
+        self._attributes: list[tuple[nn.Module, str, Any]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        for module in self._custom_modules:
+            for name, value in vars(module).items():
+                if name in _COMMON:
+                    continue
+                if type(value) in _SIMPLE:
+                    self._attributes.append((module, name, value))
+                elif isinstance(value, Tensor):
+                    self._attributes.append((module, name, keep(value)))
+                elif generators and isinstance(value, torch.Generator):
+                    self._generators.append((value, value.get_state()))
+        self._buffers: list[_Buffer] = []
+        for module in everything:
+            if not module._buffers:
+                continue
+            for name, value in module._buffers.items():
+                if value is None:
+                    continue
+                # Whether a buffer changes is known after a module's first call, which copies them all and drops the
+                # copies of those that did not. A norm's statistics do not affect its output in training: no copy.
+                needed = name in _mutated_buffers.get(module, (name,)) and not isinstance(module, _NormBase)
+                copy = value.clone() if needed else None
+                self._buffers.append(_Buffer(module, name, value, _version(value), copy))
 
-    def __call__(self, original: OriginalCall) -> OriginalCall:
-        return functools.partial(self._run, original)
+    def end_forward(self) -> None:
+        """Note which buffers the call has changed, and drop the others."""
+        for buffer in self._buffers:
+            _mutated_buffers.setdefault(buffer.module, set())
+        self._buffers = [buffer for buffer in self._buffers if buffer.has_changed()]
+        for buffer in self._buffers:
+            _mutated_buffers[buffer.module].add(buffer.name)
 
-    def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
-        """Run the Sequential's own call, with its hooks, around our loop over its layers."""
-        attributes = vars(self._module)
-        attributes["forward"] = self._forward
+    @contextlib.contextmanager
+    def restored(self, kept: Callable[[Any], Any]) -> Iterator[None]:
+        """Restore inside what the call has read.
+
+        Args:
+            kept: returns the tensor for a placeholder of `keep`, and anything else unchanged.
+        """
+        switched = [(each, each.training) for each, mode in self._modes if each.training is not mode]
+        attributes = [(vars(each), dict(vars(each))) for each in self._custom_modules]
+        states = [(generator, generator.get_state()) for generator, _ in self._generators]
+        buffers = [(buffer, buffer.now) for buffer in self._buffers]
         try:
-            return original(*args, **kwargs)
+            for each, mode in switched:
+                each.training = not mode
+            for module, name, value in self._attributes:
+                vars(module)[name] = kept(value)
+            for generator, state in self._generators:
+                generator.set_state(state)
+            for buffer, now in buffers:
+                found = now if buffer.copy is None else buffer.copy
+                buffer.module._buffers[buffer.name] = None if found is None else found.clone()
+            yield
         finally:
-            attributes.pop("forward", None)  # a parked microbatch may have been faster
-
-    def _forward(self, input: Any) -> Any:  # noqa: A002 - nn.Sequential's own name, which callers may use
-        spans_ranks = microbatch_between_units() is not None and len(ModuleCall.of(self._module).pp_ranks) > 1
-        layers = list(self._module)
-        for group in cut_groups([_ranks_of(layer) if spans_ranks else frozenset() for layer in layers], self._size):
-            members = [layers[index] for index in group]
-            if len(members) == 1:
-                input = self._run_one(members[0], input)  # noqa: A001
-            elif spans_ranks:
-                input = run_together(self._as_group(members), {name_of(each): each for each in members}, input)  # noqa: A001
-            else:
-                input = self._as_group(members)(input)  # noqa: A001
-        return input
-
-    def _run_one(self, layer: nn.Module, value: Any) -> Any:
-        call = ModuleCall.of(layer)
-        refused = cannot_checkpoint(layer, call.pp_ranks)
-        return call.run(None if refused else ModuleCheckpoint(layer, self._preserve_rng_state), (value,), {})
-
-    def _as_group(self, layers: Sequence[nn.Module]) -> OriginalCall:
-        def one_after_the_other(value: Any) -> Any:
-            for layer in layers:
-                value = layer(value)
-            return value
-
-        def checkpointed(value: Any) -> Any:
-            name, preserve = name_of(layers[0]), self._preserve_rng_state
-            return run_checkpointed(one_after_the_other, layers, name, (value,), {}, preserve_rng_state=preserve)
-
-        return checkpointed
+            for each, mode in switched:
+                each.training = mode
+            for where, content in attributes:
+                where.clear()
+                where.update(content)
+            for generator, state in states:
+                generator.set_state(state)
+            for buffer, now in buffers:
+                buffer.module._buffers[buffer.name] = now
 
 
-def is_plain(module: nn.Sequential) -> bool:
-    """Return whether calling the module calls its layers one after the other and does nothing else."""
-    own_forward = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
-    return not own_forward and not ModuleCall.of(module).is_compiled
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def cut_groups(ranks_of_layers: Sequence[frozenset[int] | None], size: int | None) -> Iterator[list[int]]:
-    """Group neighbours that lie on the same rank.
-
-    Args:
-        ranks_of_layers: the rank of each layer; an empty set for one that holds nothing and goes with its neighbours,
-            None for one that must stay alone.
-        size: how many a group has at most.
-    """
-    group: list[int] = []
-    pp_ranks: frozenset[int] = frozenset()
-    for index, ranks in enumerate(ranks_of_layers):
-        fits = ranks is not None and len(pp_ranks | ranks) < 2 and len(group) != size
-        if group and not fits:
-            yield group
-            group, pp_ranks = [], frozenset()
-        if ranks is None:
-            yield [index]
-        else:
-            group.append(index)
-            pp_ranks |= ranks
-    if group:
-        yield group
+def _updates_statistics(module: nn.Module) -> bool:
+    """Return whether this is a norm that updates its statistics, which does not change their versions."""
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
 
 
-def _ranks_of(layer: nn.Module) -> frozenset[int] | None:
-    call = ModuleCall.of(layer)
-    return None if call.dispatch is None or len(call.pp_ranks) > 1 else call.pp_ranks
+def _is_custom(kind: type[nn.Module]) -> bool:
+    """Return whether a module is not one of torch's, which keep no state between calls but buffers."""
+    return not kind.__module__.startswith("torch.nn.modules.")
+
+
+class _ModuleNames:
+    """Names of the modules of one model, the last that was wrapped."""
+
+    def __init__(self) -> None:
+        self.root: weakref.ref[nn.Module] | None = None
+        self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+_module_names = _ModuleNames()
+
+
+def name_of(module: nn.Module) -> str:
+    """Return the path of a module in the wrapped model, or the name of its class if it is in none."""
+    root = None if state.model is None else state.model.module
+    if root is not None and (_module_names.root is None or _module_names.root() is not root):
+        _module_names.root = weakref.ref(root)
+        _module_names.names = weakref.WeakKeyDictionary({each: name for name, each in root.named_modules() if name})
+    return _module_names.names.get(module) or type(module).__name__

@@ -1,11 +1,13 @@
-"""Torch's own checkpoint in the user's model, and so Hugging Face's `gradient_checkpointing_enable()`.
+"""torch.utils.checkpoint in the user's model, and so Hugging Face's `gradient_checkpointing_enable()`.
 
-People hold on to `torch.utils.checkpoint.checkpoint` itself, so two functions that it looks up when it is called are
-replaced. Its boundaries are then offloaded as ours are, and it works around code that every pipeline rank runs.
+User code holds references to `torch.utils.checkpoint.checkpoint` itself, so two functions that it looks up when it runs
+are replaced. Its inputs are then offloaded like those of `smp.checkpoint`, and it works in code that all pipeline ranks
+run.
 
-[Note: around several ranks] What a function calls that every rank runs may lie on several. In backward each rank is on
-its own and could not run it again: it has neither the others' weights nor what they computed. So there each unit that
-the function calls is recomputed by itself, on the rank that holds it; operations between units keep what they need.
+[Note: checkpoints around several ranks] A function in code that every rank runs may call units of several ranks. In
+backward each rank works alone and could not run the function again: it has neither the others' weights nor their
+results. So each unit that the function calls is recomputed by itself, on the rank that holds it; operations between
+units save what they need.
 """
 
 from __future__ import annotations
@@ -34,24 +36,22 @@ _Wrapper = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], _Gene
 """What `checkpoint(..., use_reentrant=False)` runs around the function that it calls, with its settings."""
 
 _NAME_SINCE_2_14: Final = "_checkpoint_without_reentrant_generator_impl"
-"""Its name in torch 2.14.1; takes a call's arguments as a tuple and a dict, and settings by name."""
-
+"""Its name in torch 2.14.1; takes a call's arguments as a tuple and a dict, and settings by keyword."""
 _NAME_UNTIL_2_13: Final = "_checkpoint_without_reentrant_generator"
-"""Its name in torch 2.1 to 2.13; takes settings and a call's positional arguments in one row. Where both are, this one
-only calls the other."""
-
+"""Its name in torch 2.1 to 2.13; takes settings and then a call's positional arguments. Where both exist, this one only
+calls the other."""
 _torch_checkpoint_function: Final = torch_checkpoint.CheckpointFunction
 
 
 class _PatchedCheckpointFunction:
-    """Stands for torch's function: `apply` is all that is called of it."""
+    """Replaces torch's class, of which `torch.utils.checkpoint` calls only `apply`."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if microbatch_between_units() is None:
             with _offloading_inputs_of(function):
                 return _torch_checkpoint_function.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
-        # The same gradients by the other way, which keeps to the ranks' own graphs.
+        # Non-reentrant checkpoints give the same gradients, and work with the separate graphs of ranks.
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
@@ -63,7 +63,7 @@ def _non_reentrant(
         with _offloading_inputs_of(function):
             yield from wrapper(function, args, kwargs)
         return
-    # See [Note: around several ranks].
+    # See [Note: checkpoints around several ranks].
     outer, microbatch.unit_wrapper = microbatch.unit_wrapper, functools.partial(_recomputed, wrapper)
     try:
         yield
@@ -75,7 +75,7 @@ _recomputing: Final = contextlib.contextmanager(_non_reentrant)
 
 
 def _recomputed(wrapper: _Wrapper, original: OriginalCall) -> OriginalCall:
-    """Return a call that is recomputed in backward, with the settings of a torch.utils.checkpoint around it."""
+    """Return a call that is recomputed in backward, with the settings of the torch.utils.checkpoint around it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _recomputing(wrapper, original, args, kwargs):
@@ -85,7 +85,7 @@ def _recomputed(wrapper: _Wrapper, original: OriginalCall) -> OriginalCall:
 
 
 def _patched_since_2_14(original: Callable[..., _Generator]) -> Callable[..., _Generator]:
-    """Return what stands for torch's function of the name `_NAME_SINCE_2_14`."""
+    """Return the replacement of torch's function `_NAME_SINCE_2_14`."""
 
     def generator(
         function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any
@@ -96,7 +96,7 @@ def _patched_since_2_14(original: Callable[..., _Generator]) -> Callable[..., _G
 
 
 def _patched_until_2_13(original: Callable[..., _Generator]) -> Callable[..., _Generator]:
-    """Return what stands for torch's function of the name `_NAME_UNTIL_2_13`."""
+    """Return the replacement of torch's function `_NAME_UNTIL_2_13`."""
     kinds = [each.kind for each in inspect.signature(original).parameters.values()]
     num_settings = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1  # the function comes first
 
@@ -112,7 +112,7 @@ def _patched_until_2_13(original: Callable[..., _Generator]) -> Callable[..., _G
 
 
 def _replacements() -> dict[str, Callable[..., _Generator]]:
-    """Return what stands for which of torch's functions: for the one that `checkpoint` calls."""
+    """Return the replacement of the function that this torch's `checkpoint` calls, by name."""
     for name, make_replacement in ((_NAME_SINCE_2_14, _patched_since_2_14), (_NAME_UNTIL_2_13, _patched_until_2_13)):
         original = getattr(torch_checkpoint, name, None)
         if original is not None:
@@ -121,7 +121,7 @@ def _replacements() -> dict[str, Callable[..., _Generator]]:
 
 
 _REPLACEMENTS: Final = _replacements()
-"""Made once, from torch's own: `patch_torch_checkpoint` is called for each model."""
+"""Made once, from torch's own functions: a second call of `patch_torch_checkpoint` must not wrap a replacement."""
 
 
 def patch_torch_checkpoint() -> None:
@@ -132,7 +132,7 @@ def patch_torch_checkpoint() -> None:
 
 
 def _offloading_inputs_of(function: Callable[..., Any]) -> AbstractContextManager[object]:
-    """Return what offloads the positional tensors of a checkpointed call; nothing if they are not kept."""
+    """Return a context that offloads the positional tensors of a checkpointed call, if they are saved."""
     if (
         active.current_offloader() is None
         or type(function) is CheckpointRegion
@@ -140,11 +140,11 @@ def _offloading_inputs_of(function: Callable[..., Any]) -> AbstractContextManage
         or will_be_recomputed()
     ):
         return contextlib.nullcontext()
-    return active.offload_inputs(_name_of(function))  # counts: this layer is checkpointed
+    return active.offload_inputs(_name_of(function))
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Return the path of the module that a function calls, as far as one can see; else the function's own name."""
+    """Return the path of the module that a function calls, if it can be found; else the function's own name."""
     candidates: list[Any] = [function]
     while isinstance(function, functools.partial):
         candidates += [*function.args[:1], function.func]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.recompute.region import cut_groups
+from smpkit.torch.recompute.api import cut_groups
 
 WIDTH = 4
 
