@@ -152,7 +152,7 @@ class FailureStore:
                 self._check_served()
                 answers.append(call())
             except Exception as error:  # raised below, in the calling thread
-                errors.append(error)
+                errors.append(self._reason(error))
 
         if not self._is_silent:
             thread = threading.Thread(target=ask, name="smpkit-failure-store", daemon=True)
@@ -164,6 +164,15 @@ class FailureStore:
         if errors:
             raise errors[0]
         return answers[0]
+
+    def _reason(self, error: Exception) -> Exception:
+        """Return why a call has failed: that the server is gone, if it ended since it was last seen, or `error`."""
+        self._served_at = -_STILL_SERVED_SECONDS
+        try:
+            self._check_served()
+        except dist.DistStoreError as gone:
+            return gone
+        return error
 
     def _check_served(self) -> None:
         """Raise DistStoreError if the store's port is closed: its own client would log that in a hundred lines."""
