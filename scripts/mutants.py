@@ -35,6 +35,8 @@ LIST: Final = "tests/mutants.yaml"
 MAP: Final = "tests/mutants_map.json"
 _PROBE: Final = "scripts/mutants_probe.py"
 _MOST_TESTS: Final = 12
+_MOST_TRIED: Final = 30
+"""Of a mutant that no test is known to kill."""
 _MOST_SECONDS: Final = 100.0
 """Of a mutant's tests together, after which no further one is added."""
 _LIMIT_SECONDS: Final = 300
@@ -172,8 +174,8 @@ def make_map(only: Sequence[str], selection: Sequence[str]) -> int:
 def _recorded(hits: Path, listed: Sequence[Mutant]) -> dict[str, list[str]]:
     """Return the tests of each mutant, fastest first: only those that passed without the fault.
 
-    Of many tests the fastest of each file come before a second one of a file, and before parameters of a test that is
-    there already: they look at other things.
+    Of many, the fastest ones of each file are taken, most of them of the files of the mutant's own room, and parameters
+    of a test that is there already come last.
     """
     seconds: dict[str, float] = {}
     for file in hits.glob("passed-*"):
@@ -189,23 +191,25 @@ def _recorded(hits: Path, listed: Sequence[Mutant]) -> dict[str, list[str]]:
         file = hits / f"hit-{mutant.id}"
         tests = set(file.read_text().splitlines()) if file.exists() else set()
         chosen: list[str] = []
-        for test in _from_many_files(sorted(tests & known.keys(), key=lambda test: (known[test], test))):
+        in_order = sorted(tests & known.keys(), key=lambda test: (known[test], test))
+        for test in _from_many_files(in_order, f"/{mutant.file.partition('/')[0].removesuffix('.py')}"):
             total = sum(known[each] for each in chosen)
-            if len(chosen) < _MOST_TESTS and (not chosen or total + known[test] <= _MOST_SECONDS):
+            if len(chosen) < _MOST_TRIED and (not chosen or total + known[test] <= _MOST_SECONDS):
                 chosen.append(test)
         chosen.sort(key=lambda test: (known[test], test))
         recorded[mutant.id] = chosen
     return recorded
 
 
-def _from_many_files(tests: Sequence[str]) -> list[str]:
-    """Return tests in turns: first the first of the first function of each file, and so on."""
+def _from_many_files(tests: Sequence[str], room: str) -> list[str]:
+    """Return tests in turns: first the first of the first function of each file, and so on; of those of a room four."""
     turns: dict[str, tuple[int, int]] = {}
     functions: defaultdict[str, int] = defaultdict(int)
     files: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for test in tests:
         function, file = test.partition("[")[0], test.partition("::")[0]
-        turns[test] = functions[function], files[file].setdefault(function, len(files[file]))
+        place = files[file].setdefault(function, len(files[file]))
+        turns[test] = functions[function], place // (4 if room in file else 1)
         functions[function] += 1
     return sorted(tests, key=turns.__getitem__)
 
@@ -276,11 +280,12 @@ def _environment(tree: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a mutant's tests said."""
+    """What a mutant's tests said; `killer` is the one that failed, if it is known."""
 
     verdict: str
     detail: str
     seconds: float
+    killer: str | None = None
 
 
 def run_mutant(tree: Path, mutant: Mutant, tests: Sequence[str]) -> Outcome:
@@ -308,7 +313,9 @@ def run_mutant(tree: Path, mutant: Mutant, tests: Sequence[str]) -> Outcome:
         return Outcome("SURVIVED", f"{len(tests)} tests pass", seconds)
     if status == 1:
         failed = [line.split(" ", 1)[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        return Outcome("killed", failed[0][:200] if failed else "a test failed", seconds)
+        if not failed:
+            return Outcome("killed", "a test failed", seconds)
+        return Outcome("killed", failed[0][:200], seconds, next((test for test in tests if test in failed[0]), None))
     return Outcome("unknown", "pytest could not run: " + " ".join(said.split()[-40:]), seconds)
 
 
@@ -362,14 +369,19 @@ def check(only: Sequence[str], jobs: int) -> int:
         finally:
             trees.put(tree)
 
-    bad = 0
+    bad, killers = 0, dict[str, str]()
     with _copies(jobs) as copies, ThreadPoolExecutor(jobs) as pool:
         for tree in copies:
             trees.put(tree)
         for mutant, result in zip(chosen, pool.map(outcome, chosen), strict=True):
             bad += result.verdict != "killed"
+            if result.killer is not None:
+                killers[mutant.id] = result.killer
             print(f"{result.verdict:8} {mutant.id:40} {result.seconds:5.0f} s  {result.detail}", flush=True)
     print(f"{len(chosen) - bad} of {len(chosen)} mutants killed")
+    for name, killer in killers.items():  # first next time, and others only in case that it changes
+        recorded[name] = [killer, *(test for test in recorded[name] if test != killer)][:_MOST_TESTS]
+    (ROOT / MAP).write_text(json.dumps(recorded, indent=1) + "\n")
     return 1 if bad else 0
 
 

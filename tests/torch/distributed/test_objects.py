@@ -26,7 +26,7 @@ class Thing:
 
 def objects() -> dict[str, Any]:
     torch.manual_seed(0)
-    base = torch.randn(4, 6)
+    base, square = torch.randn(4, 6), torch.randn(3, 3)
     return {
         "float": torch.randn(3),
         "bool": torch.tensor([True, False, True]),
@@ -39,6 +39,8 @@ def objects() -> dict[str, Any]:
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 3),
         "transposed": base.t(),
+        "square": square,
+        "square, transposed": square.t(),
         "strided": base[::2, 1::2],
         "expanded": torch.ones(1, 3).expand(4, 3),
         "sparse": torch.eye(3).to_sparse(),
