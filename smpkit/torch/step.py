@@ -1,4 +1,4 @@
-"""`@smp.step`: run a function once per microbatch and collect what it returned."""
+"""`@smp.step`: run a function once per microbatch, and collect its outputs over all microbatches."""
 
 from __future__ import annotations
 
@@ -16,70 +16,6 @@ from smpkit.torch.core.tree import children, map_leaves, rebuild
 from smpkit.torch.distributed.recorder import recorded_microbatch, recorded_step
 
 __all__ = ["StepFunction", "StepOutput", "collate", "step"]
-
-
-# --- What a step returns: the values of all microbatches, in the containers the user returned them in -----------------
-
-
-class StepOutput:
-    """One returned tensor over all microbatches (the class of the same name in SMP v1).
-
-    `outputs` is the list of tensors in microbatch order.
-    """
-
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
-        self.outputs = list(outputs)
-
-    def __repr__(self) -> str:
-        shapes = {tuple(output.shape) for output in self.outputs}
-        return f"StepOutput({len(self.outputs)} microbatches, shape {' or '.join(map(str, sorted(shapes)))})"
-
-    def detach(self) -> StepOutput:
-        """Return the same values cut off their graph, as `torch.Tensor.detach` does."""
-        return StepOutput([output.detach() for output in self.outputs])
-
-    def reduce_mean(self) -> torch.Tensor:
-        """Average over microbatches; all outputs must have one shape, which is also the result's."""
-        stacked = torch.stack(self.outputs)
-        if not (stacked.is_floating_point() or stacked.is_complex()):
-            stacked = stacked.to(torch.get_default_dtype())  # counts of correct answers are averaged too
-        return stacked.mean(0)
-
-    def reduce_sum(self) -> torch.Tensor:
-        """Add over microbatches; all outputs must have one shape, which is also the result's."""
-        return torch.stack(self.outputs).sum(0)
-
-    def concat(self) -> torch.Tensor:
-        """Join along axis 0, as the whole batch would have given it; scalars become a vector over microbatches."""
-        if self.outputs[0].dim() == 0:
-            return self.stack()
-        return torch.cat(self.outputs)
-
-    def stack(self) -> torch.Tensor:
-        """Put the microbatches on a new axis 0: `[microbatches, ...]`."""
-        return torch.stack(self.outputs)
-
-
-def collate(values: Sequence[Any]) -> Any:
-    """Turn what the microbatches returned into one value of the same structure.
-
-    A tensor becomes a StepOutput and containers keep their type; anything else, `None` included, becomes a plain list
-    over microbatches, and so does a container whose keys or length differ from one microbatch to the next.
-    """
-    first = values[0]
-    if all(isinstance(value, torch.Tensor) for value in values):
-        return StepOutput(values)
-    # The order of a set is not the order of the values, so the third member here is not the third member there.
-    if isinstance(first, set | frozenset) or any(type(value) is not type(first) for value in values):
-        return list(values)
-    parts = [children(value) for value in values]
-    keys = None if parts[0] is None else list(parts[0])
-    if keys is None or any(part is None or list(part) != keys for part in parts):
-        return list(values)
-    return rebuild(first, {key: collate([part[key] for part in parts if part is not None]) for key in keys})
-
-
-# --- `@smp.step`: run a function once per microbatch and collect what it returned -------------------------------------
 
 
 class StepFunction:
@@ -151,6 +87,7 @@ class StepFunction:
         return collate(outputs)
 
     def _body(self, call: MicrobatchCall) -> Any:
+        """Run the function for one microbatch."""
         output = self._function(*call.args, **call.kwargs)
         _materialise(output)
         return output
@@ -163,13 +100,11 @@ class StepFunction:
             if state.model is not None:
                 state.model.begin_microbatch(index)
             with recorded_microbatch(index):
-                outputs.append(self._without_graph(self._body(call)))
+                output = self._body(call)
+                # Release the graph of a microbatch that has ended, or its activations stay until the step ends.
+                outputs.append(map_leaves(_detached, output) if self._detach_outputs else output)
             run.end_microbatch()
         return outputs
-
-    def _without_graph(self, output: Any) -> Any:
-        """Let go of the graph of a microbatch that is done, or its activations would stay until the step ends."""
-        return map_leaves(_detached, output) if self._detach_outputs else output
 
 
 def _materialise(output: Any) -> None:
@@ -221,3 +156,61 @@ def step(
         return StepFunction(body, non_split_inputs, input_split_axes, detach_outputs)
 
     return decorate if function is None else decorate(function)
+
+
+class StepOutput:
+    """One returned tensor over all microbatches (the class of the same name in SMP v1).
+
+    `outputs` is the list of tensors in microbatch order.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        self.outputs = list(outputs)
+
+    def __repr__(self) -> str:
+        shapes = {tuple(output.shape) for output in self.outputs}
+        return f"StepOutput({len(self.outputs)} microbatches, shape {' or '.join(map(str, sorted(shapes)))})"
+
+    def detach(self) -> StepOutput:
+        """Return the same values cut off their graph, as `torch.Tensor.detach` does."""
+        return StepOutput([output.detach() for output in self.outputs])
+
+    def reduce_mean(self) -> torch.Tensor:
+        """Average over microbatches; all outputs must have one shape, which is also the result's."""
+        stacked = torch.stack(self.outputs)
+        if not (stacked.is_floating_point() or stacked.is_complex()):
+            stacked = stacked.to(torch.get_default_dtype())  # counts of correct answers are averaged too
+        return stacked.mean(0)
+
+    def reduce_sum(self) -> torch.Tensor:
+        """Add over microbatches; all outputs must have one shape, which is also the result's."""
+        return torch.stack(self.outputs).sum(0)
+
+    def concat(self) -> torch.Tensor:
+        """Join along axis 0, as the whole batch would have given it; scalars become a vector over microbatches."""
+        if self.outputs[0].dim() == 0:
+            return self.stack()
+        return torch.cat(self.outputs)
+
+    def stack(self) -> torch.Tensor:
+        """Put the microbatches on a new axis 0: `[microbatches, ...]`."""
+        return torch.stack(self.outputs)
+
+
+def collate(values: Sequence[Any]) -> Any:
+    """Turn what the microbatches returned into one value of the same structure.
+
+    A tensor becomes a StepOutput and containers keep their type; anything else, `None` included, becomes a plain list
+    over microbatches, and so does a container whose keys or length differ from one microbatch to the next.
+    """
+    first = values[0]
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return StepOutput(values)
+    # Sets have no order: the third member in one microbatch does not belong to the third one in another.
+    if isinstance(first, set | frozenset) or any(type(value) is not type(first) for value in values):
+        return list(values)
+    parts = [children(value) for value in values]
+    keys = None if parts[0] is None else list(parts[0])
+    if keys is None or any(part is None or list(part) != keys for part in parts):
+        return list(values)
+    return rebuild(first, {key: collate([part[key] for part in parts if part is not None]) for key in keys})

@@ -1,4 +1,4 @@
-"""Say once, on one rank, what a user looks for in the job's log."""
+"""Write to the job's log, on one rank, the lines that users of SMP v1 look for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who am I: the rank, the world and the meeting point of this process, read from its launcher's variables.
+"""The rank, the world and the rendezvous of this process, read from its launcher's variables.
 
-Pure: `launch_from` takes the environment as a mapping. Known launchers, in this order, are torchrun, Open MPI,
-SLURM steps, and PMI (MPICH's and Intel's Hydra). None of them means one process that is the whole world.
+Pure: `launch_from` takes the environment as a mapping. Known launchers, in this order, are torchrun, Open MPI, SLURM
+steps, and PMI (MPICH's and Intel's Hydra). Without any of them, one process is the whole world.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from smpkit.errors import UsageError
 __all__ = ["DEFAULT_PORT", "Launch", "launch_from"]
 
 DEFAULT_PORT: Final = 29500
-"""Where ranks meet when only `MASTER_ADDR` is set; torchrun's default."""
+"""The port of the rendezvous when only `MASTER_ADDR` is set; torchrun's default."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told one process.
+    """The place of one process in its job.
 
     Args:
         rank: global rank, 0 to `world_size - 1`.
@@ -29,9 +29,9 @@ class Launch:
         local_rank: rank among those of this host.
         local_size: how many ranks this host has.
         launcher: name for messages: `torchrun`, `Open MPI`, `SLURM`, `PMI`, or `no launcher`.
-        job_id: names this job on its host, as far as the launcher says.
-        master_address: where rank 0 listens; None if nobody said.
-        master_port: the port there; None if nobody said.
+        job_id: identifies this job on its host, if the launcher has such a variable.
+        master_address: where rank 0 listens; None if it is not set.
+        master_port: the port there; None if it is not set.
         agent_store: the launcher itself serves the store at that address, so rank 0 must not (torchrun).
     """
 
@@ -86,10 +86,8 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
     launcher = _launcher_of(environment)
     if launcher is None:
         return Launch()
-    rank, world_size = (
-        _required(environment, launcher, launcher.rank),
-        _required(environment, launcher, launcher.world_size),
-    )
+    rank = _required(environment, launcher, launcher.rank)
+    world_size = _required(environment, launcher, launcher.world_size)
     local_rank, local_size = _local_place(environment, launcher, rank, world_size)
     _check_ranges(launcher, rank, world_size, local_rank, local_size)
     if environment.get("MASTER_ADDR") == "":
@@ -150,7 +148,7 @@ def _required(environment: Mapping[str, str], launcher: _Launcher, name: str) ->
 
 
 def _local_place(environment: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int) -> tuple[int, int]:
-    """Return (local_rank, local_size), told by the launcher or, in a world of one, known."""
+    """Return (local_rank, local_size), which a world of one does not need the launcher for."""
     local_rank = _number(environment, launcher, launcher.local_rank)
     if launcher is _SLURM:
         local_size = _slurm_local_size(environment)

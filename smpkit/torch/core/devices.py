@@ -1,14 +1,14 @@
-"""Streams, events, copies and random numbers of a device that computes on its own, such as a GPU.
+"""Streams, events, copies and random numbers of an asynchronous device, such as a GPU.
 
-The host tells it what to do and goes on. Code that must order copies, messages or measurements takes them from here,
-so that one file says how torch names them. On a CPU, whose work is done when a call returns, there is nothing to order:
-the functions for streams and events do nothing and return None.
+The host queues work on the device and goes on. Code that must order copies, messages or measurements does so through
+this module, so that it alone names torch's functions for it. On a CPU, whose work has ended when a call returns, there
+is nothing to order: the functions for streams and events do nothing and return None.
 
-[Note: copies that do not hold up the host] A copy between a device and the host's ordinary memory makes the host wait
-for all that the stream has been given. From and to pinned memory it is only queued; then nobody may write to that
-memory, or read from it, before the copy is over. Whether the caller of smpkit keeps to that is unknown, so what the
-caller gave is copied into pinned memory of our own first, even if it is pinned. Torch's allocator of pinned memory
-notes the copies that use a block, and lends it again only when they are over.
+[Note: copies that do not block the host] A copy between a device and pageable memory makes the host wait for everything
+queued on the stream. From and to pinned memory it is only queued; then that memory must not be written, or read, before
+the copy has ended. The user's code does not know that, so the user's tensors are copied into pinned memory of our own
+first, even if they are pinned. Torch's allocator of pinned memory records the copies that use a block, and reuses it
+only when they have ended.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ __all__ = [
 ]
 
 _PLAIN: Final = frozenset[type]({torch.Tensor, torch.nn.Parameter})
-"""Of others, how they lie in memory is their own business."""
+"""Subclasses may lie in memory in other ways."""
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Return whether calls return before the device has computed what they ask for."""
+    """Return whether operators return before the device has computed their results."""
     return device.type not in ("cpu", "meta")
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream that the device's operators go to now, in this thread."""
+    """Return the device's current stream in this thread."""
     return torch.accelerator.current_stream(device) if is_asynchronous(device) else None
 
 
 def new_stream(device: torch.device, *, high_priority: bool = False) -> torch.Stream | None:
-    """Return a stream beside the current one; at high priority its kernels start before those of others."""
+    """Return a new stream; at high priority its kernels start before those of others."""
     return torch.Stream(device, priority=-1 if high_priority else 0) if is_asynchronous(device) else None
 
 
 @contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Send operators of this thread to a stream; None: leave it as it is.
+    """Make a stream the current one in this thread; None: keep the present one.
 
     Unlike `with stream`, one stream may be entered by several threads, and again inside itself.
     """
@@ -76,7 +76,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def record_event(device: torch.device, *, keeps_time: bool = False) -> torch.Event | None:
-    """Return an event of all that the current stream has been given so far."""
+    """Return an event after everything that is queued on the current stream now."""
     if not is_asynchronous(device):
         return None
     event = torch.Event(device, enable_timing=keeps_time)
@@ -85,40 +85,38 @@ def record_event(device: torch.device, *, keeps_time: bool = False) -> torch.Eve
 
 
 def order_after(event: torch.Event | None, stream: torch.Stream | None) -> None:
-    """Let what a stream is given from now on start after an event, without holding up the host."""
+    """Make a stream wait for an event before what is queued on it from now on; the host does not wait."""
     if stream is not None and event is not None:
         stream.wait_event(event)
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Hold up the host until the current stream has computed what it was given.
-
-    Never the whole device: two ranks that send to each other would both wait for the other to receive.
-    """
+    """Block the host until everything on the current stream has run."""
+    # Never synchronize the whole device: two ranks that send to each other would both wait for the other to receive.
     if (stream := current_stream(device)) is not None:
         stream.synchronize()
 
 
 def has_happened(event: torch.Event | None) -> bool:
-    """Return whether the device has come to an event; without waiting for it."""
+    """Return, without waiting, whether the device has reached an event."""
     return event is None or event.query()
 
 
 def wait_for_event(event: torch.Event | None) -> None:
-    """Hold up the host until the device has come to an event, whatever else it has been given since."""
+    """Block the host until the device has reached an event, whatever has been queued since."""
     if event is not None:
         event.synchronize()
 
 
 def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return bytes of the host with whatever is in them; copies from and to `device` do not hold up the host."""
+    """Return uninitialised bytes on the host, pinned if `device` is asynchronous."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_asynchronous(device))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return what `tensor.to(device)` does, without holding up the host; the caller may write to `tensor` at once.
+    """Return what `tensor.to(device)` does, without blocking the host; the caller may write to `tensor` at once.
 
-    See [Note: copies that do not hold up the host].
+    See [Note: copies that do not block the host].
     """
     is_plain = tensor.layout is torch.strided and type(tensor) in _PLAIN
     if tensor.device.type != "cpu" or not is_asynchronous(device) or not is_plain:
@@ -127,12 +125,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that operators of a device draw from: its state is at hand without a wait."""
+    """Return the generator that operators of a device draw from; its state can be read without a wait."""
     if not is_asynchronous(device):
         return torch.default_generator
     module = torch.get_device_module(device)
-    module.init()  # which makes the generators
-    number = torch.empty(0, device=device).get_device()  # a device need not say which of its kind it is
+    module.init()  # makes the generators
+    number = torch.empty(0, device=device).get_device()  # resolves a device without an index
     generator: torch.Generator = module.default_generators[number]
     return generator
 
@@ -147,7 +145,7 @@ def current_device() -> torch.device:
 
 @contextmanager
 def fork_rng(device: torch.device) -> Iterator[None]:
-    """Leave the generators of the CPU and of a device after the block as they were before it."""
+    """Restore the generators of the CPU and of a device after the block."""
     if is_asynchronous(device):
         with torch.random.fork_rng([device], device_type=device.type):
             yield
@@ -157,10 +155,7 @@ def fork_rng(device: torch.device) -> Iterator[None]:
 
 
 def make_current(device: torch.device) -> None:
-    """Let calls of this thread that name no device mean this one: a new thread begins at the first.
-
-    Even to ask whether an event of another device is over can make a context on the current one, half a GiB for each
-    process.
-    """
+    """Make a device the current one of this thread; a new thread begins with the first device."""
+    # Even querying an event of another device can make a context on the current one: half a GiB for each process.
     if is_asynchronous(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)

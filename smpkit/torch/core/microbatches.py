@@ -1,7 +1,7 @@
-"""Cut the arguments of a step into microbatches.
+"""Cut the arguments of a step into microbatches, and scale their gradients so that a step averages over them.
 
 Every tensor found in an argument, however deeply nested, is cut along the argument's batch axis into equal parts;
-objects with `smp_slice(num_mb, mb, axis)` cut themselves; everything else is handed to each microbatch as it is.
+objects with `smp_slice(num_mb, mb, axis)` cut themselves; every microbatch gets everything else as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MicrobatchCall(NamedTuple):
 
 
 _GetPiece = Callable[[int], Any]
-"""Returns a microbatch's piece of an argument."""
+"""Returns the part of an argument for one microbatch."""
 
 
 class MicrobatchCalls(Sequence[MicrobatchCall]):
@@ -59,7 +59,7 @@ class MicrobatchCalls(Sequence[MicrobatchCall]):
         return self._made[index]
 
     def split_all(self) -> None:
-        """Cut what has not been cut yet."""
+        """Cut all parts that have not been cut yet."""
         if len(self._made) < self._count:
             self._split(self._count)
 
@@ -81,7 +81,7 @@ class _SplitSpec:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the arguments of one form of call come from, by name: the place of a positional one, or a keyword."""
+    """The sources of the arguments for one form of call: by parameter, a position or a keyword."""
 
     positional: dict[str, int | str]
     keywords: dict[str, int | str]
@@ -89,7 +89,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class Splitter:
-    """What `@smp.step(...)` was told about its arguments.
+    """Cuts the arguments of one step function.
 
     Args:
         function: the step function; its signature gives positional arguments their names.
@@ -123,7 +123,7 @@ class Splitter:
 
     @functools.cached_property
     def _layouts(self) -> dict[tuple[int, tuple[str, ...]], _Layout]:
-        """Made once for each form of call: `inspect` takes its time."""
+        """By form of call; cached, since `inspect` is slow."""
         return {}
 
     def split(
@@ -132,7 +132,7 @@ class Splitter:
         """Return the arguments of each of `count` microbatches, with cut tensors on `device`.
 
         Raises:
-            UsageError: a batch that `count` does not divide, or an argument that cannot work inside a step.
+            UsageError: `count` does not divide a batch, or an argument is a DataLoader.
         """
         form = len(args), tuple(kwargs)
         layout = self._layouts.get(form)
@@ -158,10 +158,10 @@ class Splitter:
 
 
 def _layout_of(signature: inspect.Signature, num_positional: int, keywords: tuple[str, ...]) -> _Layout:
-    """Bind the places of arguments instead of the arguments.
+    """Bind the positions of arguments instead of their values.
 
     Raises:
-        TypeError: the function cannot be called so.
+        TypeError: the function does not take such arguments.
     """
     bound = signature.bind(*range(num_positional), **{name: name for name in keywords})
     return _Layout(dict(zip(_positional_names(bound), bound.args, strict=True)), bound.kwargs)
@@ -196,7 +196,7 @@ def _split(value: Any, cut: _SplitSpec) -> _GetPiece:
 def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPiece:
     whole = devices.to_device(value, cut.device)
     if value.dim() == 0:
-        return lambda _: whole  # a scalar has no batch axis, so it can only be meant for every microbatch
+        return lambda _: whole  # a scalar has no batch axis: every microbatch gets it
     if not -value.dim() <= cut.axis < value.dim():
         raise UsageError(
             f"argument `{cut.name}` has shape {tuple(value.shape)} and no axis {cut.axis} to split",
@@ -211,7 +211,7 @@ def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPiece:
             " or name the argument in non_split_inputs",
         )
     part = size // cut.count
-    # `narrow`, not `chunk`: autograd refuses in-place changes of a tensor that came from a many-output view.
+    # `narrow`, not `chunk`: autograd refuses in-place changes of the results of a view with several outputs.
     return lambda index: whole.narrow(cut.axis, index * part, part)
 
 
@@ -219,16 +219,12 @@ def _listed(names: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "none"
 
 
-# --- One call of a step function, while it runs: which microbatch, and how many backwards are still to come -----------
-
-
 @dataclass
 class StepProgress:
-    """One call of a step function, while it runs.
+    """One call of a step function, while it runs without a pipeline.
 
-    `backwards` counts the calls of `model.backward` in the current microbatch. `expected_backwards` is how many a
-    microbatch of this function makes (learnt from the one before), so that the last one is known when it comes and
-    gradients can be reduced while it runs.
+    `backwards` counts the calls of `model.backward` in the current microbatch. `expected_backwards` is how many the
+    microbatch before has made, so that the last one of the step is known, and gradients are reduced while it runs.
     """
 
     num_microbatches: int
@@ -248,30 +244,27 @@ class StepProgress:
         self.backwards = 0
 
 
-# --- The gradients that a microbatch's backward starts with, so that a step ends with the average over microbatches ---
-
-
 def scaled_root_gradient(root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
     """Return the gradient that backward starts with at `root`: the given one, or 1, times `scale`.
 
-    None leaves it to torch: without a gradient a root must be a scalar, and of any other torch says what is wrong.
+    None leaves it to torch.
     """
     if scale == 1.0:
         return grad
     if grad is not None:
         return grad * scale
-    return torch.full_like(root, scale) if root.numel() == 1 else None
+    return torch.full_like(root, scale) if root.numel() == 1 else None  # torch raises for other roots
 
 
 class RootGradients:
-    """Root gradients; the next microbatch most often needs the one of the last."""
+    """Root gradients, with the latest one cached: the next microbatch most often needs the same."""
 
     def __init__(self) -> None:
         self._scale = 1.0
         self._latest: torch.Tensor | None = None
 
     def scaled(self, root: torch.Tensor, grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """Return what `scaled_root_gradient` does."""
+        """Return the same as `scaled_root_gradient`."""
         latest = self._latest
         if (
             grad is None
@@ -280,7 +273,7 @@ class RootGradients:
             and root.shape == latest.shape
             and root.dtype is latest.dtype
             and root.device == latest.device
-            and latest._version == 0  # a backward of the user's may have changed what it was given
+            and latest._version == 0  # the user's backward may have changed it in place
         ):
             return latest
         gradient = scaled_root_gradient(root, grad, scale)

@@ -45,19 +45,19 @@ class ModuleCall:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleCall:
-        """Return the module's call; one that is not there yet leaves no trace in the module."""
+        """Return the module's call, or a new one that is not stored in the module."""
         call = module._compiled_call_impl
         return call if isinstance(call, ModuleCall) else cls(module)
 
     @classmethod
     def on(cls, module: nn.Module) -> ModuleCall:
-        """Return the module's call, in its place, so that what is set on it acts from now on."""
+        """Return the module's call, stored in the module, so that setting its attributes has an effect."""
         call = cls.of(module)
         module._compiled_call_impl = call
         return call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.checkpointing is None and self.dispatch is not None:  # nearly every call over a pipeline
+        if self.checkpointing is None and self.dispatch is not None:  # the fast path of most calls on a pipeline
             return self.dispatch(self.original, args, kwargs)
         return self.run(self.checkpointing, args, kwargs)
 
@@ -67,12 +67,9 @@ class ModuleCall:
         return original(*args, **kwargs) if self.dispatch is None else self.dispatch(original, args, kwargs)
 
 
-# --- Notice modules while they are made: what contexts around a model's construction stand on -------------------------
-
-
 @contextlib.contextmanager
 def on_module_created(callback: Callable[[nn.Module], object]) -> Iterator[None]:
-    """Call `callback` with every module that is created in this block; that of an inner block is called last."""
+    """Call `callback` with every module that is created in this block; the callback of an inner block runs last."""
     original_init = nn.Module.__init__
 
     @functools.wraps(original_init)
@@ -87,17 +84,12 @@ def on_module_created(callback: Callable[[nn.Module], object]) -> Iterator[None]
         nn.Module.__init__ = original_init  # type: ignore[method-assign]
 
 
-# --- `super()._orig_forward(...)`: how scripts of SMP v1 call the forward that their class overrides ------------------
-
-
 def expose_original_forwards(module: nn.Module) -> None:
-    """Make the `forward` of every class that a class of the model's derives from reachable as `_orig_forward`.
-
-    SMP v1 replaced `forward` on classes, so `super().forward()` recursed without end there, and its guide told scripts
-    to call `super()._orig_forward()`. Here both work.
-    """
+    """Expose the `forward` of every base class of the model's classes as `_orig_forward`."""
+    # SMP v1 replaced `forward` on classes, so `super().forward()` recursed without end there, and its guide told
+    # scripts to call `super()._orig_forward()`. Here both work.
     bases = {base for part in module.modules() for base in type(part).__mro__[1:]}
     for base in bases - {nn.Module, object}:
         forward = vars(base).get("forward")
         if forward is not None and "_orig_forward" not in vars(base):
-            setattr(base, "_orig_forward", forward)  # noqa: B010  classes have no such attribute, say type checkers
+            setattr(base, "_orig_forward", forward)  # noqa: B010  type checkers know no such attribute

@@ -1,6 +1,6 @@
-"""The engine that offloads in this process, if one does: checkpointed calls and the pipeline tell it where they are.
+"""The hooks by which checkpointed calls and the pipeline drive the offloading engine of this process, if it has one.
 
-Kept apart from the engine so that these know nothing but this.
+They call these functions and never import the engine, which lies above them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = [
 
 
 class Offloader(Protocol):
-    """What offloads the inputs of checkpointed calls."""
+    """An engine that offloads the inputs of checkpointed calls."""
 
     def offload_inputs(self, name: str) -> AbstractContextManager[object]:
-        """Offload what is saved for backward inside."""
+        """Offload the tensors that autograd saves in the block."""
 
     def follow(self, actions: Sequence[Action]) -> None:
-        """Note which actions of this rank come."""
+        """Take the order of this rank's actions in the step that begins."""
 
     def begin_action(self, kind: Kind, segment: int, microbatch: int) -> None:
-        """Note that an action begins."""
+        """Take note that an action begins."""
 
     def footprint(self) -> list[int]:
-        """Return the sizes of the blocks of host memory that the graphs take which are alive now."""
+        """Return the sizes of the blocks of host memory that the live graphs use."""
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Have host memory for blocks of these sizes."""
+        """Allocate host memory for blocks of these sizes."""
 
 
 _engine: Offloader | None = None
@@ -52,54 +52,54 @@ _NOTHING: Final = contextlib.nullcontext()
 
 
 def offload_inputs(name: str) -> AbstractContextManager[object]:
-    """Offload the tensors that autograd saves inside: enter it around a checkpointed call, whose inputs those are.
+    """Offload the tensors that autograd saves in the block: the inputs of the checkpointed call in it.
 
-    Does nothing, at the price of one comparison, when nothing is to be offloaded.
+    Without an engine this costs one comparison.
 
     Args:
         name: path of the checkpointed module as in `state_dict`, for reports and errors.
     """
-    # A compiled model decides for itself what it saves; its graph must not have our hooks inside.
+    # A compiled model decides itself what it saves, and hooks would break its graph.
     return _NOTHING if _engine is None or torch.compiler.is_compiling() else _engine.offload_inputs(name)
 
 
 def follow(actions: Sequence[Action]) -> None:
-    """Tell in which order this rank's actions come, at the start of a step of the pipeline."""
+    """Give the engine the order of this rank's actions, at the start of a step of the pipeline."""
     if _engine is not None:
         _engine.follow(actions)
 
 
 def begin_action(kind: Kind, segment: int, microbatch: int) -> None:
-    """Tell that an action begins."""
+    """Report to the engine that an action begins."""
     if _engine is not None:
         _engine.begin_action(kind, segment, microbatch)
 
 
 def footprint() -> list[int]:
-    """Return the sizes of the blocks of host memory that the graphs take which are alive now: a first microbatch's."""
+    """Return the sizes of the blocks of host memory that the live graphs use: after a first forward, a microbatch's."""
     return [] if _engine is None else _engine.footprint()
 
 
 def reserve(sizes: Sequence[int], live_microbatches: int) -> None:
-    """Reserve host memory for so many microbatches before a step begins.
-
-    Pinning may synchronize with the device; in the middle of a step, two ranks that send to each other could deadlock.
+    """Reserve host memory for some microbatches before a step begins.
 
     Args:
         sizes: the footprint of one microbatch.
         live_microbatches: how many are alive at a time.
     """
+    # Before the step: pinning may synchronize with the device, and in the middle of one, two ranks that send to each
+    # other could deadlock.
     if _engine is not None and sizes:
         _engine.reserve([*sizes] * live_microbatches)
 
 
 def current_offloader() -> Offloader | None:
-    """Return what `offload_inputs` hands its tensors to."""
+    """Return the engine that offloads in this process."""
     return _engine
 
 
 def install(engine: Offloader | None) -> Offloader | None:
-    """Let `engine` offload from now on, or nobody; returns the engine before it."""
+    """Install an engine, or none; return the one before it."""
     global _engine
     previous, _engine = _engine, engine
     return previous

@@ -1,4 +1,4 @@
-"""What this process knows about the job: configuration, mesh, groups, device. `smp.state` is the one object."""
+"""The state of this process in its job (`smp.state`): configuration, mesh, groups, device, model, optimizer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["ModuleManager", "Runtime", "State", "WrappedModel", "WrappedOptimize
 
 @dataclass(frozen=True)
 class Runtime:
-    """What `smp.init()` made.
+    """The result of `smp.init()`.
 
     Args:
         cfg: the evaluated configuration.
         launch: who this process is.
         mesh: the grid of all ranks.
         groups: this rank's process group of each kind.
-        objects: all ranks, for CPU tensors: what `smp.send` and its kin use.
+        objects: all ranks, for CPU tensors: the group of `smp.send`, `smp.barrier` and others.
     """
 
     cfg: ModelParallelConfig
@@ -45,15 +45,16 @@ class ModuleManager:
     """The part of SMP v1's object of this name that Hugging Face reads.
 
     Args:
-        translate_functions: pairs of functions from a model's state dict to Hugging Face's and back. There is one where
-            tensor parallelism has replaced modules; its way back is nothing, for `load_state_dict` takes both.
+        translate_functions: pairs of functions from a model's state dict to Hugging Face's and back. There is one pair
+            where tensor parallelism has replaced modules; its second function changes nothing, since `load_state_dict`
+            takes both forms.
     """
 
     translate_functions: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = ()
 
 
 class WrappedModel(Protocol):
-    """What the parts below `DistributedModel` ask of it: they must not import the class, which stands on them."""
+    """The part of `DistributedModel` that lower floors use; they cannot import the class."""
 
     module: nn.Module
     partitioned: bool
@@ -77,7 +78,7 @@ class WrappedModel(Protocol):
 
 
 class WrappedOptimizer(Protocol):
-    """What the parts below `DistributedOptimizer` ask of it."""
+    """The part of `DistributedOptimizer` that lower floors use."""
 
     optimizer: torch.optim.Optimizer
     masters: Any
@@ -106,9 +107,9 @@ class State:
         self.tracing = False
         """Whether the step runs on tensors without data, to measure the model."""
         self.module_manager = ModuleManager()
-        """What Hugging Face's `save_pretrained` asks for the translation of state dicts; set with the model."""
+        """Hugging Face's `save_pretrained` takes its translation of state dicts from it; set with the model."""
         self.reset_hooks: list[Callable[[], object]] = []
-        """Called by `smp.shutdown()`: what other modules keep for the life of the process groups."""
+        """Called by `smp.shutdown()`: they reset what other modules keep as long as the process groups live."""
 
     @property
     def initialized(self) -> bool:

@@ -1,12 +1,12 @@
-"""Seeds of streams of random numbers: what tensor-parallel ranks have in common, and what is each one's own.
+"""Seeds of streams of random numbers, which tensor-parallel ranks have in common or to themselves.
 
-Where ranks hold the same values they must draw the same numbers, and where each has samples of its own they must not.
-So a seed says two things: a number that all ranks of a tensor-parallel group have, and whether a salt of this
-rank is mixed in. From a generator that was seeded so, each rank knows that number without asking the others.
+Where ranks hold the same values they must draw the same numbers, and where each has its own samples they must not. So a
+seed holds two things: a number that all ranks of a tensor-parallel group have, and whether a salt of this rank is mixed
+in. Each rank can compute the common number from its generator's seed, without asking the others.
 
-[Note: numbers without draws] The number that comes next follows from the number before it, not from what was drawn
-meanwhile: ranks with samples of their own may draw more or less of them. The generator is seeded with it, so whatever
-restores the generator (recomputation by any checkpoint) restores the place in this row too.
+[Note: numbers without draws] The next number follows from the number before it, not from what was drawn meanwhile:
+ranks with their own samples may draw more or fewer random values. The generator is seeded with it, so whatever restores
+the generator (recomputation by any checkpoint) restores the position in this sequence too.
 
     bits    63      62 to 43    42 to 1     0
             0       _TAG        number      whether the stream is closed, and its seed this rank's own
@@ -40,25 +40,25 @@ class Seeds:
 
     @classmethod
     def for_this_rank(cls) -> Seeds:
-        """Return them as the configuration asks for."""
+        """Return the seeds for this rank's configuration."""
         if not state.initialized or state.tp_size == 1 or state.cfg.prescaled_batch or not state.tp_rank:
             return cls()
         return cls(mix(0, state.tp_rank) & _NUMBER)
 
     def open(self, number: int) -> int:
-        """Return the seed of a stream from which what all ranks compute alike draws."""
+        """Return the seed of a stream for what all ranks compute alike."""
         return number & _NUMBER | _TAG << _SHIFT
 
     def closed(self, number: int) -> int:
-        """Return the seed of a stream from which operations on this rank's values draw."""
+        """Return the seed of a stream for operations on this rank's own values."""
         return (number & _NUMBER ^ self.rank_salt) | _TAG << _SHIFT | 1
 
     def number(self, seed: int) -> int:
-        """Return the number that all ranks have."""
+        """Return the number in a seed, which all ranks have."""
         return (seed ^ self.rank_salt if seed & 1 else seed) & _NUMBER
 
     def after(self, seed: int) -> int:
-        """Return the seed of the same stream with the number that comes next."""
+        """Return the seed of the same stream with the next number."""
         number = mix(self.number(seed), 0)
         return self.closed(number) if seed & 1 else self.open(number)
 

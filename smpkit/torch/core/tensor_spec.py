@@ -1,7 +1,7 @@
-"""What a rank knows of a value that another rank holds: its structure, shapes, dtypes and need of gradients.
+"""Tensor specs: shape, strides, dtype and `requires_grad` of a tensor without its data; and walks over containers.
 
-The first time a call meets arguments of given shapes, the rank that runs it tells the others what came out; from then
-on everyone makes the result's *placeholders* from memory, and nothing but tensor bytes travels.
+Over a pipeline, a rank knows the values of other ranks by their specs alone. Equal specs are one object, so that
+comparing them costs nothing.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class TensorSpec:
 
     @functools.cached_property
     def as_sent(self) -> TensorSpec:
-        """What another rank gets of it: the order of its elements in memory stays, gaps do not travel.
+        """The spec on the receiving rank: the order of elements in memory stays, gaps are not sent.
 
-        So a transposed value is as transposed over there, and `is_contiguous` and `view` do what they do here.
+        So a transposed value is transposed there, too, and `is_contiguous` and `view` behave as on the owner.
         """
         if len(self.stride) != len(self.shape):  # not strided
             return self
@@ -65,20 +65,20 @@ class TensorSpec:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...] | None:
-        """The dimensions from the one with the widest steps in memory to that with the smallest; None if as counted."""
+        """The dimensions from the largest stride to the smallest; None if that is their usual order."""
         dims = tuple(sorted(range(len(self.stride)), key=lambda dim: -self.stride[dim]))
         return None if dims == tuple(range(len(dims))) else dims
 
     @functools.cached_property
     def dense_stride(self) -> tuple[int, ...]:
-        """The strides of memory that it arrives in, without gaps; torch is quicker with them than without."""
+        """The strides of a contiguous tensor of this shape; torch is faster with given strides."""
         return torch.empty(self.shape, device="meta").stride()
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
     def __hash__(self) -> int:
-        return hash(self.shape)  # a part of each call's key: the shape alone tells nearly all of them apart
+        return hash(self.shape)  # cheap, since every call's key has some; the shape distinguishes nearly all
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _interned, (self.shape, self.stride, self.dtype, self.requires_grad)
@@ -88,7 +88,6 @@ _INTERNED: Final[dict[tuple[Any, ...], TensorSpec]] = {}
 
 
 def _interned(*parts: Any) -> TensorSpec:
-    """Return the one TensorSpec with these parts, so that comparing equal ones costs nothing."""
     spec = _INTERNED.get(parts)
     if spec is None:
         spec = _INTERNED[parts] = TensorSpec(*parts)
@@ -96,49 +95,47 @@ def _interned(*parts: Any) -> TensorSpec:
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Return shape, strides, dtype and need of gradients of a tensor; for a stage tensor, without its data."""
+    """Return the spec of a tensor; a stage tensor needs no data for it."""
     with torch._C.DisableTorchFunction():
         return spec_of_unwrapped(tensor)
 
 
 def spec_of_unwrapped(tensor: torch.Tensor) -> TensorSpec:
-    """Return what `spec_of` does where no `__torch_function__` runs, which need not be turned off a second time."""
+    """Return the same as `spec_of`, where the caller has disabled `__torch_function__`."""
     strides = tensor.stride() if tensor.layout is torch.strided else ()
     parts = (tensor.shape, strides, tensor.dtype, tensor.requires_grad)
     return _INTERNED.get(parts) or _interned(*parts)
 
 
 def dense_spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Return the spec of a tensor as it would be without gaps; some ranks have a parameter's shape and no more."""
+    """Return the spec of a tensor as if it were contiguous: some ranks know only the shape of a parameter."""
     strides = torch.empty(tensor.shape, device="meta").stride()
     return _interned(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
 
 
 def to_layout(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a tensor without gaps, and with its dimensions in memory in that order (None: as counted)."""
+    """Return a dense tensor with its dimensions in memory in that order (None: the usual one)."""
     if tensor.layout is not torch.strided:
         return tensor
     strides = _dense_strides(tensor.shape, order)
-    # Dimensions of one element may have kept what steps they had.
-    return (
-        tensor
-        if tensor.stride() == strides
-        else as_layout(permute_to_memory(tensor, order).contiguous(), tensor.shape, order)
-    )
+    if tensor.stride() == strides:
+        return tensor
+    # `contiguous` may keep other strides of dimensions of size 1: `as_layout` sets them all.
+    return as_layout(permute_to_memory(tensor, order).contiguous(), tensor.shape, order)
 
 
 def permute_to_memory(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a tensor with its dimensions in the order in which memory has them (None: as counted)."""
+    """Return a tensor with its dimensions in the order of memory (None: as they are)."""
     return tensor if order is None else tensor.permute(order)
 
 
 def as_layout(
     dense: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...] | None, strides: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Return memory without gaps as a tensor of that shape whose dimensions follow each other in it as `order` says.
+    """Return dense memory as a tensor of that shape whose dimensions have that order in memory.
 
     Args:
-        strides: that come to the same, but for dimensions of one element; None: those that they would have.
+        strides: of that order, but perhaps others for dimensions of size 1; None: those that follow from the shape.
     """
     return dense.as_strided(shape, _dense_strides(shape, order) if strides is None else strides)
 
@@ -153,7 +150,7 @@ def _dense_strides(shape: tuple[int, ...], order: tuple[int, ...] | None) -> tup
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return what tensors in the same memory have in common, as long as they live."""
+    """Return a key that tensors in the same memory share, as long as they live."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     address: int = tensor.untyped_storage()._cdata
@@ -161,11 +158,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply `function` to every tensor in a nested container; everything else stays, and so does what does not change.
-
-    The common containers are taken apart here and not by `containers.children`: this runs for every call of every
-    layer on every rank.
-    """
+    """Apply `function` to every tensor in a nested container; a container in which nothing changes stays the same."""
+    # Common containers are handled here and not by `tree.children`: this runs for every call of every layer.
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)
@@ -190,9 +184,10 @@ NON_TENSOR_TYPES: Final = frozenset({int, float, bool, str, type(None), torch.dt
 
 
 def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -> Any:
-    """Append a hashable description of arguments to `key` and return them with `visit(tensor)` in each tensor's place.
+    """Append a hashable description of arguments to `key`; return them with `visit(tensor)` in place of each tensor.
 
-    Equal descriptions make results of equal structure and shapes. `visit` describes its tensor itself.
+    Calls whose arguments have equal descriptions return results of equal structure and shapes. `visit` appends the
+    description of its tensor itself.
     """
     kind = type(value)
     if kind in NON_TENSOR_TYPES:
@@ -206,7 +201,7 @@ def describe(value: Any, key: list[Any], visit: Callable[[torch.Tensor], Any]) -
         return value if all(map(is_, parts, value)) else kind(parts)
     inside = value if kind is dict else children(value)
     if inside is None:
-        # An object of the user's: what it holds may matter, but only its kind can be compared between ranks.
+        # An object of the user: its contents may matter, but only its type can be compared between ranks.
         key += (slice, value.start, value.stop, value.step) if kind is slice else (kind,)
         return value
     key += kind, len(inside), *inside

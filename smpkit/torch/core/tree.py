@@ -1,8 +1,8 @@
-"""Walk nested containers the way users nest their tensors: lists, tuples, mappings, sets and dataclasses.
+"""Walk nested containers of tensors: lists, tuples, mappings, sets and dataclasses.
 
-`children` takes a container apart, `rebuild` makes one of the same type again, so a `ModelOutput`, a `BatchEncoding`, a
-named tuple or an `OrderedDict` that goes in also comes out. `pickled` packs containers that hold something else than
-they were made for.
+`children` returns what a container holds, and `rebuild` makes one of the same type: a `ModelOutput`, a `BatchEncoding`,
+a named tuple or an `OrderedDict` keeps its type. `pickled` also pickles named tuples that hold other values than their
+constructor accepts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def rebuild(container: Any, values: dict[Any, Any]) -> Any:
         return _rebuild_mapping(container, values)
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         kind: Any = type(container)
-        return kind._make(values.values())  # not the class itself: a PackedSequence looks at what it is called with
+        return kind._make(values.values())  # not the class itself: PackedSequence checks its arguments
     if isinstance(container, _SEQUENCES):
         return type(container)(values.values())
     made = copy.copy(container)
     for name, value in values.items():
-        object.__setattr__(made, name, value)  # a frozen dataclass refuses the ordinary way
+        object.__setattr__(made, name, value)  # the dataclass may be frozen
     return made
 
 
@@ -56,7 +56,7 @@ def _rebuild_mapping(container: Mapping[Any, Any], values: dict[Any, Any]) -> An
         return values
     if not isinstance(container, MutableMapping):
         return type(container)(values)  # type: ignore[call-arg]
-    made = copy.copy(container)  # keeps what a subclass carries besides its items (a default factory, an encoding)
+    made = copy.copy(container)  # keeps a subclass's other attributes (a default factory, an encoding)
     for key, value in values.items():
         made[key] = value
     return made
@@ -74,7 +74,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle a value; named tuples in it are made again of any items, as `rebuild` makes them."""
+    """Pickle a value; named tuples in it are unpickled with any items, as `rebuild` makes them."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()

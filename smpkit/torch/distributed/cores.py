@@ -1,4 +1,9 @@
-"""How many processor cores one rank may use beside its main thread's: ranks of one host share them."""
+"""The processor cores of one rank: how many it may use, since ranks of a host share them, and which ones.
+
+On a host with two sockets, copies between a GPU and memory of the other socket use the link between the two, which all
+ranks share. Launchers leave ranks where the scheduler puts them, so about half of all pinned memory would be there. A
+rank that is bound to the cores beside its GPU allocates its memory there, too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ __all__ = ["bind", "cores_near_gpu", "own_cores"]
 
 
 def own_cores() -> int:
-    """Return this process's part of the cores that it may run on; the launcher's ranks on the host share them."""
+    """Return the number of cores for this process: those that it may run on, divided by the ranks of this host."""
     return max(1, min(_allowed(), _AT_START // _ranks_here()))
 
 
@@ -30,24 +35,17 @@ def _allowed() -> int:
 def _ranks_here() -> int:
     try:
         return launch_from(os.environ).local_size
-    except UsageError:  # contradictory variables, which `smp.init` complains about; here nobody may need a launcher
+    except UsageError:  # contradictory variables: `smp.init` raises, but this also runs without a launcher
         return 1
 
 
 _AT_START: Final = _allowed()
-"""When this was imported: a rank that is bound to some cores later, its own part, does not share those."""
-
-
-# --- Run a rank on the cores beside its GPU: memory that it touches first then lies there, too ------------------------
-# On a host with two sockets, copies between a GPU and memory of the other socket take the link between the two, which
-# all ranks share. Launchers leave ranks where the scheduler puts them, so about half of all pinned memory would be
-# there.
+"""Cores at import: those that a rank is bound to later are its own, and must not be divided again."""
 
 
 _log = logging.getLogger("smpkit")
 
 SYSFS = Path("/sys")
-"""Where Linux says how the machine is built."""
 TASKS = Path("/proc/self/task")
 """The threads of this process."""
 
@@ -55,8 +53,8 @@ TASKS = Path("/proc/self/task")
 def bind(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
     """Bind this process to the cores of the NUMA node that its GPU is connected to, where that helps.
 
-    Nothing happens with `SMPKIT_NUMA=0`, on a machine with one node or one that does not say where the GPU is, and
-    where somebody (a launcher, a scheduler, a container) has chosen cores already.
+    Does nothing with `SMPKIT_NUMA=0`, on a machine with one node or one that does not tell the GPU's node, and where a
+    launcher, a scheduler or a container has chosen cores already.
     """
     if device.type != "cuda" or environ.get("SMPKIT_NUMA") == "0" or not hasattr(os, "sched_setaffinity"):
         return
@@ -66,16 +64,16 @@ def bind(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
     cores = cores_near_gpu(address, allowed)
     if not cores:
         return
-    # Threads that exist already (torch's, where it has computed something) do not follow the one that starts others.
+    # Bind each thread: those that exist already, such as torch's, do not follow the main thread.
     for task in (int(path.name) for path in TASKS.iterdir()):
-        with contextlib.suppress(OSError):  # it has ended, or the machine does not allow it
+        with contextlib.suppress(OSError):  # the thread has ended, or the machine does not allow it
             if os.sched_getaffinity(task) == allowed:
                 os.sched_setaffinity(task, cores)
     _log.info("this rank runs on the %d cores beside its GPU (%s)", len(cores), address)
 
 
 def cores_near_gpu(address: str, allowed: Collection[int]) -> set[int]:
-    """Return the cores to which a process should be bound whose GPU has a PCI address; none where that would not help.
+    """Return the cores to bind a process to, whose GPU has this PCI address; none where that would not help.
 
     Args:
         address: as Linux writes it, `0000:3b:00.0`.
@@ -85,7 +83,7 @@ def cores_near_gpu(address: str, allowed: Collection[int]) -> set[int]:
     if len(nodes) < 2 or set(allowed) != online:
         return set()
     device = f"bus/pci/devices/{address}"
-    if not _read(f"{device}/numa_node").isdecimal():  # -1: the machine does not know
+    if not _read(f"{device}/numa_node").isdecimal():  # -1: unknown
         return set()
     near = _parse_list(f"{device}/local_cpulist") & online
     return set() if near == online else near

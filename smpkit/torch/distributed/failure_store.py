@@ -1,8 +1,10 @@
 """The failure store: the statuses that ranks publish in the rendezvous store, to find out why a wait failed.
 
-status/<rank>    what a rank waited in, why it failed, or that its script ended
-first            why the job failed, by the rank that was first to write it
-read             how many ranks have read that, for the rank whose process serves the store
+Its keys::
+
+    status/<rank>    what a rank waited in, why it failed, or that its script ended
+    first            why the job failed, by the rank that was first to write it
+    read             how many ranks have read that, for the rank whose process serves the store
 """
 
 from __future__ import annotations

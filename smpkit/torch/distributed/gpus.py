@@ -1,4 +1,4 @@
-"""Which GPU a rank uses, and why one that should have a GPU sees none: such a job must end, not train on the CPU."""
+"""Find each rank's GPU, and end a job in which a rank sees none that should have one: it must not train on the CPU."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ __all__ = [
 CUDA_ON_CPU: Final = "SMPKIT_CUDA_ON_CPU"
 SHARED_GPU_NCCL: Final = "SMPKIT_SHARED_GPU_NCCL"
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-_NO_DEVICE: Final = ("", "-1", "NoDevFiles")  # CUDA stops reading at the first entry that names no GPU
+_NO_DEVICE: Final = ("", "-1", "NoDevFiles")
+"""First entries that mean no GPU: CUDA stops reading at an entry that names none."""
 _NCCL_THAT_SHARES: Final = (2, 30)
-_OLDEST_DRIVER: Final = {11: "450", 12: "525", 13: "580"}  # by CUDA's major version
+"""The first version of nccl that lets ranks share a GPU."""
+_OLDEST_DRIVER: Final = {11: "450", 12: "525", 13: "580"}
+"""By CUDA's major version."""
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-"""What the driver makes for each GPU."""
+"""The driver's device files, one for each GPU."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-"""Where the driver says its version."""
 
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """What one rank knows about GPUs; every rank tells it to all others, as JSON.
+    """What one rank knows about GPUs; the ranks exchange it as JSON.
 
     Args:
         gpu: identity of the GPU that it uses; None if torch sees none.
         expected: why it should have one, as far as the rank itself knows.
-        cpu_reason: what says that it uses the CPU on purpose.
+        cpu_reason: the variable by which it uses the CPU on purpose.
         unused: a GPU's device file beside a build of torch that knows no GPUs.
         facts: about the driver and torch, for errors.
         hint: what to do where a GPU is missing.
@@ -67,10 +69,10 @@ class GpuInfo:
 
 
 def probe_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInfo:
-    """Return what this rank knows. Makes no CUDA context."""
+    """Return what this rank knows, without making a CUDA context."""
     shared = nccl_version() if environ.get(SHARED_GPU_NCCL) == "1" else None
     if torch.cuda.is_available():
-        # Ranks that see one GPU each all call theirs 0.
+        # The identity, not the index: ranks that see one GPU each all call theirs 0.
         properties = torch.cuda.get_device_properties(launch.local_rank % torch.cuda.device_count())
         return GpuInfo(str(properties.uuid), shared_nccl=shared)
     cpu_reason = _why_cpu(environ)
@@ -86,7 +88,7 @@ def probe_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInf
 
 
 def why_expected(environ: Mapping[str, str]) -> str | None:
-    """Return why this process should have a GPU, by its own machine and launcher; None if nothing says so."""
+    """Return why this process should have a GPU, by its machine and launcher; None if there is no reason."""
     if _why_cpu(environ):
         return None
     count = environ.get("SM_NUM_GPUS", "").strip()
@@ -97,7 +99,7 @@ def why_expected(environ: Mapping[str, str]) -> str | None:
 
 
 def wants_gpu(environ: Mapping[str, str]) -> bool:
-    """Return whether this machine has a GPU, or the launcher says so, and nothing says that the CPU is meant."""
+    """Return whether this process should use a GPU, of its machine or by its launcher, and not the CPU on purpose."""
     return not _why_cpu(environ) and (device_file() is not None or why_expected(environ) is not None)
 
 
@@ -107,7 +109,7 @@ def device_file() -> str | None:
 
 
 def problems_of(gpu_infos: Sequence[GpuInfo]) -> list[Problem]:
-    """Return what is wrong with the GPUs of a job, given what each rank knows: who should have one and sees none."""
+    """Return the problems of a job's GPUs, from what each rank knows: ranks that should have one and see none."""
     having = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.gpu is not None]
     blind: dict[tuple[str, str], list[int]] = {}
     for rank, gpu_info in enumerate(gpu_infos):
@@ -126,19 +128,19 @@ def _see(ranks: list[int]) -> str:
 
 
 def notices_of(gpu_infos: Sequence[GpuInfo]) -> list[str]:
-    """Return what is allowed but may be a mistake: GPUs that this build of torch does not know."""
+    """Return warnings about GPUs that this build of torch cannot use."""
     ranks = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.unused is not None]
     if not ranks:
         return []
-    told = f"{gpu_infos[ranks[0]].unused} exists, but torch {torch.__version__} is a build without CUDA"
+    fact = f"{gpu_infos[ranks[0]].unused} exists, but torch {torch.__version__} is a build without CUDA"
     effect = f"{name_ranks(ranks)} train{'s' * (len(ranks) == 1)} on the CPU"
-    return [f"{told}: {effect}; if that is meant, say so with {_VISIBLE}='' or {CUDA_ON_CPU}=1"]
+    return [f"{fact}: {effect}; if that is meant, say so with {_VISIBLE}='' or {CUDA_ON_CPU}=1"]
 
 
 def backend_of(gpu_infos: Sequence[GpuInfo], asked: str) -> tuple[str, list[str]]:
-    """Return torch's name of the backend, and warnings where it is not what one would expect.
+    """Return torch's name of the backend, and warnings about slow ones.
 
-    That is nccl for CUDA tensors beside gloo for CPU ones if every rank has a GPU of its own, else gloo for both.
+    The backend is nccl for CUDA tensors beside gloo for CPU tensors if every rank has its own GPU, else gloo for both.
 
     Args:
         asked: `ddp_dist_backend`.
@@ -182,7 +184,7 @@ def _check_shared_nccl(gpu_infos: Sequence[GpuInfo]) -> None:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of nccl that is loaded, which need not be the one that torch was built with; () if none is."""
+    """Return the version of the nccl that is loaded, which may differ from the one at build time; () without nccl."""
     try:
         from torch._C._distributed_c10d import ProcessGroupNCCL
     except ImportError:
@@ -191,7 +193,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def _why_cpu(environ: Mapping[str, str]) -> str | None:
-    """Return which variable says that the CPU is meant, with its value."""
+    """Return the variable, with its value, by which the CPU is used on purpose."""
     if environ.get(CUDA_ON_CPU) == "1":
         return f"{CUDA_ON_CPU}=1"
     visible = environ.get(_VISIBLE)
@@ -205,14 +207,14 @@ def _is_for_gpus() -> bool:
 
 
 def _facts(environ: Mapping[str, str]) -> str:
-    """Say what decides whether torch can use a GPU."""
+    """Return, for errors, what decides whether torch can use a GPU."""
     driver = _driver()
     parts = [_build(), f"the driver is {driver}" if driver else "the version of the driver is unknown"]
     if _VISIBLE in environ:
         parts.append(f"{_VISIBLE} is {environ[_VISIBLE]}")
     if _is_for_gpus():
         try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # fails and says why, unlike `is_available`
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # raises with the reason, unlike `is_available`
         except (RuntimeError, AssertionError) as error:
             parts.append(f"torch says `{str(error).partition('. ')[0].strip()}`")
     return ", ".join(parts)
@@ -227,7 +229,7 @@ def _build() -> str:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, which is older than any library of CUDA may be in the image."""
+    """Return the version of NVIDIA's driver, which belongs to the host and may be too old for CUDA in the image."""
     try:
         text = DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The process groups of torch.distributed behind a mesh: made once, reused where two groups have the same ranks."""
+"""The process groups behind a mesh: each made once, and reused where two kinds of group have the same ranks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from smpkit.torch.distributed.rendezvous import gather, name_ranks
 __all__ = ["Groups", "loopback"]
 
 _GLOO: Final = "cpu:gloo"
-# MP before PP and so on: any order serves, as long as every rank follows the same one.
+# Any order will do, as long as every rank makes its groups in the same one.
 _ORDER: Final = (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP)
 _CHANNEL_CTAS: Final = 8
-"""Of a GPU's (132 on an H100), that nccl may take for a message; the variable NCCL_MAX_CTAS says otherwise."""
+"""Thread blocks that nccl may use for a message, of 132 multiprocessors on an H100; NCCL_MAX_CTAS overrides it."""
 
 
 class Groups:
     """The process groups of this rank, by their ranks; lives as long as the default group.
 
     Args:
-        store: where all ranks find what each says; nobody else uses its keys.
+        store: where ranks exchange what making a group needs; its keys are used for nothing else.
         rank: this one.
         timeout: for the groups made from now on.
         single_host: let gloo use the loopback interface.
@@ -49,21 +49,21 @@ class Groups:
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._others: set[tuple[int, ...]] = set()
         self._backend: str | None = None
-        """Of the groups made from now on; None: that of the default group."""
+        """Backend of the groups made from now on; None: that of the default group."""
         self._objects: dist.ProcessGroup | None = None
         self._channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._padding_groups: list[dist.ProcessGroup] = []
         """Groups of this rank alone, see `_align_group_counts`."""
 
     def for_mesh(self, mesh: Mesh, rank: int) -> dict[CommGroup, dist.ProcessGroup]:
-        """Return the group of each kind that `rank` (this one) belongs to, making those that are missing."""
+        """Return this rank's group of each kind; make those that are missing."""
         world = dist.group.WORLD
         assert world is not None
         groups = {CommGroup.WORLD: world}
         backends = str(dist.get_backend_config(world))
         if _GLOO in backends:
             self._by_ranks[tuple(range(mesh.size))] = world
-        else:  # a script made it for GPUs only, while much of what ranks tell each other lies in the hosts
+        else:  # a script made it for GPUs only, and ranks also send each other tensors of the host
             self._backend = f"{_GLOO},{backends}"
         # A default group that a script bound to its GPU splits communicators, in which every rank takes part. Otherwise
         # only the members do, so a job of a thousand ranks makes five groups per rank and not thousands.
@@ -90,39 +90,38 @@ class Groups:
         return self._objects
 
     def for_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of some ranks, all of which call this, in the same order among other such calls."""
+        """Return the group of some ranks, all of which call this, in the same order as their other such calls."""
         self._make(ranks, "shared parameters", mine=True, all_ranks=False)
         return self._by_ranks[ranks]
 
     def channels(self, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-        """Return a group of some ranks beside all others, for messages of a pipeline; all of the ranks call this."""
+        """Return a group of its own for messages of a pipeline of some ranks; all of them call this."""
         if ranks not in self._channels:
             with _without_bound_device():
                 self._channels[ranks] = _checked(
-                    self._new(ranks, "lanes", backend, options=self._channel_options(backend))
+                    self._new(ranks, "channels", backend, options=self._channel_options(backend))
                 )
         return self._channels[ranks]
 
     def _channel_options(self, backend: str) -> object:
-        """Return options by which messages start before what is computed, and leave most of the GPU to it."""
+        """Return options by which messages start before compute, and leave most of the GPU to it."""
         if backend != "nccl":
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = _CHANNEL_CTAS
-        options._timeout = self._timeout  # or torch warns that it is another one
+        options._timeout = self._timeout  # else torch warns that it differs from `new_group`'s
         return options
 
     def warm_up(self, groups: Mapping[CommGroup, dist.ProcessGroup], device: torch.device) -> None:
-        """Have nccl make its communicators now; all ranks call this.
-
-        At its first operation a communicator allocates memory, which waits for the whole GPU, and holds up the hosts of
-        its ranks until all have come. In the middle of a step that would be while messages of a pipeline are on their
-        way, and in an order that depends on which rank gets where first.
+        """Make nccl's communicators now; all ranks call this.
 
         Raises:
             DeadlineError: another rank did not come, or its GPU did not answer.
             RemoteError: another rank failed.
         """
+        # At its first operation a communicator allocates memory, which waits for the whole GPU, and blocks the hosts of
+        # its ranks until all have come. In the middle of a step, messages of a pipeline would be under way meanwhile,
+        # in an order that depends on which rank is where first.
         seen = set()
         for kind in (CommGroup.WORLD, *_ORDER):
             group = groups[kind]
@@ -131,14 +130,14 @@ class Groups:
             seen.add(group)
             name = f"the connection of {kind.value} between the GPUs"
             hosts = group if _GLOO in str(dist.get_backend_config(group)) else self.for_objects()
-            with waiting(name, group):  # with a deadline, which nccl's own way to a communicator has not
+            with waiting(name, group):  # over gloo first: nccl makes a communicator without a deadline
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=hosts)
             work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
             assert work is not None, "this rank is in the group"
             self._wait_for_gpu(work, name, group)
 
     def _wait_for_gpu(self, work: dist.Work, name: str, group: dist.ProcessGroup) -> None:
-        """Wait for an operation on GPUs, which nccl's own `wait` leaves to them."""
+        """Wait on the host for an operation on GPUs, with a deadline; nccl's `wait` only makes the stream wait."""
         seconds = self._timeout.total_seconds()
         ends = time.monotonic() + seconds
         while not work.is_completed():
@@ -201,11 +200,10 @@ class Groups:
             )
 
     def _align_group_counts(self, ranks: tuple[int, ...], description: str) -> None:
-        """Have as many groups on all of the ranks: torch makes the name of the next one of that, among other things.
-
-        Without this they would not meet in it where a script has made a group of some of them, or where some share
-        parameters with third ones.
-        """
+        """Make the number of groups equal on all of the ranks, by groups of this rank alone."""
+        # Torch derives the name of the next group from the number of groups, among other things. Without this, ranks
+        # would not meet in it where a script has made a group of some of them, or where some share parameters with
+        # third ranks.
         what = f"the group of {name_ranks(list(ranks))} ({description})"
         key = hashlib.sha1(what.encode() + str(ranks).encode(), usedforsecurity=False).hexdigest()
         count = len(_torch_world.pg_names)
@@ -226,11 +224,9 @@ def _checked(group: object) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def _without_bound_device() -> Iterator[None]:
-    """Hide that a script has bound the default group to its GPU while a group is made.
-
-    Otherwise torch would split the new one's communicator off that one's, in which all ranks of the job had to take
-    part, at the same time. Made anew, it needs its own ranks only.
-    """
+    """Unbind the default group from a GPU to which a script may have bound it, while another group is made."""
+    # Torch would split the new communicator off the default group's, in which all ranks of the job must take part at
+    # the same time. A communicator of its own needs only its own ranks.
     world = dist.group.WORLD
     bound = None if world is None else world.bound_device_id
     if world is None or bound is None:

@@ -1,4 +1,4 @@
-"""`smp.init()`: read the configuration, meet the other ranks, make the groups; and `smp.shutdown()`, the way back."""
+"""`smp.init()`: read the configuration, meet the other ranks, make the groups; and `smp.shutdown()` undoes all that."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _log = logging.getLogger("smpkit")
 
 
 class _World:
-    """The default group of this process and what depends on it; lives from the first `init` to `shutdown`."""
+    """The default group of this process and what depends on it, from the first `init` to `shutdown`."""
 
     def __init__(self, launch: Launch, store: Store, groups: Groups, *, owned: bool) -> None:
         self.launch = launch
@@ -47,7 +47,8 @@ class _World:
 
 
 _world: _World | None = None
-_generation = 0  # how often a world was made: a new one must not read the old one's keys in the same store
+_generation = 0
+"""How often a world was made: a new one must not read the old one's keys in the same store."""
 _at_exit_registered = False
 
 
@@ -62,8 +63,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         config: SMP v1's parameters; keys of the environment variable `SM_HP_MP_PARAMETERS` override them.
 
     Raises:
-        ConfigError: the configuration cannot be meant, or does not fit the number of ranks, or differs between ranks;
-            or a rank sees no GPU that should have one.
+        ConfigError: the configuration is invalid, does not fit the number of ranks, or differs between ranks; or a rank
+            that should have a GPU sees none.
         UsageError: the launcher's variables contradict each other, or a model depends on another configuration.
         DeadlineError: not all ranks came.
     """
@@ -91,7 +92,7 @@ def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def channel_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group in which messages of a pipeline travel, between GPUs if its ranks have any."""
+    """Return the group of a pipeline's channels, between GPUs if its ranks have any."""
     assert _world is not None, "smp.init() has been called"
     return _world.groups.channels(ranks, "nccl" if state.device.type == "cuda" else "gloo")
 
@@ -99,7 +100,7 @@ def channel_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 def shutdown() -> None:
     """Forget everything `smp.init()` made and end the process groups, unless the script made the default group.
 
-    Runs at exit by itself. Waits for nobody.
+    Runs at exit by itself. Does not wait for other ranks.
     """
     global _world
     world, _world = _world, None
@@ -113,8 +114,8 @@ def shutdown() -> None:
     deadline.detach()
     if world is not None and world.owned and dist.is_initialized():
         dist.destroy_process_group()
-    # A group's threads and sockets live as long as something refers to it, and a model that the script has let go of
-    # refers to its groups from cycles: a process that starts over again and again would be full of them.
+    # A group's threads and sockets live as long as something refers to it, and a model that the script has dropped
+    # refers to its groups from cycles: a process that starts over again and again would collect them.
     if world is not None:
         gc.collect()
 
@@ -134,7 +135,7 @@ def _refuse_if_in_use(cfg: ModelParallelConfig) -> None:
 
 
 def _announce(cfg: ModelParallelConfig, notices: Sequence[Problem], mesh: Mesh) -> None:
-    """Warn and log, on rank 0 only: the other ranks have nothing else to say."""
+    """Warn and log, on rank 0 only: all ranks have the same configuration."""
     if state.rank != 0:
         return
     for text in [*map(str, notices), *_setting_notices(cfg, mesh)]:
@@ -145,7 +146,7 @@ def _announce(cfg: ModelParallelConfig, notices: Sequence[Problem], mesh: Mesh) 
 
 
 def _setting_notices(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
-    """Say what this world makes of settings that are legal by themselves."""
+    """Return warnings about settings that are legal, but have little effect in this world."""
     texts = []
     if not cfg.ddp and mesh.dp_size > 1:
         texts.append(
@@ -161,7 +162,7 @@ def _setting_notices(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
 
 
 def _find_launch() -> Launch:
-    """Return who this process is, in accord with a default group that the script may have made already."""
+    """Return rank and size of this process, which must agree with a default group that the script may have made."""
     launch = launch_from(os.environ)
     if not dist.is_initialized():
         return launch
@@ -187,7 +188,7 @@ def _local_place(rank: int, size: int) -> tuple[int, int]:
 
 
 def _register_at_exit() -> None:
-    """End the process groups at exit, or torch warns that nobody did."""
+    """End the process groups at exit, or torch warns that they were never destroyed."""
     global _at_exit_registered  # noqa: PLW0603
     if not _at_exit_registered:
         _at_exit_registered = True
@@ -195,8 +196,8 @@ def _register_at_exit() -> None:
 
 
 def _at_exit() -> None:
-    # After a failure, other ranks may be gone, and ending nccl communicators with them could wait for ever. The
-    # operating system ends everything as well, but not before a kernel has ended that waits for them.
+    # After a failure, other ranks may be gone, and destroying nccl communicators with them could wait for ever. So
+    # abort them: a process does not end either while one of its kernels waits.
     if deadline.failed():
         if _world is not None:
             deadline.abort(_world.groups.all())
@@ -262,10 +263,10 @@ def _store_of_default_group() -> Store:
 
 
 def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta) -> list[dict[str, Any]]:
-    """Wait for all ranks, check that they mean the same configuration, and return what each said about itself.
+    """Wait for all ranks, check that they have the same configuration, and return what each reports about itself.
 
     Raises:
-        ConfigError: they do not, or a rank sees no GPU that should have one; on all ranks alike.
+        ConfigError: configurations differ, or a rank that should have a GPU sees none; raised on all ranks.
     """
     world.num_exchanges += 1
     gpu_info = dataclasses.asdict(gpus.probe_gpu(world.launch))
@@ -294,7 +295,7 @@ def _exchange_facts(world: _World, cfg: ModelParallelConfig, timeout: timedelta)
 
 @contextlib.contextmanager
 def _serving_errors(failure_store: FailureStore) -> Iterator[None]:
-    """Let all ranks read why none of them can start, if so, before the one that serves the store ends."""
+    """On an error of the configuration, wait until all ranks have read it before the store ends with this process."""
     try:
         yield
     except (ConfigError, UnsupportedError):
@@ -307,7 +308,7 @@ def _serving_errors(failure_store: FailureStore) -> Iterator[None]:
 
 
 def _processes_on_this_host(facts: Sequence[Mapping[str, Any]], rank: int) -> dict[int, int]:
-    """Return the processes of the other ranks that this one can see."""
+    """Return the pids of the other ranks that this process can see."""
     here = facts[rank]["process"][0]
     places = [(other, *fact["process"]) for other, fact in enumerate(facts)]
     return {other: pid for other, place, pid in places if place == here and place is not None and other != rank}
@@ -323,11 +324,8 @@ def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:
 
 
 def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None:
-    """Initialise torch.distributed.
-
-    The groups are not bound to a device (`device_id`): that would make every later group a split, in which all ranks
-    must take part.
-    """
+    """Initialise torch.distributed."""
+    # Without `device_id`: a group bound to a device makes every later group a split, in which all ranks must take part.
     if "nccl" in backend:
         _prepare_nccl(world.launch)
     with loopback() if world.launch.single_host else contextlib.nullcontext():
@@ -337,16 +335,14 @@ def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None
 
 
 def _prepare_nccl(launch: Launch) -> None:
-    """Set what nccl and torch's watch over it read when groups are made, unless the user has.
-
-    On an error torch shall only end the kernels (2, "clean up only"): by default it kills the process, and nobody would
-    learn which rank failed. The watcher sees the error, too, and finds that out.
-    """
+    """Set the variables that nccl and torch's watchdog read when groups are made, unless the user has set them."""
+    # 2, "clean up only": on an error torch ends the kernels. By default it kills the process, and nobody would learn
+    # which rank failed; `watcher.py` sees the error as well, and finds that out.
     handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     # torchrun sets 1 for every rank where the user has set nothing.
     if launch.launcher == "torchrun" and os.environ.get(handling) == "1":
         del os.environ[handling]
-    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # its name of old, which torch still reads
+    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # the old name, which torch still reads
         os.environ.setdefault(handling, "2")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if os.environ.get(gpus.SHARED_GPU_NCCL) == "1":

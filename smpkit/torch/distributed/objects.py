@@ -4,9 +4,9 @@ Everything is point to point, so each ordered pair of ranks has one stream of me
 
     header (what call, how many bytes) | pickle without the tensors | tensor 0 | tensor 1 | ...
 
-The header says which call the sender is in, so `barrier` against `allgather` is an error and not a hang. Tensors travel
-as raw bytes, straight from and into their memory. Objects are unpickled: that is safe only because both ends are ranks
-of the same job, which run the same script.
+The header names the sender's call, so `barrier` against `allgather` is an error and not a hang. Tensors travel as raw
+bytes, directly from and into their memory. Objects are unpickled: that is safe only because both ends are ranks of the
+same job, which run the same script.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def mp_barrier() -> None:
     barrier(CommGroup.MP_GROUP)
 
 
-# --- who --------------------------------------------------------------------------------------------------------------
+# --- peers ------------------------------------------------------------------------------------------------------------
 
 
 def _others(group: CommGroup) -> list[int]:
@@ -149,7 +149,8 @@ def _peer(index: int, rank_type: RankType, call: str) -> int:
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
-_TAG: Final = 0x5A9  # keeps our messages apart from a script's own torch.distributed.send on the same group
+_TAG: Final = 0x5A9
+"""Separates these messages from a script's own torch.distributed.send on the same group."""
 _SEND: Final = 1
 _ALLGATHER: Final = 2
 _BARRIER: Final = 3
@@ -171,7 +172,7 @@ class _CallKind:
         return torch.tensor([self.code, _GROUPS.index(self.group), size], dtype=torch.int64, device="cpu")
 
     def pairs_with(self, other: _CallKind) -> bool:
-        # `recv_from` takes what comes, whatever group it was broadcast to.
+        # `recv_from` takes the next object, whatever group it was broadcast to.
         return self.code == other.code and (self.code == _SEND or self.group is other.group)
 
 
@@ -207,7 +208,7 @@ def _send_to(ranks: Sequence[int], call: _CallKind, obj: Any, what: str | None =
 
 
 def _receive_header(rank: int, call: _CallKind) -> int:
-    """Return how many bytes of pickle follow; raise UsageError if the sender is in another call."""
+    """Return the size of the pickle that follows; raise UsageError if the sender is in another call."""
     code, group, size = _receive(torch.empty(3, dtype=torch.int64, device="cpu"), rank).tolist()
     theirs = _CallKind(code, _GROUPS[group])
     if not call.pairs_with(theirs):
@@ -233,7 +234,7 @@ def _receive_object(rank: int, size: int) -> Any:
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """What the receiver needs to know of a tensor whose bytes follow."""
+    """Metadata of a tensor whose bytes follow the pickle."""
 
     index: int
     dtype: torch.dtype
@@ -253,10 +254,10 @@ def _pack(obj: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes plain tensors and parameters out of the pickle.
+    """Takes plain tensors and parameters out of the pickle; subclasses, sparse and quantized tensors are pickled.
 
-    Two tensors that are the same memory with the same shape travel once and share memory again on the other side, as
-    tied weights in a state dict do. Subclasses, sparse and quantized tensors go through the pickle in their own way.
+    Two tensors with the same memory and shape travel once, and share memory again on the receiver, as tied weights in a
+    state dict do.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -274,7 +275,7 @@ class _Pickler(pickle.Pickler):
             return None
         if id(obj) not in self._objects:
             self._objects[id(obj)] = self._spec(obj)
-            self._kept.append(obj)  # a tensor that only lives during the dump could hand its id to another one
+            self._kept.append(obj)  # keep it alive during the dump, or another tensor may get its id
         return id(obj), self._objects[id(obj)]
 
     def _spec(self, tensor: torch.Tensor) -> _TensorSpec:
@@ -299,7 +300,7 @@ def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Receives the tensors as the pickle mentions them, which is the order in which they were sent."""
+    """Receives each tensor where the pickle refers to it, which is the order in which they were sent."""
 
     def __init__(self, packed: torch.Tensor, source: int) -> None:
         super().__init__(io.BytesIO(packed.numpy().tobytes()))

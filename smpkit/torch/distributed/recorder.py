@@ -1,8 +1,8 @@
-"""Write down what this rank does where `SMPKIT_EVENTS_DIR` names a folder, for `smpkit timeline`.
+"""Record what this rank does where `SMPKIT_EVENTS_DIR` names a folder, for `smpkit timeline`.
 
 While a step runs, an event is a tuple appended to a list; it becomes a line of `events_<rank>.jsonl` after the step.
-What a GPU does is timed by the GPU: a span lies between two events of its stream, whose times are read when the step is
-over, so that nothing in it waits. The host, which is done when it has told the GPU what to do, would time the telling.
+GPU work is timed by the GPU: a span lies between two events of its stream, whose times are read when the step has
+ended, so that nothing in it waits. The host, which only launches the work, would time the launch.
 
 Recording ends after `SMPKIT_EVENTS_STEPS` steps (1000), so that a job of days does not fill the disk: an action or
 message takes about 120 bytes.
@@ -85,7 +85,7 @@ class RecordedStage(Protocol):
 
 
 class RecordedExecutor(Protocol):
-    """Runs the actions of a pipeline and calls `recorder` for each: the executor, which stands on this module."""
+    """Runs the actions of a pipeline and calls `recorder` for each: the executor, which lies above this module."""
 
     recorder: Callable[[str, int, int, int, int], object] | None
 
@@ -118,14 +118,14 @@ class Recorder:
         self._timed: list[tuple[SpanCallback, Timestamp, Timestamp]] = []
         """Spans whose times are read at the end of the step, in the order in which they ended."""
         self._schedules: dict[str, str] = {}
-        """Key by text of the schedules that are written."""
+        """By text, the keys of the schedules that have been written."""
 
     @property
     def active(self) -> bool:
         """Whether steps are still recorded."""
         return self._step < self._max_steps
 
-    # --- what calls while a step runs ---------------------------------------------------------------------------------
+    # --- hooks of a running step --------------------------------------------------------------------------------------
 
     def on_action(self, kind: Kind | str, segment: int, microbatch: int, start_ns: int, end_ns: int) -> None:
         """Note an action (the executor's hook)."""
@@ -157,7 +157,7 @@ class Recorder:
 
     @contextmanager
     def timing(self, callback: SpanCallback) -> Iterator[None]:
-        """Give `callback` the times of what runs meanwhile, when the step is over; an exception leaves it out."""
+        """Time the block, and call `callback` with its times at the end of the step; not after an exception."""
         start = _now()
         yield
         self._timed.append((callback, start, _now()))
@@ -165,7 +165,7 @@ class Recorder:
     # --- the life of a step -------------------------------------------------------------------------------------------
 
     def attach(self, executor: RecordedExecutor) -> None:
-        """Listen to the executor of a pipeline from now on."""
+        """Record the actions and messages of a pipeline's executor from now on."""
         self._executor = executor
         executor.recorder = self.on_action
         executor.stage.transport.recorder = self.on_message
@@ -180,7 +180,7 @@ class Recorder:
         self._began_ns = time.perf_counter_ns()
 
     def end_step(self) -> None:
-        """Write the step down; costs nothing while microbatches run, and then waits for the GPU."""
+        """Write the events of the step, after a wait for the GPU."""
         if not self.active:
             return
         end_ns = self._read_times()
@@ -194,9 +194,9 @@ class Recorder:
         self._clear()
 
     def abandon_step(self, error: BaseException) -> None:
-        """Write down what was recorded of a step that an exception ended.
+        """Write what was recorded of a step that an exception ended.
 
-        What a GPU has timed is left out: it may never come to an end, and nobody is to wait for that.
+        Spans that the GPU times are left out: its kernels may never end, and nothing may wait for them.
         """
         if not self.active:
             return
@@ -210,16 +210,16 @@ class Recorder:
         self._clear()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self._detach()
-        with suppress(OSError):  # of a full disk, which has been told of
+        with suppress(OSError):  # of a full disk, about which `_write` has warned
             self._writer.close()
 
     def _read_times(self) -> int:
-        """Wait for the GPU, bring the times of its events onto the host's clock, and return when it was done."""
+        """Wait for the GPU, convert the times of its events to the host's clock, and return the end of its work."""
         last = devices.record_event(state.device, keeps_time=True)
         devices.wait_for_stream(state.device)
-        end_ns = time.perf_counter_ns()  # the one moment of which both clocks are known
+        end_ns = time.perf_counter_ns()  # at this moment, and at no other, both clocks are known
 
         def on_host(timestamp: Timestamp) -> int:
             if isinstance(timestamp, int):
@@ -232,7 +232,7 @@ class Recorder:
         return end_ns
 
     def _write(self, events: Sequence[Event]) -> None:
-        """Hand events to the file; where the disk takes no more, training goes on without a record."""
+        """Write events to the file; if the disk is full, training goes on without a record."""
         try:
             self._writer.write(events)
         except OSError as error:
@@ -247,7 +247,7 @@ class Recorder:
         self._events, self._actions, self._messages, self._backwards, self._timed = [], [], [], [], []
 
     def _finish(self) -> None:
-        """Stop listening after the last step that is recorded, and say so in the file."""
+        """After the last step that is recorded, stop, and write that to the file."""
         if self._step == self._max_steps:
             self._write([Mark(f"recording ended after {self._max_steps} steps", time.perf_counter_ns())])
             self._detach()
@@ -261,7 +261,7 @@ class Recorder:
     # --- the plan -----------------------------------------------------------------------------------------------------
 
     def _schedule_key(self) -> str:
-        """Return the key of the schedule that the step followed, writing it where it is new; empty without one."""
+        """Return the key of the step's schedule, and record a new schedule; an empty key if there is none."""
         schedule = self._followed_schedule()
         if schedule is None:
             return ""
@@ -285,7 +285,7 @@ _recorder: Recorder | None = None
 
 
 def current_recorder() -> Recorder | None:
-    """Return the recorder of this process, if what it does is recorded."""
+    """Return the recorder of this process, if it records."""
     return _recorder if _recorder is not None and _recorder.active else None
 
 
@@ -308,7 +308,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
 
 
 def stop() -> None:
-    """Stop recording; what is recorded is in the file."""
+    """Stop recording, and close the file."""
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:
@@ -366,7 +366,7 @@ def _steps(text: str) -> int:
 
 
 def _header() -> Header:
-    """Meet the other ranks, agree on a name for the run, and note the time."""
+    """Agree on a name for the run with the other ranks, and read both clocks right after a barrier."""
     name = torch.tensor([secrets.randbits(62)], device="cpu")
     with waiting("the start of recording", state.object_group):
         dist.broadcast(name, group=state.object_group, group_src=0)
@@ -392,12 +392,12 @@ def _header() -> Header:
 
 
 def _clock_name(host: str) -> str:
-    """Name the kernel whose monotonic clock this is: containers of one machine share it under different host names."""
+    """Return a name for this kernel's monotonic clock, which containers of one machine share under other host names."""
     return _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else host
 
 
 def _memory_bytes() -> int:
-    """Return what tensors hold on the GPU, or without one what the process holds of the machine's memory."""
+    """Return the bytes of tensors on the GPU, or without a GPU the resident bytes of this process."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     statm = Path("/proc/self/statm")

@@ -1,7 +1,7 @@
-"""Where ranks meet: the key-value store that everything of torch.distributed starts from.
+"""The rendezvous: connect all ranks to one key-value store, from which torch.distributed starts.
 
-Three cases: the launcher serves a store (torchrun), rank 0 serves one at `MASTER_ADDR:MASTER_PORT`, or nobody said
-where (`mpirun -np 8 python script.py` on one host) and rank 0 takes a free port, told to the others in a small file.
+Three cases: the launcher serves a store (torchrun); rank 0 serves one at `MASTER_ADDR:MASTER_PORT`; or no address is
+given (`mpirun -np 8 python script.py` on one host), and rank 0 takes a free port and publishes it in a small file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from smpkit.torch.core.context import DEFAULT_PORT, Launch
 __all__ = ["connect_store", "gather"]
 
 _POLL_SECONDS: Final = 0.05
-_CONNECT_SECONDS: Final = 10  # to a port of this very host
+_CONNECT_SECONDS: Final = 10
+"""For a connection to a port of this host."""
 
 
 def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store:
@@ -42,7 +43,7 @@ def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store
         timeout: how long to look for rank 0.
 
     Raises:
-        UsageError: several hosts and nobody said where rank 0 is.
+        UsageError: the job has several hosts, and the address of rank 0 is not set.
         DeadlineError: rank 0 did not appear.
         LaunchError: the port is taken, or the address of rank 0 is not of this host.
     """
@@ -66,10 +67,11 @@ def gather(
     what: str = "smp.init()",
     hint: str = "were all ranks started, and does each of them call smp.init()?",
 ) -> list[str]:
-    """Return what each of some ranks, this one among them, gave as `value` under `key`, in their order.
+    """Return the `value` of each of some ranks, this one among them, in their order.
 
     Args:
-        what, hint: in what they meet and why one may not come, for errors.
+        key: under which they exchange their values.
+        what, hint: the call in which they meet, and why one may not come, for errors.
 
     Raises:
         DeadlineError: names the ranks that did not come.
@@ -83,12 +85,12 @@ def gather(
         raise DeadlineError(
             f"rank {rank} waited {timeout.total_seconds():g} s in {what} for {name_ranks(absent)}",
             hint=hint,
-        ) from None  # the store's own words are the names of keys
+        ) from None  # the store's message only names keys
     return [data.decode() for data in store.multi_get(keys)]
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Say `rank 2`, `ranks 0, 2 and 3`, or, of many, the first eight and how many more."""
+    """Return `rank 2`, `ranks 0, 2 and 3`, or of many ranks the first eight and the number of the rest."""
     if not ranks:
         return "the other ranks"
     if len(ranks) == 1:
@@ -108,7 +110,7 @@ def _has(store: Store, key: str) -> bool:
 def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout: timedelta) -> TCPStore:
     """Serve or find the store at `address:port`."""
     try:
-        # Without `wait_for_workers` the server does not block here: `gather` waits, and can say who is missing.
+        # Without `wait_for_workers` the server does not block here: `gather` waits, and can name who is missing.
         return TCPStore(address, port, launch.world_size, serve, timeout, wait_for_workers=False)
     except dist.DistError as error:
         where = f"{address}:{port}"
@@ -127,12 +129,12 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-# --- one host, and nobody said where ----------------------------------------------------------------------------------
+# --- one host, without an address -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _StoreAddress:
-    """What rank 0 tells the other ranks of its host: where it listens, and how to know that it is this job's rank 0."""
+    """What rank 0 publishes for the other ranks of its host: its port, and a token that identifies this job."""
 
     port: int
     pid: int
@@ -169,11 +171,9 @@ def _serve_on_this_host(launch: Launch, port: int | None, path: Path, timeout: t
 
 @contextlib.contextmanager
 def _published(path: Path, store_address: _StoreAddress) -> Iterator[None]:
-    """Keep the address at `path` as long as the block runs.
-
-    The file is written under a fresh name (never following a link that somebody put there) and renamed, so a reader
-    sees a whole address or none.
-    """
+    """Keep the address at `path` as long as the block runs."""
+    # Under a fresh name, and never following a link that somebody put there; then renamed, so that a reader sees a
+    # whole address or none.
     fresh = path.with_suffix(f".{secrets.token_hex(8)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -201,7 +201,7 @@ def _find_on_this_host(launch: Launch, path: Path, timeout: timedelta) -> Store:
 
 
 def _read_address(path: Path) -> _StoreAddress | None:
-    """Return the address at `path` if there is one, of this user, whose author is alive."""
+    """Return the address at `path`, if this user wrote it and the process that did is alive."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -222,7 +222,7 @@ def _connect(launch: Launch, store_address: _StoreAddress) -> Store | None:
     """Connect, and check that the process there is the one that wrote the address."""
     connect = timedelta(seconds=_CONNECT_SECONDS)
     try:
-        # Asked first, because the store's client would try again for seconds when nobody listens.
+        # Try the port first: the store's client would retry for seconds on a closed one.
         socket.create_connection(("127.0.0.1", store_address.port), _CONNECT_SECONDS).close()
         store = TCPStore("127.0.0.1", store_address.port, launch.world_size, False, connect, wait_for_workers=False)
         return store if store.get("smpkit/token").decode() == store_address.token else None
