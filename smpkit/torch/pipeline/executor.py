@@ -129,7 +129,7 @@ class Executor:
             step.run_plan(plan)
         assert step.output_broadcast is not None, "forwards are left"
         outputs = step.output_broadcast.finish()
-        self.stage.transport.end_step()
+        self.stage.transport.end_step()  # sent tensors may be changed from here on
         self._steps[kind] += 1
         if kind in self._trials:
             self.stage.synchronize()  # a trial compares steps: time the GPU's work, not its launch
@@ -241,7 +241,7 @@ class _StepRunner:
     def run_in_program_order(self) -> None:
         """Run all forwards, then all backwards, microbatch after microbatch."""
         transport = self.stage.transport
-        transport.follow(None)
+        transport.follow(None)  # messages on channels go in program order, too
         for index in range(len(self.microbatches)):
             if index not in self.outputs:
                 self.run_forward(index)
@@ -263,6 +263,7 @@ class _StepRunner:
                 microbatch.record = plan.record
         self._num_split = len(plan.split)
         upcoming = list(zip(plan.actions, plan.receives, strict=True))
+        # Post receives before their values are needed: gloo sends data only once the receive is posted.
         for first in upcoming[:_LOOKAHEAD]:
             self._post(*first)
         microbatches, split, has_revisits = self.microbatches, plan.split, plan.has_revisits
@@ -335,7 +336,7 @@ class _StepRunner:
         if coroutine is None:
             coroutine = MicrobatchCoroutine(lambda: self._run_body(index), self.stage.random, self.stage.device)
             self.coroutines[index] = coroutine
-            microbatch.before_wait = coroutine.suspend
+            microbatch.before_wait = coroutine.suspend  # an action ends where the microbatch begins a new segment
         self._run_action(Kind.FORWARD, segment, microbatch, coroutine.resume)
         if coroutine.done:
             self._keep_output(index, coroutine.output)
@@ -413,7 +414,7 @@ class _StepRunner:
             raise
         finally:
             Current.microbatch = None
-        transport.outbox.poll()
+        transport.outbox.poll()  # send what the device has finished copying meanwhile
         if self._recorder is not None or self._meter is not None:
             # Synchronize the compute stream, not the device: a stream that sends may wait for another rank.
             self.stage.synchronize()

@@ -221,6 +221,7 @@ class Transport:
     def send_gradient(self, gradient: torch.Tensor | None, microbatch: int, transfer: P2PTransfer) -> None:
         """Send the gradient of a value back to the rank that sent the value; None: it has no gradient."""
         if gradient is None:
+            # On a channel a header alone is enough; through the hosts the message has its usual length.
             on_channel = self._uses_channels and self._sends_on_channel(
                 transfer.source, self._tag(microbatch, transfer, backward=True)
             )
@@ -273,9 +274,10 @@ class Transport:
     ) -> None:
         recorder = self.recorder
         start_ns = 0 if recorder is None else time.perf_counter_ns()
-        target, segment = (
-            (transfer.source, transfer.source_segment) if backward else (transfer.target, transfer.target_segment)
-        )
+        if backward:
+            target, segment = transfer.source, transfer.source_segment
+        else:
+            target, segment = transfer.target, transfer.target_segment
         tag = self._tag(microbatch, transfer, backward)
         receive_index = self.action_indices.get((target, backward, segment, microbatch))
         what = (microbatch, transfer, backward)
@@ -292,18 +294,18 @@ class Transport:
     def _receive_transfer(
         self, microbatch: int, transfer: P2PTransfer, use: Callable[[torch.Tensor], torch.Tensor], *, backward: bool
     ) -> torch.Tensor | None:
-        source, segment = (
-            (transfer.target, transfer.target_segment) if backward else (transfer.source, transfer.source_segment)
-        )
+        if backward:
+            source, segment = transfer.target, transfer.target_segment
+        else:
+            source, segment = transfer.source, transfer.source_segment
         tag = self._tag(microbatch, transfer, backward)
         start_ns = time.perf_counter_ns()
         what = (microbatch, transfer, backward)
         if self._channels is not None and self._comes_on_channel(source, tag, what):
             result = self._take_from_channel(self._channels, tag, transfer.spec, use, start_ns)
         else:
-            work, buffer = (
-                self._posted.pop(tag) if tag in self._posted else self._start_receive(tag, transfer, backward)
-            )
+            posted = self._posted.pop(tag, None)
+            work, buffer = self._start_receive(tag, transfer, backward) if posted is None else posted
             # On a CPU the buffer is the value: prepare the leaf now, while its data travel.
             result = use(_in_original_layout(buffer, transfer.spec)) if self._on_cpu else None
             start_ns = time.perf_counter_ns()
@@ -316,7 +318,9 @@ class Transport:
         if self._sending[source]:
             self._release_sent(source, self.action_indices.get((source, backward, segment, microbatch)))
         if self.recorder is not None:
-            num_bytes = 0 if result is None and self._uses_channels and not self._has_left else transfer.spec.num_bytes
+            # On a channel, a gradient of None is a header without a message.
+            is_header = result is None and self._uses_channels and not self._has_left
+            num_bytes = 0 if is_header else transfer.spec.num_bytes
             self.recorder("receive", source, num_bytes, tag, start_ns, time.perf_counter_ns())
         return result
 
