@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
             `torch.amp.GradScaler`.
 
     Raises:
-        UsageError: with `fp16` or `bf16` in the configuration, where the optimizer sees to all of this.
+        UsageError: with `fp16` or `bf16` in the configuration, where the optimizer scales the loss itself.
     """
 
     def __init__(self, *arguments: Any, device: str | torch.device | None = None, **options: Any) -> None:

@@ -224,18 +224,26 @@ def _pieces(tensor: torch.Tensor, shard: TpShard | None) -> tuple[int, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the description of `module:factory`, found in the folders that follow it, or the error.
+    """Print the description of a model as one JSON object, or the error.
 
-    `--places=N` before it says how many partitions it may name; `--by-hand=N` also that its units go there. After that,
-    `--job=N:{...}` gives the number of ranks and the parameters of the job.
+    ::
 
-    Whatever user code prints goes to stderr, so that stdout is one JSON object.
+        [--places=N | --by-hand=N] [--job=N:{...}] module:factory [folder ...]
+
+        --places    the number of partitions that the factory may name
+        --by-hand   the same, and its units are placed there
+        --job       the number of ranks, and the parameters of the job
+        folder      where the module is found
+
+    What user code prints goes to stderr.
     """
     with _redirect_stdout() as write:
         try:
+            num_partitions, by_hand = 1, False
             option, _, places = arguments[0].partition("=")
-            given = option in ("--places", "--by-hand")
-            arguments = arguments[given:]
+            if option in ("--places", "--by-hand"):
+                num_partitions, by_hand = int(places), option == "--by-hand"
+                arguments = arguments[1:]
             cfg, world_size = None, 1
             if arguments[0].startswith(_JOB_OPTION):
                 ranks, _, parameters = arguments[0].removeprefix(_JOB_OPTION).partition(":")
@@ -243,8 +251,6 @@ def main(arguments: Sequence[str]) -> int:
                 arguments = arguments[1:]
             target, *folders = arguments
             sys.path[:0] = folders
-            num_partitions = int(places) if given else 1
-            by_hand = option == "--by-hand"
             facts = describe(_import_factory(target), num_partitions, by_hand=by_hand, cfg=cfg, world_size=world_size)
             write(facts.to_json())
         except SmpkitError as error:
@@ -255,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _redirect_stdout() -> Iterator[Callable[[str], None]]:
-    """Point file descriptor 1 at stderr meanwhile, which also catches what C code prints."""
+    """Point file descriptor 1 at stderr in this block, also for what C code prints; yield what writes to stdout."""
     sys.stdout.flush()
     ours = os.dup(1)
     os.dup2(2, 1)

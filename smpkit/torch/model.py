@@ -190,18 +190,18 @@ class DistributedModel(nn.Module):
         return self._run_module(args, kwargs)
 
     def _run_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # `fully_shard` has gathered a block when its forward fails: it must let go of it again.
-        if self.data_parallel is not None and self.data_parallel.shards_parameters:
-            with _abandon_on_error(self.data_parallel):
-                return self._run_in_precision(args, kwargs)
-        return self._run_in_precision(args, kwargs)
-
-    def _run_in_precision(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._half_dtype is None:
-            # Not `self.module`: nn.Module's __getattr__ is slow, and this runs for every microbatch.
-            return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = cast_inputs((args, kwargs), self._half_dtype)
-        return cast_outputs(self.module(*args, **kwargs), self._half_dtype)
+        try:
+            if self._half_dtype is None:
+                # Not `self.module`: nn.Module's __getattr__ is slow, and this runs for every microbatch.
+                return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+            args, kwargs = cast_inputs((args, kwargs), self._half_dtype)
+            return cast_outputs(self.module(*args, **kwargs), self._half_dtype)
+        except BaseException:
+            # `fully_shard` has gathered blocks when a forward fails, and must shard them again. In a step,
+            # `abandon_step` does that.
+            if state.step is None and self.data_parallel is not None and self.data_parallel.shards_parameters:
+                self.data_parallel.abandon()
+            raise
 
     def backward(
         self,

@@ -54,7 +54,6 @@ def _check_same(lines: Sequence[str], group: dist.ProcessGroup) -> None:
 
 
 def _all_gather_object(value: _Value, group: dist.ProcessGroup) -> list[_Value]:
-    """Return the value of each rank of the group."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with waiting("the comparison of models", group):
         dist.all_gather_object(values, value, group=group)

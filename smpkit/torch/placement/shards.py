@@ -167,7 +167,7 @@ def join_shards(pieces: Sequence[torch.Tensor], shard: TpShard) -> torch.Tensor:
 
 
 _ASSIGN: Final = "assign_to_params_buffers"
-"""How `nn.Module.load_state_dict` tells each module of `assign=True`."""
+"""The key under which `nn.Module.load_state_dict` passes `assign=True` to each module."""
 
 
 def refuse_assignment(root: nn.Module) -> None:

@@ -411,7 +411,7 @@ class _FakeTensors:
 
     def _make_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._mode, torch.no_grad():
-            if is_delayed(tensor):  # one element expanded, whose strides of 0 operations would hand on
+            if is_delayed(tensor):  # one element, expanded: results would get its strides of 0
                 value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             else:
                 value = self._mode.from_tensor(tensor).detach().to(self._device)

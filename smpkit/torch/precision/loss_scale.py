@@ -74,7 +74,7 @@ class DynamicLossScaler:
     Args:
         init_scale: the first scale.
         scale_factor: what the scale is divided by or multiplied with.
-        scale_window: after so many steps in a row without overflow the scale grows.
+        scale_window: the number of steps in a row without overflow after which the scale grows.
         min_scale: the scale does not go below.
         delayed_shift: how many overflows it takes to shrink the scale ("hysteresis").
         consecutive_hysteresis: count only overflows in a row; else a good step in between forgives nothing, and only

@@ -189,7 +189,7 @@ def gather_logits(logits: torch.Tensor, num_classes: int, boundary: Layout | Non
 
 
 def with_lazy_logits(output: Any, gather: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a `ModelOutput` like `output`, whose `logits` are replaced by `gather(logits)` when they are looked at."""
+    """Return a `ModelOutput` like `output`; its `logits` become `gather(logits)` when they are first read."""
     kind: Any = type(output)
     made = _lazy_class(kind)(**dict(OrderedDict.items(output)))
     vars(made)["_smp_gather"] = gather

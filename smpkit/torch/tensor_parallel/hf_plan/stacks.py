@@ -218,7 +218,6 @@ class _GatherInputsHook:
 
 
 def _samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return how many samples a call has."""
     for value in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dim() > 1:
             return value.shape[0]

@@ -229,7 +229,7 @@ class DistributedAttentionLayer(DistributedModule):
     def _bias(
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, bool]:
-        """Return what is added to the scores, and whether a causal mask is to be applied besides."""
+        """Return the tensor to add to the scores, and whether to apply a causal mask as well."""
         options, causal = self.options, self.causal_mask_size is not None
         if mask is not None and not self.in_stack:
             mask = gather_mask(mask, query.shape[0] // state.tp_size, self.boundary)

@@ -35,10 +35,10 @@ class LayerOptions:
 
     Args:
         use_alibi: add ALiBi's penalties of distance to the scores; their slopes halve `alibi_bias_max` times.
-        rotary_dim: rotate the first so many features of queries and keys by their positions; 0 for none.
+        rotary_dim: the number of features of queries and keys, from the first, that positions rotate; 0 for none.
         rotary_interleaved: pairs to rotate are neighbours (GPT-J), not half a head apart (GPT-NeoX).
         rotary_base: of the rotation's wave lengths.
-        window_size: positions see so many, themselves included, before them (GPT-Neo's local attention); None for all.
+        window_size: how many positions each sees, itself and those before it (GPT-Neo's local attention); None for all.
         scale_attention_scores: divide scores by the root of the head size.
         scale_attn_by_layer_idx: divide them by `layer_idx + 1` as well.
         layer_idx: position of the layer, from 0; a stack counts by itself.
