@@ -53,12 +53,11 @@ from smpkit.torch.state_dict import (
     local_state_names,
     runs_here,
 )
+from smpkit.torch.tensor_parallel.agreement import CallConsistencyCheck, common_seed
 from smpkit.torch.tensor_parallel.layers.dropout import random_number, seed_with_common_number
-from smpkit.torch.tensor_parallel.model_check import common_seed
 from smpkit.torch.tensor_parallel.module import DistributedModule
 from smpkit.torch.tensor_parallel.replace import distribute
 from smpkit.torch.tensor_parallel.replaced import replace_optimizer_parameters
-from smpkit.torch.tensor_parallel.same_call import CallConsistencyCheck
 from smpkit.torch.tensor_parallel.state_dict import with_original_names
 
 if TYPE_CHECKING:

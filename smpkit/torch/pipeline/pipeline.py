@@ -41,7 +41,7 @@ from smpkit.torch.placement.manual import manual_placement
 from smpkit.torch.placement.measure import MeasureOptions, measure
 from smpkit.torch.placement.placement import holders_of, keep_local_parameters
 from smpkit.torch.placement.trace import TrialStep, measure_units, run_fake, units_of
-from smpkit.torch.tensor_parallel.model_check import common_seed
+from smpkit.torch.tensor_parallel.agreement import common_seed
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import MicrobatchCall, MicrobatchCalls

@@ -294,7 +294,7 @@ def checksum_of_collectives(*, reset: bool = False) -> int:
     """Return a checksum of the kinds and shapes of all collectives so far; equal on all ranks of a group, or wrong.
 
     gloo accepts a message that is shorter than expected, and one of the same length from another call, so ranks that
-    got out of step can go on with wrong values. The checksums are compared when the next step begins (same_call.py).
+    got out of step can go on with wrong values. The checksums are compared when the next step begins (agreement.py).
 
     Args:
         reset: begin anew afterwards.

@@ -33,9 +33,9 @@ from smpkit.torch.placement.delayed import (
     set_initializer,
 )
 from smpkit.torch.placement.manual import inherit_partition
+from smpkit.torch.tensor_parallel.agreement import ModelComparison, compare_models
 from smpkit.torch.tensor_parallel.hf_plan.apply import apply_tp_plan, has_tp_plan
 from smpkit.torch.tensor_parallel.marking import Marking, default_dtype, marking_of
-from smpkit.torch.tensor_parallel.model_check import ModelComparison, compare_models
 from smpkit.torch.tensor_parallel.module import DistributedModule, global_shape, load_shard
 from smpkit.torch.tensor_parallel.registry import (
     ReplacementRule,

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 import smpkit.torch
-from smpkit.torch.compat.smdistributed import prepare
+from smpkit.torch.compat import prepare
 
 # `step` is a module, which has `StepOutput`, and a decorator. Importing the module binds its name here, so the
 # decorator is bound afterwards. It has the class, too, because `import ....torch.step as step` yields the decorator.
