@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ __all__ = ["FileSystems", "find_file_systems"]
 
 @dataclass(frozen=True)
 class FileSystems:
-    """Who sees what.
+    """Which ranks share a file system.
 
     Args:
         leaders: for each rank, the lowest one on its file system.
@@ -28,7 +27,7 @@ class FileSystems:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank makes things visible on its file system."""
+        """Whether this rank publishes checkpoints on its file system."""
         return self.leaders[state.rank] == state.rank
 
     @cached_property
@@ -41,28 +40,22 @@ class FileSystems:
         return frozenset(rank for rank, each in enumerate(self.leaders) if each == leader)
 
     def writer(self, holders: frozenset[int]) -> int | None:
-        """Return which of the ranks that hold something writes it on this file system; None if none of them is here."""
+        """Return which of the ranks that hold an entry writes it on this file system; None if none of them is here."""
         return min(holders & self.here, default=None)
 
 
 def find_file_systems(path: Path, save_id: str, failure: str) -> FileSystems:
-    """Make the folder and find out, by markers in it, which ranks share it; all ranks call this.
-
-    A file system that shows a marker late only makes a rank write what another one writes too.
-    """
+    """Make the folder and find out, by marker files in it, which ranks share it; all ranks call this."""
+    # A file system that shows a marker late is harmless: a rank then writes what another one writes, too.
     all_or_raise(failure, lambda: _make_folder(path))
     marker = path / f".rank_{state.rank}.{save_id}.tmp"
     try:
-        all_or_raise(failure, _only_when(state.local_rank == 0, lambda: _touch(marker)))
+        all_or_raise(failure, lambda: _touch(marker) if state.local_rank == 0 else None)
         seen = [int(found.name.split(".")[1].removeprefix("rank_")) for found in path.glob(f".rank_*.{save_id}.tmp")]
         return FileSystems(tuple(allgather(min(seen, default=state.rank))))
     finally:
         with contextlib.suppress(OSError):
             marker.unlink(missing_ok=True)
-
-
-def _only_when(condition: bool, do: Callable[[], None]) -> Callable[[], None]:
-    return do if condition else lambda: None
 
 
 def _make_folder(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: names, whole-or-nothing writing, which one is the newest.
+"""The files of checkpoints: their names, how a checkpoint appears completely or not at all, which is the newest.
 
 ::
 
@@ -8,9 +8,9 @@
           pieces.json              what each file holds of the whole model
           index.json               degrees, sizes, partition, and which save it was
       {tag}                        full: the model's state dict in one file
-      user_content_{tag}           full: what the script added
+      user_content_{tag}           full: the script's own content
       newest                       name of the newest, `{tag}_partial` or `{tag}`
-      .{name}.{save id}.tmp        being written, or left behind by a job that died; never read
+      .{name}.{save id}.tmp        being written, or left over from a job that died; never read
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})(?P<ol
 
 @dataclass(frozen=True)
 class Index:
-    """What a partial checkpoint is.
+    """Describes a partial checkpoint.
 
     Args:
         tag: the script's name for it.
-        save_id: which save wrote it.
-        order: grows by one with each save into the same folder; clocks of restarted hosts are not to be trusted.
+        save_id: of the save that wrote it.
+        order: grows by one with each save to the same folder; a time would depend on the clocks of restarted hosts.
         degrees: pipeline, virtual pipeline and tensor degree it was saved with.
         smpkit: version that wrote it.
         files: name -> size in bytes.
-        elsewhere: files of this checkpoint that lie on the file systems of other hosts -> where.
+        elsewhere: files of this checkpoint on the file systems of other hosts -> where.
         format: version of this layout.
-        random: seed and step of the streams of random numbers, so that dropout goes on as if nothing had happened.
-        partition: which unit was on which pipeline rank, as `Assignment.to_json` has it; None before the first step.
+        random: seed and step of the streams of random numbers, so that dropout continues exactly.
+        partition: the assignment of units to pipeline ranks (`Assignment.to_json`); None before the first step.
     """
 
     tag: str
@@ -85,7 +85,7 @@ class Index:
 
 
 def check_tag(tag: object) -> None:
-    """Raise UsageError unless `tag` can be a file name that is none of ours."""
+    """Raise UsageError unless `tag` can be a file name that smpkit does not use itself."""
     if not isinstance(tag, str) or not re.fullmatch(r"[^/\0.][^/\0]*", tag) or tag == NEWEST:
         raise UsageError(
             f"{tag!r} cannot be the tag of a checkpoint",
@@ -97,7 +97,7 @@ def check_tag(tag: object) -> None:
 
 
 def fsync_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
-    """Write a new file and push it to the disk; return its size in bytes."""
+    """Write a new file and flush it to the disk; return its size in bytes."""
     with path.open("wb") as file:
         write(file)
         file.flush()
@@ -106,7 +106,7 @@ def fsync_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
-    """Replace `path` by a new file, so that a reader, or a crash, sees the old one or the new one; return its size."""
+    """Replace `path` by a new file in one rename; return its size. Readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{new_save_id()}.tmp")
     try:
         size = fsync_write(temporary, write)
@@ -119,7 +119,7 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Push renames in `folder` to the disk, where the file system can do that."""
+    """Flush renames in `folder` to the disk, where the file system supports that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -129,7 +129,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def new_save_id() -> str:
-    """Return a fresh name for one save."""
+    """Return a random id for one save."""
     return secrets.token_hex(8)
 
 
@@ -146,12 +146,13 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def publish_folder(staged: Path, target: Path) -> None:
-    """Make a whole folder visible under its name by a rename, replacing an older one of that name.
+    """Rename a complete folder to its final name, replacing an older one of that name.
 
     Does nothing if `staged` is gone because another host has published it on the same file system.
     """
     if not staged.exists():
         return
+    # A folder cannot be replaced in one rename. If the job dies in between, `remove_leftovers` puts the old one back.
     old = staged.with_suffix(".old.tmp")
     with contextlib.suppress(FileNotFoundError):
         target.rename(old)
@@ -166,9 +167,9 @@ def publish_folder(staged: Path, target: Path) -> None:
 
 
 def remove_leftovers(path: Path, save_id: str) -> None:
-    """Remove what saves that died left in `path`, sparing the one with `save_id`.
+    """Remove the leftovers in `path` of saves that died, except those of the save with `save_id`.
 
-    A checkpoint that was being replaced when its job died (moved away, and the new one not yet in place) is put back.
+    A checkpoint whose replacement was interrupted (moved away, and the new one not in place) is put back.
     """
     for leftover in path.glob(".*.tmp"):
         ours = _TEMPORARY.fullmatch(leftover.name)
@@ -186,7 +187,7 @@ def remove_leftovers(path: Path, save_id: str) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index of a partial checkpoint; raise CheckpointError if it is missing or not readable."""
+    """Return the index of a partial checkpoint; raise CheckpointError if it is missing or cannot be read."""
     try:
         index = Index(**json.loads((folder / INDEX).read_text()))
     except FileNotFoundError:
@@ -199,7 +200,7 @@ def read_index(folder: Path) -> Index:
 
 
 def find_damage(folder: Path, index: Index) -> str | None:
-    """Say what is wrong with the files of a checkpoint; None if they are whole."""
+    """Return what is wrong with the files of a checkpoint; None if they are complete."""
     for name, size in index.files.items():
         try:
             found = (folder / name).stat().st_size
@@ -222,7 +223,7 @@ def complete_partials(path: Path) -> list[tuple[str, Index]]:
 
 
 def read_newest(path: Path) -> str | None:
-    """Return what `newest` says, or None if there is no such file or it says nothing usable."""
+    """Return the name in `newest`; None if there is no such file or no valid name in it."""
     try:
         name = (path / NEWEST).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -232,7 +233,7 @@ def read_newest(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def as_checkpoint_error(doing: str) -> Iterator[None]:
-    """Turn the errors of the operating system (a full disk, no permission) into CheckpointError."""
+    """Turn errors of the operating system (a full disk, no permission) into CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -240,7 +241,7 @@ def as_checkpoint_error(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not re.search("inline_container|PytorchStreamWriter", str(error)):
             raise
-        # torch's writer, which notices that what it wrote is not there, or hides the OSError of the file given to it.
+        # torch's writer raises it when data that it wrote is not there, or in place of an OSError of the file.
         hidden = error.__context__ if isinstance(error.__context__, OSError) else None
         reason = (hidden and hidden.strerror) or "not all of it could be written, as on a disk without room"
         raise CheckpointError(f"{doing}: {reason}") from error

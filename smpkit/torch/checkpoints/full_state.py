@@ -1,7 +1,12 @@
-"""The whole model's tensors under the names of the script's own model, though tensor parallelism replaced parts of it.
+"""Write files that hold the whole model, though no rank does.
 
-What a module became has a translation back, which makes one whole tensor after the other from whole tensors. Here these
-are brought together from the ranks when the translation asks for them, so that at no time there is more than one.
+First one rank per file system, its leader, makes the file with room for every tensor. Then, tensor by tensor, each rank
+writes the chunks that it holds, contiguous run by run, directly to their place; what no rank of a file system holds is
+sent to its leader. So a rank needs memory for one tensor at a time.
+
+A module that tensor parallelism has replaced is written under the names of the script's own model. Its registration has
+a translation back, which makes one whole tensor after the other from the whole tensors of the replacement
+(`TranslatedModule`). These are gathered from the ranks when the translation asks for them, one at a time.
 """
 
 from __future__ import annotations
@@ -46,12 +51,12 @@ __all__ = ["FileSlot", "FullState", "TranslatedModule", "full_state_of", "write_
 
 @dataclass(frozen=True)
 class TranslatedModule:
-    """A module that took the place of another one.
+    """A module that has replaced another one.
 
     Args:
-        prefix: what the names of its state begin with.
-        source: the rank that writes what is made of it.
-        pp_sources: the pipeline rank that provides each tensor of its state, where that is not the source's.
+        prefix: of the names of its state.
+        source: the rank that writes the translated tensors.
+        pp_sources: the pipeline rank that provides a tensor of its state, where that is not the source's.
     """
 
     prefix: str
@@ -64,44 +69,44 @@ class TranslatedModule:
     def takes_part(self) -> bool:
         """Whether this rank holds a piece that the source needs."""
         mine, theirs = (state.mesh.coordinates(rank) for rank in (state.rank, self.source))
-        # What sharded data parallelism divides, all replicas bring together, each for itself.
+        # Parameters of sharded data parallelism are gathered over all replicas, so all of them take part.
         together = state.cfg.sharded_data_parallel_degree > 1
         return mine.pp in {theirs.pp, *self.pp_sources.values()} and (together or mine.rdp == theirs.rdp)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what the translation makes, by name; computed without data."""
+        """Shape and dtype of the translated tensors, by name; computed without data."""
         made = {name: make() for name, make in self._translated(_MetaState(self.module))}
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of what the translation makes, in its order."""
+        """The names of the translated tensors, in the translation's order."""
         return tuple(self.tensors)
 
     def gathered(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Yield names with what makes each tensor; all ranks that take part make all of them, in this order.
+        """Yield names with functions that make each tensor. Making one is collective over the ranks that take part.
 
-        Only the source gets values; the others, tensors without data.
+        Only the source gets values; the others get tensors without data.
         """
         return self._translated(_GatheredState(self.module, self.pp_sources, state.mesh.coordinates(self.source).pp))
 
     def _translated(self, values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         for name, made in self.translation(values, self.module):
-            yield self.prefix + name, _maker(made)
+            yield self.prefix + name, _factory(made)
 
 
-def _maker(made: TensorOrFactory) -> Callable[[], torch.Tensor]:
+def _factory(made: TensorOrFactory) -> Callable[[], torch.Tensor]:
     return made if callable(made) else lambda: made
 
 
 @dataclass(frozen=True)
 class FullState:
-    """What the whole model's state dict has.
+    """The tensors of the whole model's state dict.
 
     Args:
         tensors: shape and dtype by name.
-        modules: where some of them come from.
+        modules: whose translations make some of them.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -109,15 +114,15 @@ class FullState:
 
     @cached_property
     def translated(self) -> frozenset[str]:
-        """The names of what translations make."""
+        """The names of all translated tensors."""
         return frozenset(name for module in self.modules for name in module.names)
 
 
 def full_state_of(model: Model, *, translate: bool) -> FullState:
-    """Return what the whole model's state dict has, the same on all ranks.
+    """Return the tensors of the whole model's state dict, the same on all ranks.
 
     Args:
-        translate: under the script's own names, where a translation is known.
+        translate: whether to use the names of the script's own model, where a translation is known.
     """
     modules = tuple(_translated_modules(model)) if translate else ()
     inside = tuple(module.prefix for module in modules)
@@ -140,10 +145,8 @@ def _translated_modules(model: Model) -> Iterator[TranslatedModule]:
 
 
 def _pp_sources_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, int]]:
-    """Return the pipeline rank that a module is put together on, and what of its state comes from which other one.
-
-    That is the lowest rank that holds all of it; a module whose parts lie on several has none.
-    """
+    """Return the pipeline rank that gathers a module, and by name the rank of each tensor that it does not hold."""
+    # The lowest rank that holds the whole module, if there is one.
     if model.pipeline is None or not model.partitioned:
         return 0, {}
     holders = {name: model.pipeline.holders[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
@@ -153,7 +156,7 @@ def _pp_sources_of(model: Model, module: nn.Module) -> tuple[int, Mapping[str, i
 
 
 class _MetaState(Mapping[str, torch.Tensor]):
-    """The whole state of a module, without data."""
+    """The whole state of a module, as tensors without data."""
 
     def __init__(self, module: nn.Module) -> None:
         self._values = {
@@ -172,28 +175,28 @@ class _MetaState(Mapping[str, torch.Tensor]):
 
 
 class _GatheredState(_MetaState):
-    """The whole state of a module on the first of the tensor-parallel ranks that ask together, without data elsewhere.
+    """The whole state of a module, gathered on access on the first tensor-parallel rank; without data on others.
 
-    The last tensor is kept, because the parts of a packed one are asked for one after the other.
+    Access is collective. The last tensor is kept, because a translation takes the parts of a packed one one by one.
     """
 
     def __init__(self, module: nn.Module, pp_sources: Mapping[str, int], source: int) -> None:
         super().__init__(module)
         self._module = module
-        self._homes = pp_sources
+        self._pp_sources = pp_sources
         self._source = source
         self._own = module.state_dict(keep_vars=True)
         self._last: tuple[str, torch.Tensor] | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, self._fetched(name)
+            self._last = None  # free the old tensor before gathering the new one
+            self._last = name, self._fetch(name)
         return self._last[1]
 
-    def _fetched(self, name: str) -> torch.Tensor:
-        """Return the tensor on the first rank of the source's, wherever in the pipeline it comes from."""
-        pp_source = self._homes.get(name, self._source)
+    def _fetch(self, name: str) -> torch.Tensor:
+        """Gather a tensor on its pipeline rank, and send it to the source's if that is another one."""
+        pp_source = self._pp_sources.get(name, self._source)
         value = self._full_tensor(name) if state.pp_rank == pp_source else self._values[name]
         if pp_source == self._source or state.tp_rank > 0:
             return value
@@ -214,15 +217,12 @@ class _GatheredState(_MetaState):
         return value.detach() if state.tp_rank == 0 else self._values[name]
 
 
-# --- Write files that hold the whole model, though no rank does: each writes its chunks where they belong -------------
-# First somebody makes the file with the space for every tensor. Then, tensor by tensor, each rank writes the chunks
-# that it holds, contiguous run by run, straight to their place; what no rank on a file system holds is sent to its
-# leader. So a rank needs memory for one tensor at a time.
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FileSlot:
-    """The space for a whole tensor in a file.
+    """The room for a whole tensor in a file.
 
     Args:
         offset: of its first byte.
@@ -238,27 +238,22 @@ def write_whole_file(path: Path, model: Model, file_systems: FileSystems, failur
     """Write a model's whole state dict as `torch.save` would, to one file on each file system; all ranks call this.
 
     Args:
-        translate: under the names that parts had before tensor parallelism replaced them, where that is known.
+        translate: whether to use the names that modules had before tensor parallelism replaced them.
 
     Raises:
         CheckpointError: on all ranks, if one cannot write; it begins with `failure`.
     """
     full_state = all_or_raise(failure, lambda: full_state_of(model, translate=translate))
     entries = all_or_raise(failure, lambda: model_entries(model))
-    others = _non_tensors(entries)
+    own = {entry.name.removeprefix(MODEL): entry.value for entry in entries if entry.shape is None}
+    others = {name: value for part in allgather(own) for name, value in part.items()}  # not tensors, of all ranks
     made = all_or_raise(failure, lambda: _make_file(path, model, full_state, others) if file_systems.is_leader else {})
     slots = allgather(made)[file_systems.leaders[state.rank]]
     write_slots(slots, full_state, entries, file_systems, failure)
 
 
-def _non_tensors(entries: Iterable[StateEntry]) -> dict[str, Any]:
-    """Return what is no tensor in the state dicts of all ranks together."""
-    own = {entry.name.removeprefix(MODEL): entry.value for entry in entries if entry.shape is None}
-    return {name: value for part in allgather(own) for name, value in part.items()}
-
-
 def _make_file(path: Path, model: Model, full_state: FullState, others: Mapping[str, Any]) -> dict[str, FileSlot]:
-    """Make the file with room for all tensors; return where each is."""
+    """Make the file with room for all tensors; return the slot of each."""
     with FakeTensorMode():
         content = {**_fake_tensors(model, full_state), **others}
     reserve = torch.serialization.skip_data(materialize_fake_tensors=True)
@@ -269,14 +264,14 @@ def _make_file(path: Path, model: Model, full_state: FullState, others: Mapping[
     slots = {}
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
-            offset = value.untyped_storage()._checkpoint_offset  # where torch says it has left room
+            offset = value.untyped_storage()._checkpoint_offset  # private in torch; set by reading on fake tensors
             assert offset is not None
             slots[name] = FileSlot(path, offset, tuple(value.shape), value.dtype)
     return slots
 
 
 def _fake_tensors(model: Model, full_state: FullState) -> dict[str, torch.Tensor]:
-    """Return whole tensors without memory; the names of one parameter share one."""
+    """Return whole tensors without memory; all names of a tied weight share one, as `torch.save` expects."""
     own = model.module.state_dict(keep_vars=True)
     known: dict[object, torch.Tensor] = {}
     result = {}
@@ -288,9 +283,6 @@ def _fake_tensors(model: Model, full_state: FullState) -> dict[str, torch.Tensor
     return result
 
 
-# --- writing into the space -------------------------------------------------------------------------------------------
-
-
 def write_slots(
     slots: Mapping[str, FileSlot],
     full_state: FullState,
@@ -298,7 +290,7 @@ def write_slots(
     file_systems: FileSystems,
     failure: str,
 ) -> None:
-    """Write this rank's part of what there are slots for, and what its file system lacks; all ranks call this.
+    """Fill the slots with this rank's part, and with what no rank of its file system holds; all ranks call this.
 
     Args:
         slots: by the name of the whole tensor.
@@ -312,13 +304,12 @@ def write_slots(
     with contextlib.closing(_Writer()) as writer:
         all_or_raise(failure, lambda: _write_own(slots, wanted, file_systems, writer))
         if len(set(file_systems.leaders)) > 1:
-            held = [
-                (name, entry.chunks, entry.holders)
-                for name, entry in wanted.items()
-                if min(entry.holders) == state.rank
-            ]
-            listed = [(source, *item) for source, found in enumerate(allgather(held)) for item in found]
-            all_or_raise(failure, lambda: _send_missing(slots, wanted, listed, file_systems, writer))
+            own: list[tuple[str, tuple[Chunk, ...], frozenset[int]]] = []
+            for name, entry in wanted.items():
+                if min(entry.holders) == state.rank:
+                    own.append((name, entry.chunks, entry.holders))
+            held = [(source, *item) for source, found in enumerate(allgather(own)) for item in found]
+            all_or_raise(failure, lambda: _send_missing(slots, wanted, held, file_systems, writer))
         for translated in full_state.modules:
             all_or_raise(failure, lambda each=translated: _write_translated(slots, each, file_systems, writer))  # type: ignore[misc]
         all_or_raise(failure, writer.finish)
@@ -331,20 +322,20 @@ class _Writer:
         self._files: dict[Path, int] = {}
 
     def write(self, slot: FileSlot, chunks: Iterable[Chunk], value: torch.Tensor) -> None:
-        """Write what of a whole tensor `value` holds."""
+        """Write the chunks of a whole tensor that `value` holds."""
         with as_checkpoint_error(f"{slot.path.name} cannot be written"):
             if slot.path not in self._files:
                 self._files[slot.path] = os.open(slot.path, os.O_WRONLY)
             _write_chunks(self._files[slot.path], slot, chunks, value)
 
     def finish(self) -> None:
-        """Push everything to the disk."""
+        """Flush everything to the disk."""
         for path, file in self._files.items():
             with as_checkpoint_error(f"{path.name} cannot be written"):
                 os.fsync(file)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._files.values():
             os.close(file)
 
@@ -375,7 +366,7 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 _HeldTensor = tuple[int, str, tuple[Chunk, ...], frozenset[int]]
-"""Which rank has what, which ranks hold the same."""
+"""Rank that sends, name, chunks, and all ranks that hold the same."""
 
 
 def _send_missing(
@@ -385,10 +376,10 @@ def _send_missing(
     file_systems: FileSystems,
     writer: _Writer,
 ) -> None:
-    """Bring to each file system what none of its own ranks holds: from the lowest that does to its leader."""
+    """Send to each file system's leader what none of its ranks holds, from the lowest rank that does."""
     leaders = sorted(set(file_systems.leaders))
     failed: CheckpointError | None = None
-    # Every rank goes through the same list in the same order, so each send meets its receive, even after a failure.
+    # All ranks go through the same list in the same order, and go on after a failure: each send must meet its receive.
     for source, name, chunks, holders in held:
         for leader in leaders:
             if holders & file_systems.ranks_led_by(leader):
@@ -408,9 +399,9 @@ def _send_missing(
 def _write_translated(
     slots: Mapping[str, FileSlot], translated: TranslatedModule, file_systems: FileSystems, writer: _Writer
 ) -> None:
-    """Write what a translation makes of a module, one tensor at a time, on every file system.
+    """Write the translated tensors of a module, one at a time, on every file system.
 
-    The tensor-parallel ranks that hold the module make each tensor together; the first of them has it.
+    The ranks that take part make each tensor together; the source has it, and sends it to the other leaders.
     """
     source = translated.source
     failed: CheckpointError | None = None
@@ -431,7 +422,7 @@ def _write_translated(
                 assert value is not None
                 zeros = (0,) * value.dim()
                 writer.write(slots[name], [Chunk(zeros, tuple(value.shape), zeros)], value)
-        except CheckpointError as error:  # the others go on, and so must this one
+        except CheckpointError as error:  # go on: the other ranks wait for this one in the next tensor
             failed = failed or error
     if failed is not None:
         raise failed

@@ -1,7 +1,7 @@
-"""Folders as Hugging Face's `save_pretrained` writes them: `config.json`, safetensors files and their index.
+"""Save and load folders like Hugging Face's `save_pretrained`: `config.json`, safetensors files and their index.
 
-A safetensors file is eight bytes of length, a JSON header that says where each tensor is, and the tensors. So the ranks
-write one together as they write any file of whole tensors, and each reads of it what it needs.
+A safetensors file has a JSON header that says where each tensor is, then the tensors. So ranks write one together like
+any file of whole tensors (`full_state.py`), and each rank reads only the slices that it needs (`load.py`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def save_pretrained(
 ) -> None:
     """Write the whole model to a folder that `AutoModel.from_pretrained` loads; called by all ranks.
 
-    Every rank writes what it holds straight to its place, so none needs memory for more than one whole tensor. Parts
-    that tensor parallelism replaced are translated back. The folder appears whole; one that is there is replaced, and
-    other files in it (a tokenizer's) are kept. A model without a `config` gives the safetensors files alone.
+    Every rank writes what it holds directly to its place, so none needs memory for more than one whole tensor. Modules
+    that tensor parallelism has replaced are translated back. The folder appears complete; an old one is replaced, and
+    other files in it (a tokenizer's) are kept. For a model without a `config` only safetensors files are written.
 
     Args:
         model: the wrapped model; the last one that was wrapped if not given.
         max_shard_size: bytes of tensors in one file, as a number or as "5GB".
 
     Raises:
-        CheckpointError: on all ranks, if one (named) cannot write its part.
+        CheckpointError: on all ranks, if one cannot write its part; it names the rank.
         UsageError: there is no model, or `max_shard_size` is no size.
     """
     model, target, limit = wrapped_model(model), Path(folder).absolute(), _bytes_of(max_shard_size)
@@ -76,11 +76,11 @@ def load_pretrained(folder: str | os.PathLike[str], model: Model | None = None, 
     """Load the weights of a Hugging Face folder (safetensors) into the wrapped model; called by all ranks.
 
     Every rank reads the slices that it holds. With a pipeline, parameters without memory
-    (`smp.delay_param_initialization`) are read at the first step, so no rank ever holds the whole model.
+    (`smp.delay_param_initialization`) are read in the first step, so no rank ever holds the whole model.
 
     Args:
         model: the wrapped model; the last one that was wrapped if not given.
-        strict: raise if names differ, other than by what the model's class says to ignore.
+        strict: raise if names differ, apart from those that the model's class ignores.
 
     Raises:
         CheckpointError: on all ranks, if there are no safetensors, or they belong to another model.
@@ -97,19 +97,18 @@ def load_pretrained(folder: str | os.PathLike[str], model: Model | None = None, 
 
 
 def _bytes_of(size: object) -> int:
-    """Return how many bytes "5GB" is."""
-    match = (
-        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", size.strip(), re.IGNORECASE) if isinstance(size, str) else None
-    )
-    if match is not None:
-        return int(float(match[1]) * _UNITS[match[2].upper()])
+    """Return a size, such as "5GB", in bytes."""
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", size.strip(), re.IGNORECASE)
+        if match is not None:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     raise UsageError(f"max_shard_size is {size!r}", hint='use a number of bytes, or a size such as "5GB" or "200MB"')
 
 
 def _without_tied_names(model: Model, full_state: FullState) -> FullState:
-    """Leave out the further names of tied weights, which `from_pretrained` ties again."""
+    """Leave out all but one name of tied weights, which `from_pretrained` ties again."""
     own = model.module.state_dict(keep_vars=True)
     dropped, seen = set(_tied_names(model.module)) & full_state.tensors.keys(), set()
     for name in full_state.tensors:
@@ -123,7 +122,7 @@ def _without_tied_names(model: Model, full_state: FullState) -> FullState:
 
 
 def _tied_names(root: nn.Module) -> Mapping[str, str]:
-    """Return which names a Hugging Face model ties to which others, if its configuration says that it does."""
+    """Return the names that a Hugging Face model ties to others, if its configuration enables that."""
     config = getattr(root, "config", None)
     tied = getattr(_original_class(root), "_tied_weights_keys", None)
     if not getattr(config, "tie_word_embeddings", False) or not isinstance(tied, Mapping):
@@ -134,7 +133,7 @@ def _tied_names(root: nn.Module) -> Mapping[str, str]:
 def _plan_files(
     staged: Path, target: Path, model: Model, full_state: FullState, limit: int, file_systems: FileSystems
 ) -> dict[str, FileSlot]:
-    """Decide which tensor is where, on all ranks alike; make the files with room for them on each file system."""
+    """Decide where each tensor goes, equally on all ranks; leaders make the files with room for the tensors."""
     parts = list(_split_by_size(full_state, limit))
     count = len(parts)
     numbered = [f"model-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
@@ -157,7 +156,7 @@ def _plan_files(
 
 
 def _split_by_size(full_state: FullState, limit: int) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Yield the tensors of one file after the other, none larger than `limit` unless one tensor is."""
+    """Yield the tensors of each file; none is larger than `limit`, unless it has a single tensor."""
     part: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     used = 0
     for name, (shape, dtype) in full_state.tensors.items():
@@ -194,7 +193,7 @@ def _write_config(staged: Path, root: nn.Module, full_state: FullState) -> None:
 
 
 def _original_class(root: nn.Module) -> type[nn.Module]:
-    """Return the script's own class of a model, which tensor parallelism may have replaced as a whole."""
+    """Return the script's own class of a model; tensor parallelism may have replaced the whole model."""
     entry = applied_rule_of(root)
     return type(root) if entry is None else entry.original_class
 
@@ -203,11 +202,14 @@ def _publish(staged: Path, target: Path, file_systems: FileSystems) -> None:
     if not file_systems.is_leader or not staged.exists():
         return
     with files.as_checkpoint_error(f"{target} cannot be written"):
-        for other in target.iterdir() if target.is_dir() else ():
+        others = target.iterdir() if target.is_dir() else ()
+        for other in others:  # keep what is not ours, such as a tokenizer
             if _WEIGHT_FILES.fullmatch(other.name) or (staged / other.name).exists():
                 continue
-            copy_it = shutil.copytree if other.is_dir() else shutil.copy2
-            copy_it(other, staged / other.name)
+            if other.is_dir():
+                shutil.copytree(other, staged / other.name)
+            else:
+                shutil.copy2(other, staged / other.name)
         files.sync_folder(staged)
         files.publish_folder(staged, target)
 
@@ -216,10 +218,10 @@ def _publish(staged: Path, target: Path, file_systems: FileSystems) -> None:
 
 
 class _NameMapping:
-    """How the names in a folder become those of a model, by the rules of `from_pretrained`.
+    """Maps the names in a folder to those of a model, by the rules of `from_pretrained`.
 
-    A file of the bare model fits one with a head, and the other way round: the name of the bare model (`transformer.`)
-    is put before, or taken away. What the class says to ignore is ignored.
+    Weights of the bare model can be loaded into a model with a head, and the reverse: the name of the bare model
+    (`transformer.`) is prepended or removed. Names that the class ignores are left out.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -228,7 +230,7 @@ class _NameMapping:
         self._prefix = f"{prefix}." if prefix else ""
         self._has_head = bool(prefix) and prefix in dict(root.named_children())
         self._own = root.state_dict(keep_vars=True).keys()
-        # Under what tensor parallelism has replaced, the names in the folder are for its translation to judge.
+        # Names inside a replaced module are never ignored: only its translation knows which of them it needs.
         self._translated = tuple(f"{name}." if name else "" for name, _, _ in replaced_modules(root))
         self._ignored = [re.compile(each) for each in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
@@ -242,7 +244,7 @@ class _NameMapping:
         if self._has_head and bare:
             return {name: self._prefix + name for name in names}
         if self._prefix and not self._has_head and not bare:
-            # The head that this model does not have is left out.
+            # This model has no head: leave out the head's weights.
             return {name: name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
         return {name: name for name in names}
 

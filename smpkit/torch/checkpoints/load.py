@@ -1,7 +1,16 @@
-"""Modules under other names in a checkpoint than in the model, because tensor parallelism has replaced them in one.
+"""Load a checkpoint into the wrapped model and optimizer: this rank's part, whatever ranks saved it.
 
-A replaced module's registration has translations of whole state dicts, both ways. They are given tensors that are read
-when they are asked for, so there is one whole tensor at a time; optimizer states translate as their parameters do.
+For each tensor there is a *source*: mostly the entry of the same name. Two things make it another one.
+
+*Replaced modules*. A module that tensor parallelism has replaced, here or in the job that saved, has other names in the
+checkpoint than in the model. Its registration has translations of whole state dicts, both ways (`KeyMapping`). They are
+given tensors that are read only when a translation uses them, so there is one whole tensor in memory at a time.
+Optimizer states are translated like their parameters.
+
+*Float32 weights*. In half precision a checkpoint has the model's rounded weights, and float32 masters beside the
+optimizer's moments. With sharded data parallelism, and without half precision, the model's own weights are float32, and
+there are no masters. Float32 weights here are read from the float32 ones there, whichever those are (`_fp32_sources`,
+`_Masters`).
 """
 
 from __future__ import annotations
@@ -18,8 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.planner import Target, read_into
-from smpkit.torch.checkpoints.reader import PieceReader
+from smpkit.torch.checkpoints.reader import PieceReader, Target, read_into
 from smpkit.torch.checkpoints.state_entries import (
     GROUPS,
     MODEL,
@@ -45,221 +53,72 @@ from smpkit.torch.tensor_parallel.replace import replacement_stubs
 from smpkit.torch.tensor_parallel.state_dict import replaced_modules
 
 __all__ = [
-    "KeyMapping",
-    "TensorFactory",
-    "TensorSource",
-    "fp32_sources",
-    "is_half",
-    "key_mappings",
     "load_loss_scale",
     "load_model",
     "load_optimizer",
-    "read_whole",
 ]
 
 TensorFactory = Callable[[], torch.Tensor]
-"""Makes a whole tensor when it is wanted."""
-
-
-@dataclass(frozen=True)
-class KeyMapping:
-    """One such module.
-
-    Args:
-        prefix: what its names begin with, here and there.
-        in_checkpoint: its names in the checkpoint, without the prefix.
-        module: the distributed module, which the translation asks for its sizes.
-    """
-
-    prefix: str
-    in_checkpoint: tuple[str, ...]
-    module: nn.Module
-    translation: Translation
-
-    def factories(self, reader: PieceReader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
-        """Return what makes each whole tensor of the model's own state, by name.
-
-        Args:
-            full: the name in the checkpoint of what belongs to one of its names there. What is missing is left out.
-        """
-        items = reader.metadata.state_dict_metadata
-        names = {name: full(self.prefix + name) for name in self.in_checkpoint}
-        there = {name: each for name, each in names.items() if isinstance(items.get(each), TensorStorageMetadata)}
-        factories = self.translation(_LazyTensors(reader, there), self.module)
-        return {self.prefix + name: each if callable(each) else _constant(each) for name, each in factories}
-
-
-def key_mappings(root: nn.Module, names: Collection[str]) -> list[KeyMapping]:
-    """Return the modules of a model that a checkpoint with these names has under others."""
-    found = []
-    for prefix, module, ours, in_checkpoint, translation in _candidates(root):
-        inside = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-        known = in_checkpoint is None or set(inside) <= in_checkpoint
-        if translation is not None and inside and known and not set(inside) <= ours:
-            found.append(KeyMapping(prefix, inside, module, translation))
-    return found
-
-
+"""Makes a whole tensor when it is called."""
 _Candidate = tuple[str, nn.Module, AbstractSet[str], AbstractSet[str] | None, Translation | None]
-"""Prefix, distributed module, names here, possible names there (None: any), translation from there to here."""
-
-
-def _candidates(root: nn.Module) -> Iterator[_Candidate]:
-    for name, module, entry in replaced_modules(root):
-        # What the original's names were, only the translation knows.
-        yield _prefix(name), module, set(module.state_dict()), None, entry.to_distributed
-    if state.tp_size == 1:
-        for name, module, twin, entry in replacement_stubs(root):
-            yield _prefix(name), twin, set(module.state_dict()), set(twin.state_dict()), entry.from_distributed
-
-
-def _prefix(name: str) -> str:
-    return f"{name}." if name else ""
-
-
-def read_whole(reader: PieceReader, name: str) -> torch.Tensor:
-    """Read one whole tensor of a checkpoint."""
-    item = reader.metadata.state_dict_metadata[name]
-    assert isinstance(item, TensorStorageMetadata)
-    tensor = torch.empty(item.size, dtype=item.properties.dtype, device="cpu")
-    zeros = (0,) * tensor.dim()
-    read_into(reader, {name: Target(tensor, [Chunk(zeros, tuple(item.size), zeros)])})
-    return tensor
-
-
-def _constant(tensor: torch.Tensor) -> TensorFactory:
-    return lambda: tensor
-
-
-class _LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors that are read when they are asked for; the last is kept, because parts of it may be wanted in turn."""
-
-    def __init__(self, reader: PieceReader, names: Mapping[str, str]) -> None:
-        self._reader = reader
-        self._names = names
-        self._last: tuple[str, torch.Tensor] | None = None
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        full = self._names[name]
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, read_whole(self._reader, full)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-# --- Float32 weights between jobs that keep them in different places --------------------------------------------------
-# In half precision a checkpoint has the model's rounded weights, and float32 masters beside the optimizer's moments.
-# With sharded data parallelism (and without half precision) the model's own weights are float32, and there are no
-# masters. What is float32 here comes from what is float32 there, wherever that is.
-
-
+"""Prefix, distributed module, names in the model, possible names in the checkpoint (None: any), translation."""
 TensorSource: TypeAlias = str | TensorFactory
-"""The name in the checkpoint, or what makes the whole tensor."""
-
-
-def is_half(dtype: torch.dtype) -> bool:
-    """Tell whether a dtype is one that has masters."""
-    return dtype in (torch.float16, torch.bfloat16)
-
-
-def fp32_sources(root: nn.Module, sources: Mapping[str, TensorSource], reader: PieceReader) -> dict[str, TensorSource]:
-    """Return the masters in the checkpoint for those parameters, by name, that are not in half precision here.
-
-    Masters that only another host has are left out: the rounded weights do.
-    """
-    masters = _masters_in(reader)
-    wanted = {name: p for name, p in root.named_parameters(remove_duplicate=False) if not is_half(p.dtype)}
-    wanted = {name: parameter for name, parameter in wanted.items() if name in sources}
-    if not masters or not wanted:
-        return {}
-    found: dict[int, TensorSource] = {}
-    for name, parameter in wanted.items():
-        source = sources[name]
-        if isinstance(source, str) and source.removeprefix(MODEL) in masters:
-            found[id(parameter)] = masters[source.removeprefix(MODEL)]
-    there = {name.removeprefix(MODEL) for name in reader.metadata.state_dict_metadata if name.startswith(MODEL)}
-    for mapping in key_mappings(root, there):
-        factories = mapping.factories(reader, lambda name: masters.get(name, ""))
-        found |= {id(wanted[name]): factory for name, factory in factories.items() if name in wanted}
-    return {name: found[id(parameter)] for name, parameter in wanted.items() if id(parameter) in found}
-
-
-def _masters_in(reader: PieceReader) -> dict[str, str]:
-    """Return the names of the masters in a checkpoint, by that of their parameter."""
-    end = f".{MASTER_KEY}"
-    items = reader.metadata.state_dict_metadata
-    names = [name for name, item in items.items() if isinstance(item, TensorStorageMetadata)]
-    names = [name for name in names if name.startswith(STATES) and name.endswith(end) and not reader.is_missing(name)]
-    return {name.removeprefix(STATES).removesuffix(end): name for name in names}
-
-
-# --- Bring what a checkpoint holds into the wrapped model and optimizer: this rank's part, whatever ranks saved it ----
-
-
-# --- the model --------------------------------------------------------------------------------------------------------
+"""The name in the checkpoint, or a function that makes the whole tensor."""
 
 
 def load_model(model: Model, reader: PieceReader, strict: bool, prefix: str = MODEL) -> None:
     """Fill the parameters and buffers that this rank holds, in place.
 
-    Parameters without memory yet are filled when the model is partitioned, and so are those whose files lie on other
-    hosts only: it may turn out that this rank does not hold them.
+    Parameters without memory, and those whose files are on other hosts only, are loaded when the model is partitioned:
+    then it is known whether this rank holds them.
 
     Args:
-        strict: names must be the same.
+        strict: whether the names must be the same.
         prefix: of the model's names in the checkpoint.
 
     Raises:
-        CheckpointError: names or shapes are those of another model.
+        CheckpointError: the names or shapes are those of another model.
     """
     own = model.module.state_dict(keep_vars=True)
     sources = _sources(model.module, own, reader, prefix, strict)
     if prefix == MODEL:
-        sources |= fp32_sources(model.module, sources, reader)
+        sources |= _fp32_sources(model.module, sources, reader)
     _check_shapes(own, sources, reader)
     unpartitioned = awaits_partition(model)
-    deferred = [
-        name
-        for name, source in sources.items()
-        if unpartitioned and (is_delayed(own[name]) or _is_missing(reader, source))
-    ]
-    _fill(model, reader, {name: source for name, source in sources.items() if name not in deferred})
+    now, deferred = dict[str, TensorSource](), dict[str, TensorSource]()
+    for name, source in sources.items():
+        is_missing = isinstance(source, str) and reader.is_missing(source)
+        if unpartitioned and (is_delayed(own[name]) or is_missing):
+            deferred[name] = source
+        else:
+            now[name] = source
+    _fill(model, reader, now)
     if deferred:
-        defer_load(lambda: _fill(model, reader, {name: sources[name] for name in deferred}))
+        defer_load(lambda: _fill(model, reader, deferred))
     if state.optimizer is not None:
         state.optimizer.refresh_masters()
 
 
 def awaits_partition(model: Model) -> bool:
-    """Tell whether the model is yet to be partitioned."""
+    """Return whether the model is still to be partitioned."""
     return model.pipeline is not None and not model.partitioned
-
-
-def _is_missing(reader: PieceReader, source: TensorSource) -> bool:
-    return isinstance(source, str) and reader.is_missing(source)
 
 
 def _sources(
     root: nn.Module, own: Mapping[str, Any], reader: PieceReader, prefix: str, strict: bool
 ) -> dict[str, TensorSource]:
-    """Return where each entry of the model's state comes from, by name.
-
-    A tied weight may be in the checkpoint under any of its names (files of Hugging Face hold it under one).
-    """
+    """Return the source of each entry of the model's state, by name."""
     there = {name.removeprefix(prefix) for name in reader.metadata.state_dict_metadata if name.startswith(prefix)}
     found: dict[str, TensorSource] = {name: prefix + name for name in own if name in there}
-    for mapping in key_mappings(root, there):
+    for mapping in _key_mappings(root, there):
         there -= {mapping.prefix + name for name in mapping.in_checkpoint}
         factories = mapping.factories(reader, lambda name: prefix + name)
         found |= {name: factory for name, factory in factories.items() if name in own}
+    # A tied weight may be in the checkpoint under any of its names; files of Hugging Face have it under one.
     first = {id(own[name]): name for name in reversed(list(found)) if isinstance(own[name], nn.Parameter)}
-    found |= {name: found[first[id(value)]] for name, value in own.items() if name not in found and id(value) in first}
+    for name, value in own.items():
+        if name not in found and id(value) in first:
+            found[name] = found[first[id(value)]]
     missing, surplus = sorted(own.keys() - found.keys()), sorted(there - own.keys())
     if strict and (missing or surplus):
         raise CheckpointError(
@@ -296,23 +155,22 @@ def _text(shape: tuple[int, ...] | None) -> str:
 
 def _fill(model: Model, reader: PieceReader, sources: Mapping[str, TensorSource]) -> None:
     own = model.module.state_dict(keep_vars=True)
-    held = {
-        name: own[name]
-        for name in sources
-        if not (isinstance(own[name], nn.Parameter) and not model.holds(own[name])) and not _is_meta(own[name])
-    }
     live = {id(each) for each in (*model.module.parameters(), *model.module.buffers())}
     targets, objects, others = {}, {}, {}
     filled: set[int] = set()
-    for name, value in held.items():
-        source = sources[name]
+    for name, source in sources.items():
+        value = own[name]
+        if isinstance(value, nn.Parameter) and not model.holds(value):
+            continue
         if not isinstance(value, torch.Tensor):
             objects[name] = source
             continue
+        if value.device.type == "meta":
+            continue
         tensor = value
-        if id(value) not in live:
+        if id(value) not in live:  # computed for the state dict: the module takes it back below
             tensor = others[name] = torch.empty_like(value)
-        elif id(value) in filled:
+        elif id(value) in filled:  # a tied weight, under another name
             continue
         filled.add(id(value))
         if isinstance(source, str):
@@ -322,12 +180,12 @@ def _fill(model: Model, reader: PieceReader, sources: Mapping[str, TensorSource]
         else:
             _fill_from(tensor, name, source())
     found = read_into(reader, targets, [source for source in objects.values() if isinstance(source, str)])
-    # What a module computes for its state dict, and its extra state, goes back through the module.
+    # Modules take back what they compute for their state dict, and their extra state.
     others |= {name: found[source] for name, source in objects.items() if isinstance(source, str)}
     if others:
         model.module.load_state_dict(others, strict=False)
     if state.optimizer is not None:
-        state.optimizer.refresh_masters()  # its master weights do
+        state.optimizer.refresh_masters()  # they are copies of the weights that have been loaded
 
 
 def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
@@ -341,18 +199,12 @@ def _fill_from(tensor: torch.Tensor, name: str, whole: torch.Tensor) -> None:
     copy_chunks(local_tensor_of(tensor), whole, chunks_in(tensor))
 
 
-def _is_meta(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
-
-
-# --- the optimizer ----------------------------------------------------------------------------------------------------
-
-
 def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> None:
-    """Load the states of the parameters that this rank holds; all of a group's settings now, if not its states.
+    """Load the groups' settings, and the states of the parameters that this rank holds, which the partition decides.
 
     Raises:
-        CheckpointError: it is the state of another optimizer, or can be used with the degrees it was saved with only.
+        CheckpointError: it is the state of another optimizer, or can be loaded only with the degrees of the job that
+            saved.
     """
     there = reader.metadata.state_dict_metadata
     if GROUPS not in there:
@@ -368,13 +220,13 @@ def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> N
 
 
 def load_loss_scale(optimizer: Optimizer, reader: PieceReader) -> None:
-    """Load of an optimizer's state the loss scale alone, where the checkpoint and the optimizer have one."""
+    """Load only the loss scale of an optimizer's state, if the checkpoint and the optimizer have one."""
     if SCALER in reader.metadata.state_dict_metadata and optimizer.masters is not None:
         optimizer.masters.scaler.load_state_dict(read_into(reader, {}, [SCALER])[SCALER])
 
 
 def _groups(optimizer: Optimizer, saved: Any) -> list[dict[str, Any]]:
-    """Return the saved groups with this optimizer's parameters."""
+    """Return the settings of the saved groups with the parameters of this optimizer's."""
     indices = {id(parameter): index for index, parameter in enumerate(optimizer_parameters(optimizer))}
     own = [
         [indices[id(optimizer.model_parameter(member))] for member in group["params"]]
@@ -428,7 +280,7 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
 
 
 class _Masters:
-    """Which parameters of an optimizer have masters here, and where in a checkpoint without masters they are."""
+    """The parameters of an optimizer that have masters, and their sources in a checkpoint without masters."""
 
     def __init__(self, optimizer: Optimizer, model: Model, reader: PieceReader) -> None:
         self._ids = set() if optimizer.masters is None else set(optimizer.masters.masters())
@@ -440,39 +292,38 @@ class _Masters:
         return id(parameter) in self._ids
 
     def source_of(self, name: str, parameter: torch.Tensor) -> TensorSource | None:
-        """Return the model's weight in the checkpoint, if it is finer than this one."""
+        """Return the model's weight in the checkpoint, unless it is in half precision, too."""
         source = self._sources.get(name) if self.has(parameter) else None
         if isinstance(source, str):
             item = self._reader.metadata.state_dict_metadata[source]
-            return source if isinstance(item, TensorStorageMetadata) and not is_half(item.properties.dtype) else None
+            return source if isinstance(item, TensorStorageMetadata) and not _is_half(item.properties.dtype) else None
         return source
 
 
 def _state_factories(
     root: nn.Module, reader: PieceReader, by_parameter: Mapping[str, list[str]]
 ) -> dict[str, dict[str, TensorFactory]]:
-    """Return what makes the states of parameters that the checkpoint has under other names: by name and key."""
+    """Return the factories of states of parameters that the checkpoint has under other names: by name and key."""
     result: dict[str, dict[str, TensorFactory]] = {}
-    for mapping in key_mappings(root, by_parameter):
-        fulls = [full for name in mapping.in_checkpoint for full in by_parameter[mapping.prefix + name]]
-        keys = {full.rpartition(".")[2]: full for full in fulls}
-        for key, example in keys.items():
+    for mapping in _key_mappings(root, by_parameter):
+        example_of_key = dict[str, str]()
+        for name in mapping.in_checkpoint:
+            for full in by_parameter[mapping.prefix + name]:
+                example_of_key[full.rpartition(".")[2]] = full
+        for key, example in example_of_key.items():
             factories = mapping.factories(reader, lambda name, key=key: f"{STATES}{name}.{key}")  # type: ignore[misc]
             item = reader.metadata.state_dict_metadata[example]
             if isinstance(item, TensorStorageMetadata) and not item.size:
-                # A count of steps, say: the same for all parameters of the module.
-                factories = dict.fromkeys(_own_names(root, mapping), functools.partial(read_whole, reader, example))
+                # A scalar, such as a count of steps: the same for all parameters of the module.
+                own_names = [name for name, _ in root.named_parameters() if name.startswith(mapping.prefix)]
+                factories = dict.fromkeys(own_names, functools.partial(_read_whole, reader, example))
             for name, factory in factories.items():
                 result.setdefault(name, {})[key] = factory
     return result
 
 
-def _own_names(root: nn.Module, mapping: KeyMapping) -> list[str]:
-    return [name for name, _ in root.named_parameters() if name.startswith(mapping.prefix)]
-
-
 def _local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's piece of the state of a parameter."""
+    """Return this rank's part of the state of a parameter."""
     if whole.dim() == 0 or whole.shape != global_shape(parameter):
         return whole.clone()
     piece = torch.empty(local_tensor_of(parameter).shape, dtype=whole.dtype, device=parameter.device)
@@ -490,16 +341,16 @@ def _states_by_parameter(reader: PieceReader) -> dict[str, list[str]]:
 
 
 def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterable[tuple[str, str]]:
-    """Iterate over the states of a parameter that this rank can use: their keys, and their names.
+    """Return the states of a parameter that this rank can use: keys, and names in the checkpoint.
 
     Raises:
-        CheckpointError: one is for another tensor-parallel degree only.
+        CheckpointError: one can be loaded only with other degrees.
     """
     here = "@".join(f"{index}of{size}" for index, size in shard_positions(parameter))
     usable, foreign = {}, set()
     for full in states:
-        key, _, place = full.removeprefix(f"{STATES}{name}.").partition("@")
-        if place in ("", here):
+        key, _, position = full.removeprefix(f"{STATES}{name}.").partition("@")
+        if position in ("", here):
             usable[key] = full
         else:
             foreign.add(key)
@@ -513,7 +364,7 @@ def _usable(name: str, states: Iterable[str], parameter: torch.Tensor) -> Iterab
 
 
 def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
-    """Return the memory for a state: divided as the parameter is if the whole ones have the same shape."""
+    """Return memory for a state: divided like the parameter if the whole tensors have the same shape."""
     shape = tuple(item.size)
     if shape and shape == tuple(global_shape(parameter)):
         tensor = torch.empty(local_tensor_of(parameter).shape, dtype=item.properties.dtype, device=parameter.device)
@@ -523,7 +374,7 @@ def _target(item: TensorStorageMetadata, parameter: torch.Tensor) -> Target:
 
 
 def _load_opaque(optimizer: Optimizer, reader: PieceReader) -> None:
-    """Load the state of an optimizer whose state dict is of its own making, as it was saved."""
+    """Load a state that has not torch's layout, as it was saved."""
     name = opaque_state_name()
     if name not in reader.metadata.state_dict_metadata:
         if state.rank == 0:
@@ -531,3 +382,130 @@ def _load_opaque(optimizer: Optimizer, reader: PieceReader) -> None:
             warnings.warn(text, stacklevel=6)
         return
     optimizer.load_state_dict(read_into(reader, {}, [name])[name])
+
+
+@dataclass(frozen=True)
+class KeyMapping:
+    """A replaced module, and the translation of its names in the checkpoint to those in the model.
+
+    Args:
+        prefix: of its names, in both.
+        in_checkpoint: its names in the checkpoint, without the prefix.
+        module: the distributed module, from which the translation takes sizes.
+    """
+
+    prefix: str
+    in_checkpoint: tuple[str, ...]
+    module: nn.Module
+    translation: Translation
+
+    def factories(self, reader: PieceReader, full: Callable[[str], str]) -> dict[str, TensorFactory]:
+        """Return a factory for each whole tensor of the model's own state, by name.
+
+        Args:
+            full: returns the full name of an entry (of the weight, or of one of its states), given the parameter's name
+                in the checkpoint. Entries that are not there are left out.
+        """
+        items = reader.metadata.state_dict_metadata
+        names = {name: full(self.prefix + name) for name in self.in_checkpoint}
+        there = {name: each for name, each in names.items() if isinstance(items.get(each), TensorStorageMetadata)}
+        factories = self.translation(_LazyTensors(reader, there), self.module)
+        return {self.prefix + name: each if callable(each) else _constant(each) for name, each in factories}
+
+
+def _key_mappings(root: nn.Module, names: Collection[str]) -> list[KeyMapping]:
+    """Return the modules of a model that have other names in a checkpoint, given the checkpoint's names."""
+    found = []
+    for prefix, module, ours, in_checkpoint, translation in _candidates(root):
+        inside = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        known = in_checkpoint is None or set(inside) <= in_checkpoint
+        if translation is not None and inside and known and not set(inside) <= ours:
+            found.append(KeyMapping(prefix, inside, module, translation))
+    return found
+
+
+def _candidates(root: nn.Module) -> Iterator[_Candidate]:
+    for name, module, entry in replaced_modules(root):
+        # Only the translation knows the names of the original module.
+        yield _prefix(name), module, set(module.state_dict()), None, entry.to_distributed
+    if state.tp_size == 1:
+        for name, module, stub, entry in replacement_stubs(root):
+            yield _prefix(name), stub, set(module.state_dict()), set(stub.state_dict()), entry.from_distributed
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def _read_whole(reader: PieceReader, name: str) -> torch.Tensor:
+    """Read one whole tensor of a checkpoint."""
+    item = reader.metadata.state_dict_metadata[name]
+    assert isinstance(item, TensorStorageMetadata)
+    tensor = torch.empty(item.size, dtype=item.properties.dtype, device="cpu")
+    zeros = (0,) * tensor.dim()
+    read_into(reader, {name: Target(tensor, [Chunk(zeros, tuple(item.size), zeros)])})
+    return tensor
+
+
+def _constant(tensor: torch.Tensor) -> TensorFactory:
+    return lambda: tensor
+
+
+class _LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors that are read on access; the last is kept, because a translation may take its parts one by one."""
+
+    def __init__(self, reader: PieceReader, names: Mapping[str, str]) -> None:
+        self._reader = reader
+        self._names = names
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        full = self._names[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # free the old tensor before reading the new one
+            self._last = name, _read_whole(self._reader, full)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    """Return whether weights of this dtype have float32 masters."""
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def _fp32_sources(root: nn.Module, sources: Mapping[str, TensorSource], reader: PieceReader) -> dict[str, TensorSource]:
+    """Return sources among the checkpoint's masters for the parameters that are not in half precision here, by name.
+
+    Masters that only another host has are left out; then the rounded weights are loaded.
+    """
+    masters = _masters_in(reader)
+    wanted = dict[str, nn.Parameter]()
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if name in sources and not _is_half(parameter.dtype):
+            wanted[name] = parameter
+    if not masters or not wanted:
+        return {}
+    found: dict[int, TensorSource] = {}
+    for name, parameter in wanted.items():
+        source = sources[name]
+        if isinstance(source, str) and source.removeprefix(MODEL) in masters:
+            found[id(parameter)] = masters[source.removeprefix(MODEL)]
+    there = {name.removeprefix(MODEL) for name in reader.metadata.state_dict_metadata if name.startswith(MODEL)}
+    for mapping in _key_mappings(root, there):
+        factories = mapping.factories(reader, lambda name: masters.get(name, ""))
+        found |= {id(wanted[name]): factory for name, factory in factories.items() if name in wanted}
+    return {name: found[id(parameter)] for name, parameter in wanted.items() if id(parameter) in found}
+
+
+def _masters_in(reader: PieceReader) -> dict[str, str]:
+    """Return the names of the masters in a checkpoint, by the name of their parameter."""
+    end = f".{MASTER_KEY}"
+    items = reader.metadata.state_dict_metadata
+    names = [name for name, item in items.items() if isinstance(item, TensorStorageMetadata)]
+    names = [name for name in names if name.startswith(STATES) and name.endswith(end) and not reader.is_missing(name)]
+    return {name.removeprefix(STATES).removesuffix(end): name for name in names}

@@ -1,6 +1,7 @@
 """Read checkpoints through the interfaces of `torch.distributed.checkpoint`: what is where, and only what is needed.
 
-A partial checkpoint says in `pieces.json`, which is plain JSON, what each of its files holds of the whole model::
+A `PieceReader` knows the chunks in the files of one folder; `read_into` fills this rank's chunks of tensors from them,
+whatever chunks they were saved in. A partial checkpoint lists its chunks in `pieces.json`, which is plain JSON::
 
     "model.wte.weight": {"dtype": "float32", "shape": [50257, 768],
                          "pieces": [[file, key in it, offsets, sizes, offsets in the saved tensor], ...]}
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -29,13 +31,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.folder import read_index
 from smpkit.torch.checkpoints.save_load import read_file
-from smpkit.torch.checkpoints.state_entries import StateEntry, view_of
+from smpkit.torch.checkpoints.state_entries import Chunk, StateEntry, view_of
 
 __all__ = [
     "PIECES",
@@ -43,10 +46,12 @@ __all__ = [
     "Piece",
     "PieceReader",
     "StateReader",
+    "Target",
     "describe",
     "merge_pieces",
     "metadata_of",
     "only_in_files",
+    "read_into",
 ]
 
 PIECES: Final = "pieces.json"
@@ -54,12 +59,12 @@ PIECES: Final = "pieces.json"
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a chunk of a tensor, or another thing, is.
+    """Where a chunk of a tensor, or another value, is stored.
 
     Args:
         file: name of the file.
-        key: where in the file.
-        local_start: offsets of the chunk in the tensor that is there.
+        key: where in the file: the keys of nested dicts.
+        local_start: offsets of the chunk in the tensor of the file.
     """
 
     file: str
@@ -68,7 +73,7 @@ class Piece:
 
 
 class PieceReader(StorageReader):
-    """Reads pieces out of the files of one folder, as `torch.distributed.checkpoint` asks for them."""
+    """Reads pieces from the files of one folder, for `torch.distributed.checkpoint`."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__()
@@ -84,25 +89,25 @@ class PieceReader(StorageReader):
 
     @abstractmethod
     def _describe(self) -> Metadata:
-        """Find out what the checkpoint holds; `storage_data` says by MetadataIndex which Piece it is."""
+        """Return what the checkpoint holds, with a Piece for each MetadataIndex in `storage_data`."""
 
     @abstractmethod
     def _open(self, path: Path) -> Any:
         """Open a file, without reading all of it."""
 
     def is_missing(self, name: str) -> bool:
-        """Tell whether a part of a tensor is in a file that is not in this folder."""
+        """Return whether a part of a tensor is in a file that is not in this folder."""
         return False
 
     def _check_files(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError if a file is not there that can be missing."""
+        """Raise CheckpointError if a file is on another host only."""
 
     def _tensor(self, content: Any, key: Sequence[str | int], offsets: Sequence[int], sizes: Sequence[int]) -> Any:
         """Return a chunk of a tensor of an open file."""
         return view_of(_find(content, key), offsets, sizes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Get ready for another read."""
+        """Prepare another read."""
         if checkpoint_id is not None:
             self.folder, self._metadata = Path(checkpoint_id), None
 
@@ -123,11 +128,11 @@ class PieceReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a folder of such a checkpoint."""
+        """Return whether this can be the folder of a checkpoint."""
         return Path(checkpoint_id).is_dir()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, one file after the other."""
+        """Read the items of a plan, one file after the other."""
         pieces: Mapping[MetadataIndex, Piece] = self.metadata.storage_data
         by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}
         for item in plan.items:
@@ -187,7 +192,7 @@ class CheckpointReader(PieceReader):
             raise CheckpointError(f"{self.folder / PIECES} cannot be read: {error!r}") from error
 
     def is_missing(self, name: str) -> bool:
-        """Tell whether a part of a tensor is in a file that lies on another host only."""
+        """Return whether a part of a tensor is in a file that is on another host only."""
         pieces: Mapping[MetadataIndex, Piece] = self.metadata.storage_data
         if self._missing is None:
             self._missing = {index.fqn for index, piece in pieces.items() if self._is_absent(piece.file)}
@@ -198,9 +203,9 @@ class CheckpointReader(PieceReader):
 
     def _check_files(self, names: Iterable[str]) -> None:
         if lacking := sorted(filter(self._is_absent, names)):
-            told = ", ".join(f"`{name}` (saved by {self._elsewhere[name]})" for name in lacking)
+            missing = ", ".join(f"`{name}` (saved by {self._elsewhere[name]})" for name in lacking)
             raise CheckpointError(
-                f"{self.folder} lacks {told}",
+                f"{self.folder} lacks {missing}",
                 hint="when it was saved, hosts had a folder each: copy these files here from there, or resume on the "
                 "same hosts with the same degrees",
             )
@@ -210,7 +215,7 @@ class CheckpointReader(PieceReader):
 
 
 class StateReader(PieceReader):
-    """Reads a whole state dict that is in memory already, or mapped.
+    """Reads a whole state dict that is already in memory, or mapped.
 
     Args:
         path: where it comes from, for messages.
@@ -236,8 +241,95 @@ class StateReader(PieceReader):
         return self._values
 
 
+@dataclass(frozen=True)
+class Target:
+    """A tensor to fill, and the chunks of the whole tensor that it holds."""
+
+    tensor: torch.Tensor
+    chunks: Sequence[Chunk]
+
+
+def read_into(reader: PieceReader, targets: Mapping[str, Target], objects: Iterable[str] = ()) -> dict[str, Any]:
+    """Fill the targets, given by their names in the checkpoint; return the other values (`objects`) by name.
+
+    Reads only these chunks. All names must be in the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a part of a chunk, or a file is damaged.
+    """
+    planner = _ChunkPlanner(targets, tuple(objects))
+    planner.set_up_planner({}, reader.read_metadata())
+    with torch.no_grad():
+        try:
+            reader.read_data(planner.create_local_plan(), planner)
+        except (KeyError, IndexError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{reader.folder} is damaged: {error}") from error
+    return planner.objects
+
+
+class _ChunkPlanner(LoadPlanner):
+    """Plans and receives what one rank reads; every rank reads for itself, so there is no global plan."""
+
+    def __init__(self, targets: Mapping[str, Target], objects: Sequence[str]) -> None:
+        self._targets = targets
+        self._wanted = objects
+        self._items: Mapping[str, Any] = {}
+        self.objects: dict[str, Any] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self._items = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, target in self._targets.items():
+            found = self._items[name]
+            assert isinstance(found, TensorStorageMetadata)
+            chunks = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in target.chunks
+            ]
+            reads = create_read_items_for_chunk_list(name, found, chunks)
+            _check_covered(name, reads, target.chunks)
+            items += reads
+        for name in self._wanted:
+            index = MetadataIndex(name)
+            nothing = torch.Size(())
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index
+        assert index.index is not None
+        target = self._targets[index.fqn]
+        local_start = target.chunks[index.index].local_start
+        offsets = [first + offset for first, offset in zip(local_start, read_item.dest_offsets, strict=True)]
+        return view_of(target.tensor, offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass  # `resolve_tensor` returned a view of the target
+
+
+def _check_covered(name: str, reads: Sequence[ReadItem], chunks: Sequence[Chunk]) -> None:
+    found = sum(math.prod(read.lengths) for read in reads)
+    wanted = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if found != wanted:
+        raise CheckpointError(
+            f"the checkpoint holds {found} of the {wanted} elements of `{name}` that this rank needs",
+            hint="other degrees need all files of a checkpoint: keep it on a file system that all hosts share",
+        )
+
+
 def describe(entries: Iterable[StateEntry], file: str) -> dict[str, Any]:
-    """Return what `pieces.json` says of entries that are written to one file."""
+    """Return the content of `pieces.json` for entries that are written to one file."""
     spec: dict[str, Any] = {}
     for entry in entries:
         if entry.shape is None:
@@ -250,13 +342,17 @@ def describe(entries: Iterable[StateEntry], file: str) -> dict[str, Any]:
 
 
 def only_in_files(pieces: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return what of `describe` is about some of the files."""
-    left = {name: [each for each in spec["pieces"] if each[0] in names] for name, spec in pieces.items()}
-    return {name: {**pieces[name], "pieces": each} for name, each in left.items() if each}
+    """Return the part of `describe` that is about some of the files."""
+    result = {}
+    for name, spec in pieces.items():
+        found = [piece for piece in spec["pieces"] if piece[0] in names]
+        if found:
+            result[name] = {**spec, "pieces": found}
+    return result
 
 
 def merge_pieces(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what several ranks say together; of the same chunk the first counts."""
+    """Merge the descriptions of several ranks; of the same chunk the first one counts."""
     whole: dict[str, Any] = {}
     for part in parts:
         for name, spec in part.items():
@@ -273,10 +369,11 @@ def _chunk_offsets(piece: Sequence[Any]) -> object:
 
 
 def metadata_of(spec: Mapping[str, Any], files: frozenset[str]) -> Metadata:
-    """Return what `pieces.json` says as torch's distributed checkpoints have it.
+    """Return the content of `pieces.json` as metadata of torch's distributed checkpoints.
 
     Raises:
-        ValueError: a file is none of `files`, or a dtype none of torch's. KeyError, TypeError: other nonsense.
+        ValueError: a file is not one of `files`, or a dtype not one of torch's.
+        KeyError, TypeError: the content is damaged otherwise.
     """
     items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     pieces: dict[MetadataIndex, Piece] = {}
@@ -285,10 +382,12 @@ def metadata_of(spec: Mapping[str, Any], files: frozenset[str]) -> Metadata:
         for file, key, *chunk in each["pieces"]:
             if file not in files:
                 raise ValueError(f"{file} is no file of this checkpoint")
-            offsets, sizes, local_start = (tuple(map(int, numbers)) for numbers in chunk) if chunk else (None, None, ())
+            if not chunk:
+                pieces[MetadataIndex(name, None)] = Piece(file, tuple(key))
+                continue
+            offsets, sizes, local_start = (tuple(map(int, numbers)) for numbers in chunk)
             pieces[MetadataIndex(name, offsets)] = Piece(file, tuple(key), local_start)
-            if offsets is not None and sizes is not None:
-                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         if "shape" in each:
             dtype = getattr(torch, each["dtype"])
             if not isinstance(dtype, torch.dtype):
@@ -296,7 +395,7 @@ def metadata_of(spec: Mapping[str, Any], files: frozenset[str]) -> Metadata:
             items[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(each["shape"]), chunks)
         else:
             items[name] = BytesStorageMetadata()
-    # How torch's own tools nest what they read: {"model": {"wte.weight": ...}, ...}.
+    # torch's own tools nest what they read by this: {"model": {"wte.weight": ...}, ...}.
     nesting = {name: _nesting(name) for name in items}
     return Metadata(items, planner_data=nesting, storage_data=pieces)
 

@@ -37,22 +37,22 @@ def resume_from_checkpoint(
     """Load a checkpoint into the wrapped model and optimizer; called by all ranks. Return the user content, or `{}`.
 
     The job may have other degrees and another number of ranks than the one that saved: every rank reads the parts that
-    it holds now. What a rank of a pipeline holds is known at the first step, so parameters without memory
+    it holds now. What a rank of a pipeline holds is known in the first step, so parameters without memory
     (`smp.delay_param_initialization`) and the optimizer's states are read then, from the same files.
 
     Args:
         path: the folder that was given to `save_checkpoint`.
         tag: the newest one if not given.
-        partial: a checkpoint of parts; else one file, `path/tag`, which may be a plain `torch.save` of a state dict.
+        partial: True: a partial checkpoint. False: one file, `path/tag`, which may be a plain `torch.save` of a state
+            dict.
         strict: names must match exactly.
-        load_optimizer: load the optimizer's state too, if the checkpoint is partial.
-        load_sharded_optimizer_state: with sharded data parallelism, False loads of the optimizer only the loss scale,
-            as in SMP v1 (the float32 weights are the model's own): moments and settings of groups start afresh. Without
-            it, it has no effect.
+        load_optimizer: load the optimizer's state, too, if the checkpoint is partial.
+        load_sharded_optimizer_state: with sharded data parallelism, False loads only the loss scale of the optimizer,
+            as in SMP v1: moments and settings of groups start anew. Without sharded data parallelism it has no effect.
         translate_function: applied to the state dict of a full checkpoint before it is loaded.
 
     Raises:
-        CheckpointError: on all ranks, if there is no such checkpoint, or it is damaged, or belongs to another model, or
+        CheckpointError: on all ranks, if there is no such checkpoint, it is damaged, it belongs to another model, or it
             lacks what a rank needs now.
         UsageError: there is no model.
     """
@@ -78,8 +78,8 @@ def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str
         if smp.latest_checkpoint(path) is not None:
             content = smp.resume_from_checkpoint(path)
 
-    Says what this rank sees, and waits for nobody. When `newest` names an incomplete checkpoint, the newest complete
-    one is returned, with a warning. `partial` as in `resume_from_checkpoint`.
+    Local: ranks with different folders may get different answers. When `newest` names an incomplete checkpoint, the
+    newest complete one is returned, with a warning. `partial` as in `resume_from_checkpoint`.
     """
     folder = Path(path)
     names, newest = list(_usable(folder, partial)), files.read_newest(folder)
@@ -89,7 +89,7 @@ def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str
     return names[0]
 
 
-# --- which one --------------------------------------------------------------------------------------------------------
+# --- choosing the checkpoint ------------------------------------------------------------------------------------------
 
 
 def _choose(folder: Path, tag: str | None, partial: bool) -> str:
@@ -97,7 +97,7 @@ def _choose(folder: Path, tag: str | None, partial: bool) -> str:
     if tag is not None:
         return f"{tag.removesuffix(files.PARTIAL)}{files.PARTIAL}" if partial else tag
     seen = allgather((_usable(folder, partial), files.read_newest(folder)))
-    # Hosts with folders of their own may have different ones; of one name, different saves.
+    # Hosts with folders of their own may have different checkpoints, or different saves under one name.
     common = [name for name, save in seen[0][0].items() if all(theirs.get(name) == save for theirs, _ in seen)]
     newest = seen[0][1]
     lacking = [rank for rank, (theirs, _) in enumerate(seen) if not theirs]
@@ -115,7 +115,7 @@ def _choose(folder: Path, tag: str | None, partial: bool) -> str:
 
 
 def _usable(folder: Path, partial: bool) -> dict[str, str]:
-    """Return the names of complete checkpoints, and which save wrote each: `newest` first, then by age."""
+    """Return the names of complete checkpoints with their save ids: `newest` first, then by age."""
     newest = files.read_newest(folder)
     if not partial:
         full = newest is not None and not newest.endswith(files.PARTIAL) and (folder / newest).is_file()
@@ -150,14 +150,12 @@ def _load_partial(folder: Path, model: Model, optimizer: Optimizer | None, stric
 
 
 def _resume_partition(model: Model, index: files.Index) -> None:
-    """Let a model that is to be partitioned by itself be partitioned as the one that was saved (SMP v1's rule)."""
-    if model.pipeline is not None and index.partition is not None and _degrees_kept(index):
-        model.pipeline.resumed = Assignment.from_json(index.partition)
-
-
-def _degrees_kept(index: files.Index) -> bool:
+    """Make the automatic partition the same as in the job that saved, if the degrees are the same (SMP v1's rule)."""
+    if model.pipeline is None or index.partition is None:
+        return
     now = {"pipeline": state.pp_size, "virtual pipeline": state.cfg.virtual_pipeline_degree}
-    return all(index.degrees.get(kind) == degree for kind, degree in now.items())
+    if all(index.degrees.get(kind) == degree for kind, degree in now.items()):
+        model.pipeline.resumed = Assignment.from_json(index.partition)
 
 
 def _load_full(
@@ -174,14 +172,14 @@ def _load_full(
             hint=f"`{name}{files.PARTIAL}` is there: use partial=True" if partial else None,
         )
     content = folder / f"user_content_{name}"
-    # An empty file is a mere marker (Hugging Face makes one), not a pickle.
+    # Hugging Face makes an empty file as a marker, which is no pickle.
     user_content = read_file(content, "cpu") if content.is_file() and content.stat().st_size else {}
     load_model(model, StateReader(folder / name, _state_of(folder / name, translate)), strict, prefix="")
     return user_content
 
 
 def _state_of(path: Path, translate: Callable[[dict[str, Any]], dict[str, Any]] | None) -> Mapping[str, Any]:
-    """Return the state dict of a file, mapped and not read as far as the file's format allows."""
+    """Return the state dict of a file, mapped instead of read if the file's format allows it."""
     saved = read_mapped(path)
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"the file holds a {type(saved).__name__} instead of a state dict")

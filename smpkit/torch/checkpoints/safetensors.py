@@ -47,14 +47,14 @@ _LONGEST_HEADER: Final = 100_000_000  # the format's own limit
 
 
 def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
-    """Return the beginning of a file with these tensors, and where in the file each of them is.
+    """Return the header of a file with these tensors, and the offset of each tensor in the file.
 
     Raises:
         CheckpointError: the format has no name for a dtype.
     """
     spec: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    # Wide numbers first, so that every tensor is aligned.
+    # Wide dtypes first, so that every tensor is aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name)):
         shape, dtype = tensors[name]
         if dtype not in _NAMES:
@@ -73,7 +73,7 @@ class SafetensorsReader(PieceReader):
     """Reads the safetensors files of a folder.
 
     Args:
-        rename: makes the names to use from those in the files; what it leaves out is not there.
+        rename: maps the names in the files to those to use; entries that it leaves out are ignored.
     """
 
     def __init__(self, folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> None:
@@ -110,13 +110,13 @@ class SafetensorsReader(PieceReader):
 
     def _open(self, path: Path) -> dict[str, torch.Tensor]:
         header, start = _read_header(path)
-        # Mapped, so only what is used of it is read.
+        # Mapped, so that only the slices in use are read.
         raw = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
         return {name: _tensor(raw, start, each) for name, each in header.items()}
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a file, and where its tensors begin; every tensor is inside the file."""
+    """Return the header of a file, and where its tensors begin; checks that each tensor is inside the file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -143,5 +143,5 @@ def _tensor(raw: torch.Tensor, start: int, spec: Mapping[str, Any]) -> torch.Ten
     dtype = _DTYPES[spec["dtype"]]
     part = raw[start + begin : start + end]
     if (start + begin) % dtype.itemsize:
-        part = part.clone()  # somebody else's file may not be aligned
+        part = part.clone()  # files of other writers may be unaligned, and `view` needs alignment
     return part.view(dtype).view(spec["shape"])

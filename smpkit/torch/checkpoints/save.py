@@ -1,15 +1,15 @@
-"""`smp.save_checkpoint`: the whole job's state, whole or not at all.
+"""`smp.save_checkpoint`: save the state of the whole job, completely or not at all.
 
 All ranks together::
 
-    every rank     writes into a hidden folder what no lower rank on its file system holds
+    every rank     writes to a hidden folder what no lower rank on its file system holds
     all            agree: if one failed, all clean up and raise
     leaders        write the index, rename the folder             (one rank per file system)
     all            agree
     leaders        write `newest`, remove checkpoints beyond `num_kept_partial_checkpoints`
 
 So an interrupted save is never visible and never harms an older checkpoint. Hosts may share the folder or have one
-each; each file system gets what its own ranks need to resume, and `pieces.json` says of the rest where it is.
+each; each file system gets what its own ranks need to resume, and `pieces.json` lists where the rest is.
 """
 
 from __future__ import annotations
@@ -68,19 +68,20 @@ def save_checkpoint(
     """Save the job's state under `path`; called by all ranks.
 
     Args:
-        path: a folder, made if missing.
+        path: a folder, created if missing.
         tag: name of this checkpoint; an older one of the same name is replaced.
-        partial: each rank's part in `{tag}_partial/`, which can be resumed exactly; else the whole model in one file,
-            without the optimizer.
+        partial: True: each rank's part in `{tag}_partial/`, from which training resumes exactly. False: the whole model
+            in one file, without the optimizer.
         model: the wrapped model; the last one that was wrapped if not given.
         optimizer: the wrapped optimizer; the last one that was wrapped if not given; none is saved if there is none.
-        user_content: what the script adds: numbers, strings, lists, dicts, tensors, argparse's Namespace, numpy arrays.
-        translate_if_full: a full one has the names of the script's own model, whatever tensor parallelism replaced.
-        num_kept_partial_checkpoints: after this save, keep so many of the newest complete partial checkpoints.
+        user_content: of the script: numbers, strings, lists, dicts, tensors, argparse's Namespace, numpy arrays.
+        translate_if_full: whether a full checkpoint has the names of the script's own model, where tensor parallelism
+            has replaced modules.
+        num_kept_partial_checkpoints: after this save, keep this many of the newest complete partial checkpoints.
 
     Raises:
-        CheckpointError: on all ranks, if one (named) could not write its part or read `user_content` back.
-        UsageError: there is no model, or the tag cannot be a file name, or ranks gave different tags.
+        CheckpointError: on all ranks, if one could not write its part or read `user_content` back; it names the rank.
+        UsageError: there is no model, the tag is no file name, or ranks gave different tags.
     """
     files.check_tag(tag)
     _check_kept(num_kept_partial_checkpoints)
@@ -113,7 +114,7 @@ def _check_kept(kept: object) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is saved."""
+    """What to save."""
 
     model: Model
     optimizer: Optimizer | None
@@ -132,18 +133,18 @@ class _Save:
 
     @property
     def name(self) -> str:
-        """Name of the folder or file that appears."""
+        """Name of the folder or file of the checkpoint."""
         return f"{self.tag}{files.PARTIAL}" if self.partial else self.tag
 
     @property
     def staged(self) -> Path:
-        """Where it is written first."""
+        """The hidden folder that it is written to."""
         return files.staging_folder(self.path, self.name, self.save_id)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank has written: the sizes of its files, and what they hold."""
+    """What one rank has written: the sizes of its files, and their content as in `pieces.json`."""
 
     host: str = field(default_factory=socket.gethostname)
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -151,16 +152,16 @@ class _Part:
 
 
 def _begin(path: Path, tag: str, partial: bool, failure: str) -> _Save:
-    """Meet the other ranks, check that all mean the same save, and find out who writes where."""
-    meant = allgather((tag, partial, files.new_save_id()))
-    for rank, (their_tag, their_partial, _) in enumerate(meant):
+    """Check that all ranks make the same save, find out who writes where, and make the hidden folder."""
+    calls = allgather((tag, partial, files.new_save_id()))
+    for rank, (their_tag, their_partial, _) in enumerate(calls):
         if (their_tag, their_partial) != (tag, partial):
             raise UsageError(
                 f"rank {state.rank} saves {tag!r} (partial={partial}), but rank {rank} saves {their_tag!r} "
                 f"(partial={their_partial})",
                 hint="all ranks call smp.save_checkpoint with the same tag",
             )
-    save_id = meant[0][2]
+    save_id = calls[0][2]  # rank 0's, on all ranks
     save = _Save(path, tag, partial, save_id, find_file_systems(path, save_id, failure))
     all_or_raise(failure, lambda: _stage(save))
     return save
@@ -174,7 +175,7 @@ def _stage(save: _Save) -> None:
 
 
 def _write_parts(save: _Save, job: _Job) -> _Part:
-    """Write what this rank has to write beside a whole file."""
+    """Write this rank's files: its part of a partial checkpoint, and the user content."""
     parts = []
     if save.partial:
         parts.append(_write_part(save, "model", model_entries(job.model)))
@@ -191,9 +192,10 @@ def _write_parts(save: _Save, job: _Job) -> _Part:
 
 
 def _write_part(save: _Save, kind: str, entries: Sequence[StateEntry]) -> _Part:
-    """Write the entries that this rank has to write on its file system; a file of each part of the model is made."""
+    """Write the entries that this rank writes on its file system."""
     own = [entry for entry in entries if save.file_systems.writer(entry.holders) == state.rank]
-    replicas = frozenset(rank for rank in range(state.size) if _place(rank) == _place(state.rank))
+    replicas = frozenset(rank for rank in range(state.size) if _pp_tp(rank) == _pp_tp(state.rank))
+    # There is a file for each pipeline and tensor-parallel rank, even an empty one.
     if not own and save.file_systems.writer(replicas) != state.rank:
         return _Part()
     name = f"{kind}_{_rank_info(kind)}.pt"
@@ -202,15 +204,15 @@ def _write_part(save: _Save, kind: str, entries: Sequence[StateEntry]) -> _Part:
 
 
 def _rank_info(kind: str) -> str:
-    """Return what tells this rank's file from those of others: also the replica's rank if each keeps something else."""
+    """Return what tells ranks apart in a file's name: with the replica's rank if replicas hold different parts."""
     divided = state.cfg.sharded_data_parallel_degree > 1 or (kind != "model" and state.cfg.shard_optimizer_state)
-    place = (*_place(state.rank), state.rdp_rank) if divided else _place(state.rank)
-    return "_".join(map(str, place))
+    coordinates = (*_pp_tp(state.rank), state.rdp_rank) if divided else _pp_tp(state.rank)
+    return "_".join(map(str, coordinates))
 
 
-def _place(rank: int) -> tuple[int, int]:
-    place = state.mesh.coordinates(rank)
-    return place.pp, place.tp
+def _pp_tp(rank: int) -> tuple[int, int]:
+    coordinates = state.mesh.coordinates(rank)
+    return coordinates.pp, coordinates.tp
 
 
 def _write(path: Path, obj: Any) -> int:
@@ -219,7 +221,7 @@ def _write(path: Path, obj: Any) -> int:
 
 
 def _write_user_content(path: Path, content: Any) -> int:
-    """Write the user content after checking that resuming can read it: later would be too late."""
+    """Write the user content, and check now that resuming will be able to read it."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     with files.as_checkpoint_error(f"{path.name} cannot be written"):
@@ -240,7 +242,7 @@ def _publish(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
     Args:
         parts: of all ranks.
     """
-    # The folder is gone if another leader, who saw our marker late, has published it.
+    # The folder is gone if another leader on this file system, which saw our marker late, has published it.
     if not save.file_systems.is_leader or not save.staged.exists():
         return
     with files.as_checkpoint_error(f"{save.path / save.name} cannot be written"):
@@ -252,7 +254,7 @@ def _publish(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
 
 
 def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
-    """Write what the files of a partial checkpoint are, those on other file systems too."""
+    """Write `pieces.json` and the index of a partial checkpoint, including files on other file systems."""
     here = [part for rank, part in enumerate(parts) if rank in save.file_systems.here]
     sizes = {name: size for part in here for name, size in part.sizes.items()}
     elsewhere: dict[str, str] = {}
@@ -299,14 +301,14 @@ def _publish_full(save: _Save) -> None:
     if (save.staged / content).exists():
         (save.staged / content).replace(save.path / content)
     else:
-        (save.path / content).unlink(missing_ok=True)  # one of an older save would not belong to this model
+        (save.path / content).unlink(missing_ok=True)  # an older save's does not belong to this model
     (save.staged / save.tag).replace(save.path / save.tag)
     files.sync_folder(save.path)
     save.staged.rmdir()
 
 
 def _mark_newest(save: _Save, kept: int | None) -> None:
-    """Write `newest`, and only then remove what it makes superfluous."""
+    """Write `newest`, and only then remove old checkpoints."""
     if not save.file_systems.is_leader:
         return
     with files.as_checkpoint_error(f"{save.path / files.NEWEST} cannot be written"):
@@ -316,13 +318,13 @@ def _mark_newest(save: _Save, kept: int | None) -> None:
 
 
 def _discard(save: _Save) -> None:
-    # Not only the leader: after a failure the others may be gone.
+    # On every rank, not only the leader, which may be gone after a failure.
     shutil.rmtree(save.staged, ignore_errors=True)
 
 
 def _prune(save: _Save, kept: int) -> None:
     for name, _ in files.complete_partials(save.path)[kept:]:
-        # Renamed first, so that a removal that is interrupted leaves nothing that looks like a checkpoint.
+        # Rename first: a removal that is interrupted must leave nothing that looks like a checkpoint.
         doomed = files.staging_folder(save.path, name, save.save_id)
         with contextlib.suppress(OSError):
             (save.path / name).rename(doomed)

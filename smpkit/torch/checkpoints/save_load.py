@@ -1,6 +1,6 @@
-"""`smp.save` and `smp.load`: one object per rank, in SMP v1's file names.
+"""`smp.save` and `smp.load`: one object per rank, in files named as in SMP v1.
 
-Both are local: nobody waits for other ranks, so scripts guard `save` themselves (`if smp.rdp_rank() == 0: ...`).
+Both are local, without communication, so scripts guard `save` themselves (`if smp.rdp_rank() == 0: ...`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def save(
     pickle_protocol: int = 2,
     v3: bool = False,
 ) -> None:
-    """Save an object of this rank with `torch.save`; `f` is replaced only when the whole object is written.
+    """Save an object of this rank with `torch.save`; an old file is replaced only when all of the object is written.
 
     The name is `f_{mp_rank}` without tensor parallelism, `f_{pp_rank}_{tp_rank}` with it, and
     `f_{pp_rank}_{tp_rank}_{rdp_rank}` with `v3` (each replica its own shard). With `partial=False` it is `f`.
@@ -55,15 +55,15 @@ def load(
 ) -> Any:
     """Load what `save` wrote for this rank, under any of the names that releases of SMP v1 used.
 
-    Reads with `weights_only=True` (tensors and plain values; no code runs). A file of trusted origin that holds other
-    objects needs `pickle_load_args={"weights_only": False}`; naming a `pickle_module` does the same. The file is read
-    into memory, not mapped (`{"mmap": True}` does that), because the script may overwrite it while it uses the result.
+    Reads with `weights_only=True` (tensors and plain values; no code runs). If you trust a file that holds other
+    objects, pass `pickle_load_args={"weights_only": False}`, or a `pickle_module`. The file is read into memory, not
+    mapped (`{"mmap": True}` does that), because the script may overwrite it while it uses the result.
 
     Args:
         back_compat: accepted for SMP v1 scripts; the older names are always tried.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or it holds objects that need code to run.
+        CheckpointError: there is no such file, it is damaged, or it holds objects that only arbitrary code can rebuild.
     """
     del back_compat
     names = _names(os.fspath(f), state.cfg.shard_optimizer_state) if partial else [os.fspath(f)]
@@ -74,7 +74,7 @@ def load(
 
 
 def write_file(path: Path, obj: Any, pickle_module: ModuleType = pickle, pickle_protocol: int = 2) -> int:
-    """Write `obj` whole or not at all; return the size in bytes."""
+    """Write `obj` completely or not at all; return the size in bytes."""
     try:
         return atomic_write(path, lambda file: torch.save(obj, file, pickle_module, pickle_protocol))
     except OSError as error:
@@ -82,7 +82,7 @@ def write_file(path: Path, obj: Any, pickle_module: ModuleType = pickle, pickle_
 
 
 def read_file(path: Path, map_location: Any = None, pickle_module: ModuleType | None = None, **options: Any) -> Any:
-    """Read a file of `torch.save`; with `weights_only=True` unless the options or a pickle module say otherwise."""
+    """Read a file of `torch.save`; with `weights_only=True` unless the options or a pickle module override it."""
     if pickle_module is None:
         options = {"weights_only": True, **options}
     try:
@@ -93,20 +93,18 @@ def read_file(path: Path, map_location: Any = None, pickle_module: ModuleType | 
             f"{path} is damaged, or holds objects that only arbitrary code can rebuild: {_reason(error)}",
             hint='if you trust the file, pass pickle_load_args={"weights_only": False} to smp.load',
         ) from error
-    except Exception as error:  # a damaged file ends in any exception, a KeyError of the unpickler for example
+    except Exception as error:  # a damaged file can raise anything, such as a KeyError of the unpickler
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def read_mapped(path: Path) -> Any:
-    """Read a file of `torch.save` without its tensors, which come when they are used; whole if it is of before 2020.
-
-    The file must not change while the result is in use.
-    """
+    """Read a file of `torch.save` with its tensors mapped, not read. It must not change while the result is in use."""
+    # Files from before 2020 are no zip files and cannot be mapped.
     return read_file(path, "cpu", mmap=zipfile.is_zipfile(path))
 
 
 def _names(f: str, v3: bool) -> list[str]:
-    """Return the names of this rank's file: the one to write first, then those that other releases wrote."""
+    """Return the names of this rank's file: first the one to write, then those of other releases."""
     two = f"{f}_{state.pp_rank}_{state.tp_rank}"
     three = f"{two}_{state.rdp_rank}"
     plain = [f"{f}_{state.mp_rank}", two] if state.tp_size == 1 else [two]
@@ -121,22 +119,19 @@ def _not_found(f: str, names: list[str], partial: bool) -> CheckpointError:
 
 
 def _safe_types() -> list[Any]:
-    """Return types that scripts keep beside tensors and that rebuild without running code of theirs.
-
-    `argparse.Namespace` for a script's arguments; numpy's numbers and arrays, such as the state of its generator.
-    """
+    """Return further types that are safe to load: `argparse.Namespace`, and numpy's numbers and arrays."""
     types: list[Any] = [argparse.Namespace, codecs.encode]
     with contextlib.suppress(ImportError):
         import numpy as np
 
-        # Taken from values, because numpy has moved the modules that these live in.
+        # Taken from values, because numpy has moved these functions between modules.
         rebuild = [np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]]
         types += [np.ndarray, np.dtype, *rebuild, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUS"}]
     return types
 
 
 def _reason(error: BaseException) -> str:
-    """Return the line of a message that says what is wrong; torch puts advice before and after it."""
+    """Return the most useful line of a message; torch puts advice before and after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
     return (telling or lines or [type(error).__name__])[0]

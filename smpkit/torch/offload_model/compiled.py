@@ -1,8 +1,8 @@
 """The optimizers' kernels in C++, compiled when first needed.
 
-Each array is read from memory once. The compiler that torch's own would use (`CXX`, else c++, g++ or clang++) makes
-it in a fraction of a second, for the processor it runs on. Called through ctypes, which lets other Python threads run
-meanwhile; torch.compile's kernels hold them up, and took 1.4 times as long (benchmarks/offload_model).
+They read each array from memory once. The compiler that torch would use (`CXX`, else c++, g++ or clang++) needs a
+fraction of a second, and compiles for the processor it runs on. ctypes calls release the GIL; kernels of torch.compile
+hold it, and took 1.4 times as long (benchmarks/offload_model).
 """
 
 from __future__ import annotations
@@ -193,16 +193,16 @@ _NATIVE: Final[tuple[list[str], ...]] = (
     ["-mcpu=native"],
     [],
 )
-"""For the processor this is; vectors of 256 bits, for x86 divides no faster in longer ones."""
+"""Options for this processor, tried in order; vectors of 256 bits, because x86 divides no faster in longer ones."""
 
 
 def function(name: str, gradient: torch.dtype, weight: torch.dtype | None) -> Function | None:
-    """Return a kernel; None where there is no compiler, or none that knows these dtypes.
+    """Return a kernel; None if there is no compiler, or none that supports these dtypes.
 
     Args:
         name: adam, sgd or sgd_momentum.
         gradient: the gradients' dtype.
-        weight: the working copy's dtype; None: there is none but the master.
+        weight: the working copy's dtype; None: there is no working copy besides the master.
     """
     if gradient not in _TYPES or (weight is not None and weight not in _TYPES):
         return None
@@ -223,7 +223,8 @@ def _bound(library: ctypes.CDLL, name: str) -> Function:
 
 @functools.cache
 def _library(gradient: str, weight: str | None) -> ctypes.CDLL | None:
-    """Compile the kernels for one pair of types; not kept on disk, another machine may share the folder."""
+    """Compile the kernels for one pair of types."""
+    # Not cached on disk: another machine, with another processor, may share the folder.
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "c++", "g++", "clang++"))), None)
     if compiler is None:
         _LOG.warning("no C++ compiler was found (CXX, c++, g++, clang++), so the optimizer's kernels are not compiled")

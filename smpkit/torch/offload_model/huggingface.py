@@ -1,9 +1,11 @@
-"""Hugging Face models as chains: what comes before the blocks, each block, and the head.
+"""Hugging Face models as chains of layers: everything before the blocks, each block, and the head.
 
-What comes before is the model's own code: it runs with a recorder in the blocks' place, which notes with what each
-block is called and ends it there. Blocks and head follow in slices of their own.
+::
 
-transformers is imported only for models that come from it.
+    _BeforeBlocks ──_BlockInput──► _Block 0 ──_BlockInput──► _Block 1 ──► ... ──► _Head
+
+What comes before the blocks is the model's own code. It runs with a `_Recorder` in the blocks' place, which records the
+arguments of each block and ends the code after the last one. transformers is imported only for models of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ __all__ = ["KNOWN", "known_layers"]
 
 
 class _Family(NamedTuple):
-    """Where the parts of a model lie."""
+    """The paths of a model's parts."""
 
     root: str
-    """What calls the blocks, itself or through its children."""
+    """The module that calls the blocks, directly or through its children."""
     blocks: str
     ending: tuple[str, ...]
-    """What is called behind the blocks, one after the other; some models have it only in some sizes."""
+    """Modules called after the blocks, one after the other; some are None in some sizes of a model."""
 
 
 _LIKE_LLAMA: Final = _Family("model", "model.layers", ("model.norm", "lm_head"))
@@ -52,31 +54,33 @@ _FAMILIES: Final = {
     "Qwen3ForCausalLM": _LIKE_LLAMA,
     _MASKED: _Family("bert", "bert.encoder.layer", ("cls",)),
 }
-"""Each has a test that says it trains to the bit as the plain model."""
+"""For each there is a test that it trains to the same bits as the plain model."""
 KNOWN: Final = tuple(_FAMILIES)
 """The classes of transformers that `known_layers` takes apart."""
 
 
 class _Call(NamedTuple):
-    """What a block gets besides the hidden values."""
+    """A block's arguments besides the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class _CallOrder:
-    """Which call is whose block's; no container, so that nobody looks for tensors in it at every slice boundary."""
+    """The index in `calls` of each block."""
+
+    # Not a list, which would be searched for tensors at every slice boundary.
 
     def __init__(self) -> None:
         self.calls: list[int] = []
 
 
 class _BlockInput(NamedTuple):
-    """What goes from block to block: only `hidden` changes, so only it is kept at every slice boundary."""
+    """What goes from block to block; only `hidden` changes, so only `hidden` is offloaded at every slice boundary."""
 
     hidden: Tensor
     calls: tuple[_Call, ...]
-    """Those that differ: most models call all blocks alike."""
+    """The different calls: most models call all blocks with the same arguments."""
     order: _CallOrder
     labels: Tensor | None
 
@@ -85,7 +89,7 @@ def known_layers(model: Any) -> list[nn.Module] | None:
     """Return the layers of a Hugging Face model of a known family; None for any other object.
 
     Raises:
-        UnsupportedError: a model that skips blocks at random, or whose loss needs what blocks return on the side.
+        UnsupportedError: the model skips blocks at random, or its loss needs further outputs of the blocks.
     """
     family = _FAMILIES.get(type(model).__name__)
     if family is None or not type(model).__module__.startswith("transformers."):
@@ -98,17 +102,17 @@ def known_layers(model: Any) -> list[nn.Module] | None:
                 hint=f"set config.{option} to {type(value)()} before the model is made",
             )
     blocks = list(attrgetter(family.blocks)(model))
-    behind = [module for module in (attrgetter(path)(model) for path in family.ending) if module is not None]
-    before = list(_others(model, {id(module) for module in (*blocks, *behind)}))
+    head = [module for module in (attrgetter(path)(model) for path in family.ending) if module is not None]
+    before = list(_others(model, {id(module) for module in (*blocks, *head)}))
     return [
         _BeforeBlocks(model, family, before),
         *(_Block(block, number) for number, block in enumerate(blocks)),
-        _Head(model, behind),
+        _Head(model, head),
     ]
 
 
 def _others(module: nn.Module, taken: set[int]) -> Iterator[nn.Module]:
-    """Yield the outermost modules with none of those in them that are taken."""
+    """Yield the outermost modules that neither are nor contain one of `taken`."""
     for child in module.children():
         if id(child) not in taken:
             mixed = any(id(inner) in taken for inner in child.modules())
@@ -116,13 +120,13 @@ def _others(module: nn.Module, taken: set[int]) -> Iterator[nn.Module]:
 
 
 class _BeforeBlocks(nn.Module):
-    """Embeddings, masks and positions, as the model makes them."""
+    """Embeddings, masks and positions, made by the model's own code."""
 
     def __init__(self, model: Any, family: _Family, before: list[nn.Module]) -> None:
         super().__init__()
         self.before = nn.ModuleList(before)
         path, _, self._name = family.blocks.rpartition(".")
-        # In a tuple: not children, for the blocks in them are other slices'.
+        # In a tuple, so that they do not become children: the blocks in them belong to other slices.
         self._root_and_owner = attrgetter(family.root, path)(model)
 
     def forward(
@@ -151,11 +155,11 @@ class _BeforeBlocks(nn.Module):
 
 
 class _BlocksDoneError(Exception):
-    """Ends the model's own code where the head would come."""
+    """Ends the model's own code after its last block."""
 
 
 class _Recorder(nn.Module):
-    """Stands for all blocks, and notes how they are called."""
+    """Stands in for all blocks, and records their calls."""
 
     hidden: Tensor
 
@@ -179,7 +183,7 @@ class _Recorder(nn.Module):
         return _PlaceholderOutput(self)
 
     def left_out(self) -> UsageError:
-        """Return what to say to a model that goes on before it has called all."""
+        """Return the error for a model that has not called all of its blocks."""
         return UsageError(
             f"a {self._whose} has called {len(self.order.calls)} of its {self._count} blocks",
             hint="remove blocks from the model, not only from its config",
@@ -187,7 +191,7 @@ class _Recorder(nn.Module):
 
 
 class _PlaceholderOutput:
-    """What a block would return, itself or first in a tuple; nobody may compute with it."""
+    """Stands for the output of a block, itself or first in a tuple; code that computes with it gets an error."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self._recorder = recorder
@@ -202,7 +206,7 @@ class _PlaceholderOutput:
 
 
 def _are_same(one: _Call, other: _Call) -> bool:
-    """Return whether two blocks get the very same objects."""
+    """Return whether two blocks get the same objects."""
     return (
         one.kwargs.keys() == other.kwargs.keys()
         and len(one.args) == len(other.args)
@@ -225,7 +229,7 @@ class _Block(nn.Module):
 class _Head(nn.Module):
     def __init__(self, model: Any, behind: list[nn.Module]) -> None:
         super().__init__()
-        self.behind = nn.ModuleList(behind)
+        self.behind = nn.ModuleList(behind)  # the attribute's name is part of state dicts
         self._config = model.config
         self._masked = type(model).__name__ == _MASKED
         self._loss_function = _masked_loss if self._masked else model.loss_function
@@ -248,7 +252,7 @@ def _masked_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Accept what training scripts pass to say that they want nothing special."""
+    """Accept options that training scripts pass with their default meaning; refuse all others."""
     for name, value in options.items():
         if value is not None and (name, value) not in _HARMLESS:
             raise UnsupportedError(

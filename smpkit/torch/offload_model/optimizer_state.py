@@ -133,10 +133,11 @@ class SliceState:
         self._weights.reattach()
         for entry in self.entries:
             if entry.has_own_master:
+                # The version tells of writes to the parameter, except for `parameter.data = ...`, which moves it.
                 if entry.synced_version != entry.parameter._version or id(entry.parameter) in self._weights.moved:
                     entry.merge_parameter()
             elif entry.weight is not None and entry.parameter.data_ptr() != entry.master.data_ptr():
-                _init_master(entry)
+                _init_master(entry)  # `parameter.data = ...`: the parameter is no view of its master any more
         self._weights.moved.clear()
 
     def invalidate(self) -> None:
@@ -224,6 +225,7 @@ def _allocate(weights: SliceWeights, layout: Layout, num_state: int) -> Iterator
     """
     working = dict(zip(weights.layout.parameters, weights.layout.slots, strict=True))
     total = sum(slot.num_elements for slot in layout.slots)
+    # In fp32, and in large pages: a step goes through all of it, bound by memory bandwidth.
     states = [zeros(total) for _ in range(num_state)]
     needs_master = any(not _is_wide(p, working[p]) for p in layout.parameters)
     masters = zeros(total) if needs_master else zeros(0)

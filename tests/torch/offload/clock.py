@@ -20,7 +20,7 @@ __all__ = ["ClockLink", "CopyMade", "run_actions"]
 
 @dataclass(frozen=True)
 class CopyMade:
-    """A copy that was asked for: of what, and when it was on the lane."""
+    """A copy that was issued: of what, and when it ran."""
 
     what: str
     start_seconds: float
@@ -42,7 +42,7 @@ class _Waited:
 
 
 class ClockLink:
-    """A link whose time is a number: compute and waits move it on, copies occupy their lane of it."""
+    """A link with virtual time: compute and waits advance it, and copies of one direction run one after the other."""
 
     device = torch.device("cpu")
     is_stream_ordered = False
@@ -68,14 +68,14 @@ class ClockLink:
     def fetch(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         return self._copy(self.loads, copies, after, what)
 
-    def _copy(self, lane: list[CopyMade], copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
+    def _copy(self, queue: list[CopyMade], copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         ready = [each.end_seconds for each in after if isinstance(each, _Ticket)]
-        start = max([self.seconds, *ready, *(each.end_seconds for each in lane[-1:])])
+        start = max([self.seconds, *ready, *(each.end_seconds for each in queue[-1:])])
         num_bytes = sum(source.nbytes for source, _ in copies)
         end = start + self.latency_seconds + num_bytes / self.out_bytes_per_second
         for source, target in copies:
             target.copy_(source)
-        lane.append(CopyMade(what, start, end))
+        queue.append(CopyMade(what, start, end))
         return _Ticket(self, end)
 
     def wait(self, event: Event, what: str) -> _Waited:

@@ -1,4 +1,4 @@
-"""A link with the semantics of a GPU's streams, for the checker: nothing is complete before the test says so."""
+"""A link with the semantics of a GPU's streams, for the checker: nothing is complete until the test completes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pending:
 
 
 class StreamLink:
-    """Copies at once, says so late, and lets the test choose the stream that computes.
+    """Copies at once, reports that late, and lets the test choose the stream that computes.
 
     Whether the order was right is the checker's to say; time plays no part.
     """

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Telling(StreamLink):
-    """Notes of which memory its allocator is told that a stream has used it."""
+    """Records the calls of `record_stream`: address and stream."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[int, Hashable]] = []
+        self.recorded: list[tuple[int, Hashable]] = []
 
     def record_stream(self, data: Tensor, stream: Hashable) -> None:
-        self.told.append((data.data_ptr(), stream))
+        self.recorded.append((data.data_ptr(), stream))
 
 
 def test_memory_is_let_go_of_early_only_after_its_allocator_knows_who_used_it() -> None:
@@ -45,13 +45,13 @@ def test_memory_is_let_go_of_early_only_after_its_allocator_knows_who_used_it() 
             saved.append(x.data_ptr())
             with engine.offload_inputs(f"layers.{number}"):
                 x = x.square()
-        assert link.told == [(address, "side") for address in saved[: len(link.told)]]
-        assert len(link.told) >= 2
+        assert link.recorded == [(address, "side") for address in saved[: len(link.recorded)]]
+        assert len(link.recorded) >= 2
         x.sum().backward()
     del x
     gc.collect()
     assert engine.end_step().bytes_back > 0
-    assert len(link.told) == 5  # each once; what was loaded is memory of our own
+    assert len(link.recorded) == 5  # each once; what was loaded is memory of our own
     engine.close()
 
 

@@ -26,7 +26,7 @@ _WIDTH = 4
 
 
 class Behind(StreamLink):
-    """Notes what came from the host, and what others were told to wait for."""
+    """Records copies from the host, and the waits of streams."""
 
     def __init__(self) -> None:
         super().__init__()
