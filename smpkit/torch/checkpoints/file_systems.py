@@ -50,6 +50,7 @@ def find_file_systems(path: Path, save_id: str, failure: str) -> FileSystems:
     all_or_raise(failure, lambda: _make_folder(path))
     marker = path / f".rank_{state.rank}.{save_id}.tmp"
     try:
+        # One marker per host: its ranks share its file systems.
         all_or_raise(failure, lambda: _touch(marker) if state.local_rank == 0 else None)
         seen = [int(found.name.split(".")[1].removeprefix("rank_")) for found in path.glob(f".rank_*.{save_id}.tmp")]
         return FileSystems(tuple(allgather(min(seen, default=state.rank))))

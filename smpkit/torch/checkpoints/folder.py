@@ -107,8 +107,9 @@ def fsync_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> int:
     """Replace `path` by a new file in one rename; return its size. Readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{new_save_id()}.tmp")
+    temporary = path.with_name(f".{path.name}.{new_save_id()}.tmp")  # in the same folder: a rename is atomic there
     try:
+        # Flush before the rename, or after a crash the new name may be there without its content.
         size = fsync_write(temporary, write)
         temporary.replace(path)
     except BaseException:

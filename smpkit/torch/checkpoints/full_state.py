@@ -254,17 +254,19 @@ def write_whole_file(path: Path, model: Model, file_systems: FileSystems, failur
 
 def _make_file(path: Path, model: Model, full_state: FullState, others: Mapping[str, Any]) -> dict[str, FileSlot]:
     """Make the file with room for all tensors; return the slot of each."""
+    # `torch.save` writes all of the file's structure, and skips the data: no rank has memory for it.
     with FakeTensorMode():
         content = {**_fake_tensors(model, full_state), **others}
     reserve = torch.serialization.skip_data(materialize_fake_tensors=True)
     with as_checkpoint_error(f"{path.name} cannot be written"), reserve:
         torch.save(content, path)
+    # Reading on fake tensors tells where in the file torch has left room for each.
     with FakeTensorMode():
         found = read_file(path)
     slots = {}
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
-            offset = value.untyped_storage()._checkpoint_offset  # private in torch; set by reading on fake tensors
+            offset = value.untyped_storage()._checkpoint_offset  # private in torch, seen in 2.13
             assert offset is not None
             slots[name] = FileSlot(path, offset, tuple(value.shape), value.dtype)
     return slots

@@ -109,6 +109,7 @@ def _sources(
 ) -> dict[str, TensorSource]:
     """Return the source of each entry of the model's state, by name."""
     there = {name.removeprefix(prefix) for name in reader.metadata.state_dict_metadata if name.startswith(prefix)}
+    # Translations come after equal names and win: a replaced module may keep a name and change its layout.
     found: dict[str, TensorSource] = {name: prefix + name for name in own if name in there}
     for mapping in _key_mappings(root, there):
         there -= {mapping.prefix + name for name in mapping.in_checkpoint}
@@ -212,6 +213,7 @@ def load_optimizer(optimizer: Optimizer, model: Model, reader: PieceReader) -> N
         return
     groups = _groups(optimizer, read_into(reader, {}, [GROUPS])[GROUPS])
     if awaits_partition(model):
+        # States wait until it is known what this rank holds; settings such as the learning rate are needed before.
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         defer_load(lambda: _load_states(optimizer, model, reader, groups))
@@ -264,14 +266,15 @@ def _load_states(optimizer: Optimizer, model: Model, reader: PieceReader, groups
                 states.setdefault(index, {})[key] = targets[full].tensor
             else:
                 objects.setdefault(full, []).append((index, key))
+        # A master that the checkpoint does not have is read from the model's own weight, if that is float32 there.
         source = masters.source_of(name, parameter) if MASTER_KEY not in states.get(index, {}) else None
         if isinstance(source, str):
             targets[source] = Target(torch.empty_like(parameter, dtype=torch.float32), chunks_in(parameter))
             states.setdefault(index, {})[MASTER_KEY] = targets[source].tensor
         elif source is not None:
             states.setdefault(index, {})[MASTER_KEY] = _local_part(source(), parameter)
-    scalers = [name for name in (SCALER,) if name in reader.metadata.state_dict_metadata]
-    found = read_into(reader, targets, [*objects, *scalers])
+    scalers = [SCALER] if SCALER in reader.metadata.state_dict_metadata else []
+    found = read_into(reader, targets, [*objects, *scalers])  # in one call, which opens each file once
     for full, places in objects.items():
         for index, key in places:
             states.setdefault(index, {})[key] = found[full]
@@ -286,6 +289,7 @@ class _Masters:
         self._ids = set() if optimizer.masters is None else set(optimizer.masters.masters())
         self._reader = reader
         own = model.module.state_dict(keep_vars=True)
+        # Not strict: whether names may differ was decided when the model was loaded.
         self._sources = _sources(model.module, own, reader, MODEL, strict=False) if self._ids else {}
 
     def has(self, parameter: torch.Tensor) -> bool:
@@ -429,6 +433,7 @@ def _candidates(root: nn.Module) -> Iterator[_Candidate]:
         # Only the translation knows the names of the original module.
         yield _prefix(name), module, set(module.state_dict()), None, entry.to_distributed
     if state.tp_size == 1:
+        # Saved with tensor parallelism, loaded without: stubs of the replacements that would be made know the names.
         for name, module, stub, entry in replacement_stubs(root):
             yield _prefix(name), stub, set(module.state_dict()), set(stub.state_dict()), entry.from_distributed
 

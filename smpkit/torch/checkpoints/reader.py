@@ -134,7 +134,7 @@ class PieceReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan, one file after the other."""
         pieces: Mapping[MetadataIndex, Piece] = self.metadata.storage_data
-        by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}
+        by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}  # so that each file is opened once
         for item in plan.items:
             piece = pieces[item.storage_index]
             by_file.setdefault(piece.file, []).append((piece, item))
@@ -149,7 +149,7 @@ class PieceReader(StorageReader):
 
     def _read(self, content: Any, piece: Piece, item: ReadItem, planner: LoadPlanner) -> None:
         if item.type == LoadItemType.BYTE_IO:
-            buffer = io.BytesIO()
+            buffer = io.BytesIO()  # planners take objects as the bytes of a file of `torch.save`
             torch.save(_find(content, piece.key), buffer)
             buffer.seek(0)
             planner.load_bytes(item, buffer)
@@ -211,7 +211,7 @@ class CheckpointReader(PieceReader):
             )
 
     def _open(self, path: Path) -> Any:
-        return read_file(path, "cpu", mmap=True)
+        return read_file(path, "cpu", mmap=True)  # mapped: only the slices in use are read
 
 
 class StateReader(PieceReader):
@@ -380,7 +380,7 @@ def metadata_of(spec: Mapping[str, Any], files: frozenset[str]) -> Metadata:
     for name, each in spec.items():
         chunks = []
         for file, key, *chunk in each["pieces"]:
-            if file not in files:
+            if file not in files:  # damaged or forged: it could name any file of this machine
                 raise ValueError(f"{file} is no file of this checkpoint")
             if not chunk:
                 pieces[MetadataIndex(name, None)] = Piece(file, tuple(key))

@@ -62,7 +62,7 @@ def resume_from_checkpoint(
     optimizer = state.optimizer if load_optimizer else None
 
     def load() -> Any:
-        drop_deferred_loads()
+        drop_deferred_loads()  # of an earlier call, which would overwrite this one's values in the first step
         if partial:
             return _load_partial(folder / name, model, optimizer, strict, states)
         return _load_full(folder, name, model, strict, translate_function)

@@ -82,7 +82,9 @@ class SafetensorsReader(PieceReader):
 
     def _describe(self) -> Metadata:
         headers = {name: _read_header(self.folder / name)[0] for name in self._files()}
-        found_in = {key: (name, each) for name, header in headers.items() for key, each in header.items()}
+        found_in = dict[str, tuple[str, Any]]()
+        for name, header in headers.items():
+            found_in |= {key: (name, each) for key, each in header.items()}
         spec = {}
         for key, name in self._rename(list(found_in)).items():
             file, each = found_in[key]

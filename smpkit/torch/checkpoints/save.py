@@ -89,15 +89,19 @@ def save_checkpoint(
     failure = f"checkpoint `{tag}` was not saved"
     save = _begin(Path(path), tag, partial, failure)
     try:
+        # Parameters of an earlier resume may still have to be loaded; their values would be missing in the new files.
         all_or_raise(failure, run_deferred_loads)
         if not partial:
             write_whole_file(save.staged / tag, job.model, save.file_systems, failure, translate=translate_if_full)
         own = all_or_raise(failure, lambda: _write_parts(save, job))
+        # Publish only after all ranks have written: a rename makes the checkpoint visible.
         parts = allgather(own)
         all_or_raise(failure, lambda: _publish(save, parts, job))
     except BaseException:
-        _discard(save)
+        # On every rank, not only the leader, which may be gone after a failure.
+        shutil.rmtree(save.staged, ignore_errors=True)
         raise
+    # From here on the checkpoint is visible, so a failure must not remove it.
     all_or_raise(
         f"checkpoint `{tag}` is saved, but not marked as newest",
         lambda: _mark_newest(save, num_kept_partial_checkpoints),
@@ -153,6 +157,7 @@ class _Part:
 
 def _begin(path: Path, tag: str, partial: bool, failure: str) -> _Save:
     """Check that all ranks make the same save, find out who writes where, and make the hidden folder."""
+    # Before any file is touched: ranks with different tags would write to different folders.
     calls = allgather((tag, partial, files.new_save_id()))
     for rank, (their_tag, their_partial, _) in enumerate(calls):
         if (their_tag, their_partial) != (tag, partial):
@@ -263,6 +268,7 @@ def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
         new = {name for name in part.sizes if name not in sizes and name not in elsewhere}
         elsewhere |= dict.fromkeys(new, f"rank {rank} on {part.host}")
         there.append(only_in_files(part.pieces, new))
+    # Chunks in files of this file system first: of the same chunk the first one counts.
     pieces = json.dumps(merge_pieces([*(part.pieces for part in here), *there])).encode()
     sizes[PIECES] = files.fsync_write(save.staged / PIECES, lambda file: file.write(pieces))
     files.write_index(save.staged, _index(save, sizes, elsewhere, job))
@@ -277,6 +283,7 @@ def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
 
 
 def _index(save: _Save, sizes: Mapping[str, int], elsewhere: Mapping[str, str], job: _Job) -> files.Index:
+    # A count, not a time: clocks of restarted hosts can go back.
     orders = [index.order for _, index in files.complete_partials(save.path)]
     assignment = job.model.pipeline.assignment if job.model.pipeline is not None else None
     return files.Index(
@@ -298,6 +305,7 @@ def _index(save: _Save, sizes: Mapping[str, int], elsewhere: Mapping[str, str], 
 
 def _publish_full(save: _Save) -> None:
     content = f"user_content_{save.tag}"
+    # The model last: until its rename, an older checkpoint of this tag is what a reader sees.
     if (save.staged / content).exists():
         (save.staged / content).replace(save.path / content)
     else:
@@ -315,11 +323,6 @@ def _mark_newest(save: _Save, kept: int | None) -> None:
         files.atomic_write(save.path / files.NEWEST, lambda file: file.write(f"{save.name}\n".encode()))
     if save.partial and kept is not None:
         _prune(save, kept)
-
-
-def _discard(save: _Save) -> None:
-    # On every rank, not only the leader, which may be gone after a failure.
-    shutil.rmtree(save.staged, ignore_errors=True)
 
 
 def _prune(save: _Save, kept: int) -> None:

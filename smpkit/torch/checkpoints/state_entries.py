@@ -134,7 +134,7 @@ def model_entries(model: Model) -> list[StateEntry]:
         if isinstance(value, nn.Parameter) and not model.holds(value):
             continue
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
-            continue
+            continue  # without memory yet, so without a value
         found.append(_entry(f"{MODEL}{name}", value, (name,), value, _holders_of(model, value)))
     return found
 

@@ -281,7 +281,9 @@ class Arena:
             return
         self._collect()
         self._coalesce(keep=wanted)
-        missing = [size for size, count in wanted.items() for _ in range(count - self._cut[size])]
+        missing = list[int]()
+        for size, count in wanted.items():
+            missing += [size] * (count - self._cut[size])
         missing.sort(reverse=True)  # small blocks fit into what large ones leave
         # First cut from what is there; the rest is then known, and each slab can be taken for several blocks at once.
         beyond = [size for size in missing if not self._add_free_block(size, ())]

@@ -159,10 +159,10 @@ class SliceEngine:
         Raises:
             UsageError: gradients are averaged over processes.
         """
-        self.synchronize()
+        self.synchronize()  # the previous consumer may still update weights
         self._consumer = weakref.ref(consumer)
         self._check_averages()
-        this = weakref.ref(self)
+        this = weakref.ref(self)  # the engine holds `device_weights`: a strong reference back would make a cycle
         self.device_weights.wait_before_loads(lambda index: _wait_for_update(this(), index))
 
     def synchronize(self) -> None:

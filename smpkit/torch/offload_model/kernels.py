@@ -224,6 +224,7 @@ class Workers:
             self.num_threads, thread_name_prefix="smpkit-update", initializer=make_current, initargs=(device,)
         )
         self._kernels: dict[tuple[object, object], Kernel] = {}
+        # Threads hold no reference to this object, so it is freed, and they end, with the optimizer.
         weakref.finalize(self, self._pool.shutdown, wait=False)
 
     def run(
@@ -238,14 +239,13 @@ class Workers:
         """
         # All threads take small pieces from one queue, so that they end together. The pieces are cut here, in the order
         # of calls, because the ranges of a later step may be others.
-        pieces = deque(
-            (rule, flat_range.part(start, start + _CHUNK), self.kernel(flat_range))
-            for rule, flat_range in flat_ranges
-            for start in range(0, flat_range.master.numel(), _CHUNK)
-        )
+        pieces = deque[tuple[Rule, FlatRange, Kernel]]()
+        for rule, flat_range in flat_ranges:
+            for start in range(0, flat_range.master.numel(), _CHUNK):
+                pieces.append((rule, flat_range.part(start, start + _CHUNK), self.kernel(flat_range)))
 
         def work() -> None:
-            for earlier in after:
+            for earlier in after:  # the last update of this slice reads and writes the same memory
                 earlier.result(DEADLINE_SECONDS)
             ready()
             while True:

@@ -245,9 +245,10 @@ class OffloadModel(nn.Module):
         with torch.no_grad():
             for tensor in tensors:
                 dtype, gradient = kinds[tensor.dtype].dtype, tensor.grad
-                tensor.grad = None
+                tensor.grad = None  # torch refuses a new dtype for a tensor that has a gradient of the old one
                 tensor.data = tensor.data.to(dtype)
                 tensor.grad = None if gradient is None else gradient.to(dtype)
+        # Buffers have the old dtype's sizes: make all of them anew.
         before, self._engine = self._engine, self._make_engine(self._engine.links)
         if before.averaged_by is not None:
             self._engine.note_averaging(before.averaged_by)
@@ -262,7 +263,7 @@ class _SlicedModelFunction(torch.autograd.Function):
         ctx.run, ctx.num_parameters = run, num_parameters
         # Not `save_for_backward`: hooks that offload what is saved would copy all weights on the CPU.
         ctx.tensors, ctx.versions = tensors, [tensor._version for tensor in tensors]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None, not zeros, for outputs that the loss does not use
         outputs, differentiable = run.forward(tensors[num_parameters:])
         ctx.mark_non_differentiable(
             *(output for output, wanted in zip(outputs, differentiable, strict=True) if not wanted)

@@ -203,12 +203,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.synchronize()
         packed = super().state_dict()
         order = {id(parameter): number for number, parameter in enumerate(self._parameters())}
-        packed["state"] = {
-            order[id(entry.parameter)]: entry.state_dict(self._names)
-            for state in self._states
-            for entry in state.entries
-            if entry.step
-        }
+        packed["state"] = {}
+        for state in self._states:
+            for entry in state.entries:
+                if entry.step:
+                    packed["state"][order[id(entry.parameter)]] = entry.state_dict(self._names)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -238,9 +237,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _make_states(self, model: OffloadModel) -> list[SliceState]:
-        groups = {
-            id(parameter): number for number, group in enumerate(self.param_groups) for parameter in group["params"]
-        }
+        groups = dict[int, int]()
+        for number, group in enumerate(self.param_groups):
+            groups |= {id(parameter): number for parameter in group["params"]}
         known = {id(parameter) for parameter in model._engine.parameters}
         if groups.keys() - known:
             raise UsageError(f"{len(groups.keys() - known)} of the parameters are not the model's")
@@ -270,7 +269,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._updates[index] = [update for update in self._updates[index] if not update.done()]
         if gradients is None:
             return
-        state.note_changes()
+        state.note_changes()  # before the update reads masters
         flat_ranges = state.flat_ranges(gradients, lambda entry: self._rule_of(entry, factor))
         weights = self._engine.slices[index].weights
 
@@ -279,6 +278,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             weights.synchronize()  # after a forward without a backward, a copy may still read the weights
 
         self._updates[index] += self._workers.run(flat_ranges, ready, after=tuple(self._updates[index]))
+        # Now, not in the thread: a backward through the old weights must fail from here on.
         state.note_written()
 
     def _rule_of(self, entry: ParameterState, factor: float) -> Rule:

@@ -61,16 +61,12 @@ class SliceBuffers:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._owners = [
-            (holder, name)
-            for holder in module.modules()
-            for name, buffer in holder._buffers.items()
-            if buffer is not None
-        ]
-        for holder, name in self._owners:
-            buffer = holder._buffers[name]
-            assert buffer is not None
-            holder._buffers[name] = buffer.to(device)
+        self._owners: list[tuple[nn.Module, str]] = []
+        for holder in module.modules():
+            for name, buffer in holder._buffers.items():
+                if buffer is not None:
+                    self._owners.append((holder, name))
+                    holder._buffers[name] = buffer.to(device)
         self._module = module
         self._mutated: dict[bool, set[int]] = {}
 

@@ -134,12 +134,11 @@ class SliceWeights:
         self.buffer = memory.zeros(self.layout.num_bytes)
         self.views = self.layout.views(self.buffer)
         position = {id(parameter): index for index, parameter in enumerate(self.layout.parameters)}
-        self._owners = [
-            (holder, name, position[id(parameter)])
-            for holder in module.modules()
-            for name, parameter in holder._parameters.items()
-            if parameter is not None
-        ]
+        self._owners: list[tuple[nn.Module, str, int]] = []
+        for holder in module.modules():
+            for name, parameter in holder._parameters.items():
+                if parameter is not None:
+                    self._owners.append((holder, name, position[id(parameter)]))
         self._rnns = [holder for holder in module.modules() if isinstance(holder, nn.RNNBase)]
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._copied: list[tuple[nn.Parameter, Tensor]] = []

@@ -132,7 +132,8 @@ def set_activation_checkpointing(
                 f"{' and '.join(given)} can be set for a torch.nn.Sequential only, not for {_kind(module)}",
                 hint=f"leave out {' and '.join(given)}",
             )
-        for each in module.children() if isinstance(module, _CONTAINERS) else [module]:
+        layers = module.children() if isinstance(module, _CONTAINERS) else [module]
+        for each in layers:
             _mark(each, preserve_rng_state)
         return
     if size == 1:
@@ -290,6 +291,7 @@ class SequentialCheckpoint:
 
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         """Run the Sequential's own call, with its hooks, around our loop over its layers."""
+        # An attribute of the object hides the class's `forward`: the Sequential's own hooks run around our loop.
         attributes = vars(self._module)
         attributes["forward"] = self._forward
         try:

@@ -353,9 +353,9 @@ def differing_tags(path: str) -> str:
     return caught.value.message
 
 
-def test_ranks_that_save_different_tags_are_told(tmp_path: Path) -> None:
-    told = run_ranks(differing_tags, 2, str(tmp_path))
-    assert told[0] == "rank 0 saves 'tag_0' (partial=True), but rank 1 saves 'tag_1' (partial=True)"
+def test_ranks_that_save_different_tags_get_an_error(tmp_path: Path) -> None:
+    messages = run_ranks(differing_tags, 2, str(tmp_path))
+    assert messages[0] == "rank 0 saves 'tag_0' (partial=True), but rank 1 saves 'tag_1' (partial=True)"
     assert files(tmp_path) == []
 
 
@@ -369,9 +369,9 @@ def a_folder_per_host(path: str) -> tuple[list[str], Any, list[float]]:
 
 
 def test_hosts_that_share_no_folder_each_have_what_their_ranks_need(tmp_path: Path) -> None:
-    told = run_ranks(a_folder_per_host, 4, str(tmp_path), hosts=2)
+    results = run_ranks(a_folder_per_host, 4, str(tmp_path), hosts=2)
     names = ["index.json", "model_0_0.pt", "optimizer_0_0.pt", "pieces.json", "user_content.pt"]
-    for left, content, _ in told:
+    for left, content, _ in results:
         assert left == ["newest"] + [f"two_partial/{name}" for name in names]
         assert content == {"step": 2}
 

@@ -97,8 +97,8 @@ def move_between_hosts(path: Path) -> tuple[list[str], str, dict[str, str], list
 
 
 def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
-    told = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
-    for host, (kept, warning, messages, weights) in enumerate(told):
+    results = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
+    for host, (kept, warning, messages, weights) in enumerate(results):
         files = [f"model_{host}_0.pt", f"optimizer_{host}_0.pt"]
         assert kept == ["index.json", *files, "pieces.json", "user_content.pt"]
         assert "bring the files of all hosts together" in warning

@@ -172,7 +172,7 @@ def test_events_tell_what_moved(world: None, tmp_path: Path, monkeypatch: pytest
 
 
 def segments(microbatches: int, pipeline: str) -> list[int]:
-    """Return how often host memory was taken before lanes were connected, and after each of four steps."""
+    """Return how often host memory was taken before ranks were connected, and after each of four steps."""
     # Without a limit a schedule by measured times may hold one microbatch more; memory for it is taken before it runs.
     smp.init(config_of(2, microbatches, "auto") | {"pipeline": pipeline, "active_microbatches": 2})
     counts = list[int]()
@@ -194,7 +194,7 @@ def segments(microbatches: int, pipeline: str) -> list[int]:
 
 
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
-def test_host_memory_for_all_microbatches_is_there_before_lanes_are_connected(pipeline: str) -> None:
+def test_host_memory_for_all_microbatches_is_there_before_ranks_are_connected(pipeline: str) -> None:
     """To pin it in the middle of a step can wait for the device, and two ranks then for each other."""
     for connected, *steps in run_ranks(segments, 2, 8, pipeline, timeout=150):
         assert connected > 0
