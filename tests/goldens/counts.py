@@ -34,7 +34,7 @@ __all__ = ["collect", "machine"]
 
 MICROBATCHES, UNITS, WIDTH, BATCH = 4, 4, 8, 8
 WARM_UPS, STEPS = 8, 6
-_HOME = str(Path(smpkit.__file__).parent)
+_RUNTIME = tuple(f"{Path(smpkit.__file__).parent}/{room}/" for room in ("torch", "plan", "config", "observe"))
 _INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 _COLLECTIVES = (
     "all_gather_single",
@@ -306,4 +306,4 @@ def _bytes_of(value: Any) -> int:
 
 
 def _is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(_HOME) and code.co_name not in _INLINED
+    return code.co_filename.startswith(_RUNTIME) and code.co_name not in _INLINED
