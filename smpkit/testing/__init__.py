@@ -54,7 +54,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smpkit.testing.checked_offload import RaceError
-    from smpkit.testing.emulated_link import EmulatedLink
     from smpkit.testing.fake_sagemaker.client import Faults
     from smpkit.testing.fake_sagemaker.clock import FakeClock, FastClock
     from smpkit.testing.fake_sagemaker.jobs import FakeJob
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from smpkit.testing.fake_sagemaker.session import FakeSageMaker
     from smpkit.testing.fake_sagemaker.storage import FakeObject
     from smpkit.testing.ranks import RankFailed, run_ranks
+    from smpkit.torch.offload.emulated import EmulatedLink
 
 __all__ = [
     "EmulatedLink",
@@ -79,18 +79,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "EmulatedLink": "emulated_link",
-    "FakeClock": "fake_sagemaker.clock",
-    "FakeJob": "fake_sagemaker.jobs",
-    "FakeObject": "fake_sagemaker.storage",
-    "FakeSageMaker": "fake_sagemaker.session",
-    "FastClock": "fake_sagemaker.clock",
-    "Faults": "fake_sagemaker.client",
-    "Line": "fake_sagemaker.script",
-    "RaceError": "checked_offload",
-    "RankFailed": "ranks",
-    "Script": "fake_sagemaker.script",
-    "run_ranks": "ranks",
+    "EmulatedLink": "smpkit.torch.offload.emulated",
+    "FakeClock": "smpkit.testing.fake_sagemaker.clock",
+    "FakeJob": "smpkit.testing.fake_sagemaker.jobs",
+    "FakeObject": "smpkit.testing.fake_sagemaker.storage",
+    "FakeSageMaker": "smpkit.testing.fake_sagemaker.session",
+    "FastClock": "smpkit.testing.fake_sagemaker.clock",
+    "Faults": "smpkit.testing.fake_sagemaker.client",
+    "Line": "smpkit.testing.fake_sagemaker.script",
+    "RaceError": "smpkit.testing.checked_offload",
+    "RankFailed": "smpkit.testing.ranks",
+    "Script": "smpkit.testing.fake_sagemaker.script",
+    "run_ranks": "smpkit.testing.ranks",
 }
 
 
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'smpkit.testing' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"smpkit.testing.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
