@@ -108,22 +108,23 @@ def test_a_circle_of_waits_says_where_the_others_were() -> None:
 
 def the_last_of_a_chain_is_late() -> tuple[str, float]:
     smp.init({"ddp": True})
-    if smp.rank() == 2:
+    if smp.rank() == 3:
         return late()
-    let_judge(0, [1])
-    if smp.rank() == 1:
+    let_judge(0, [1, 2])
+    if smp.rank() > 0:
         wait_for_notes([0])  # rank 0 is the first whose deadline passes
     wait_shortly()
     if smp.rank() == 0:
         return given_up(lambda: smp.recv_from(1))
-    return outcome(lambda: smp.recv_from(2))
+    return outcome(lambda: smp.recv_from(smp.rank() + 1))
 
 
 def test_a_chain_of_waits_names_the_rank_at_its_end() -> None:
-    """Rank 0 waits for rank 1, which is as well as rank 0 is: what both lack is rank 2."""
-    for message, _ in run_ranks(the_last_of_a_chain_is_late, 3)[:2]:
-        aside = "meanwhile rank 1 waited in recv_from(rank 2) for rank 2\n"
-        assert waited_seconds(message, f"in recv_from(rank 1) for rank 2; {aside}") >= 1
+    """Rank 0 waits for rank 1, and that for rank 2, which are as well as rank 0 is: what all lack is rank 3."""
+    for message, _ in run_ranks(the_last_of_a_chain_is_late, 4)[:3]:
+        waits = [f"rank {rank} waited in recv_from(rank {rank + 1}) for rank {rank + 1}" for rank in (1, 2)]
+        aside = f"meanwhile {', '.join(waits)}\n"
+        assert waited_seconds(message, f"in recv_from(rank 1) for rank 3; {aside}") >= 1
 
 
 # --- whole processes, because a rank's death and its uncaught exception are the point ---------------------------------

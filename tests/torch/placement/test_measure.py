@@ -66,6 +66,22 @@ def measured(module: nn.Module, what: MeasureOptions) -> dict[str, Any]:
     return {cost.name: cost for cost in measure(module, costs, what, step, CPU)}
 
 
+class Twice(nn.Module):
+    """Calls its layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Hoarding(10), Hoarding(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](self.layers[0](x)))
+
+
+def test_a_unit_that_is_called_twice_leaves_twice_as_much() -> None:
+    costs = measured(Twice(), MeasureOptions(memory=True))
+    assert costs["layers.0"].activation_bytes == pytest.approx(2 * costs["layers.1"].activation_bytes, rel=0.2)
+
+
 def test_times_are_measured_by_unit_and_nothing_else_changes() -> None:
     costs = measured(slow_first(), MeasureOptions(times=True))
     assert len(costs) == 4

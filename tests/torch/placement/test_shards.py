@@ -20,6 +20,14 @@ def test_join_is_the_reverse_of_take(dim: int | None, parts: tuple[int, ...]) ->
     assert torch.equal(join_shards(pieces, shards[0]), whole)
 
 
+def test_the_last_piece_of_an_uneven_dimension_is_shorter() -> None:
+    whole = torch.arange(10.0).view(5, 2)
+    shards = [replace(WHOLE, shape=(5, 2), dim=0, tp_rank=rank) for rank in range(2)]
+    pieces = [take_shard(whole, shard) for shard in shards]
+    assert [tuple(piece.shape) for piece in pieces] == [shard.local_shape for shard in shards] == [(3, 2), (2, 2)]
+    assert torch.equal(join_shards(pieces, shards[0]), whole)
+
+
 def test_packed_pieces_are_divided_one_by_one() -> None:
     whole = torch.arange(6.0)
     shard = TpShard((6,), 0, (4, 2), 1, 2, CommGroup.RDP_GROUP, 0.5)
