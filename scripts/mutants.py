@@ -379,6 +379,7 @@ def check(only: Sequence[str], jobs: int) -> int:
                 killers[mutant.id] = result.killer
             print(f"{result.verdict:8} {mutant.id:40} {result.seconds:5.0f} s  {result.detail}", flush=True)
     print(f"{len(chosen) - bad} of {len(chosen)} mutants killed")
+    recorded = json.loads((ROOT / MAP).read_text())  # another run may have written meanwhile
     for name, killer in killers.items():  # first next time, and others only in case that it changes
         recorded[name] = [killer, *(test for test in recorded[name] if test != killer)][:_MOST_TESTS]
     (ROOT / MAP).write_text(json.dumps(recorded, indent=1) + "\n")

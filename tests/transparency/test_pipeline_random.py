@@ -146,11 +146,11 @@ def test_an_operation_between_units_that_is_recomputed_drops_the_same() -> None:
     assert gradient == pytest.approx(difference, rel=1e-6)
 
 
-def interrupted(folder: str, degree: int, *, resume: bool) -> list[float]:
+def interrupted(folder: str, degree: int, replicas: int, *, resume: bool) -> list[float]:
     """Return the losses of four steps, the last two after a checkpoint: in the same job or in another one."""
     case, losses = Case(Dropping, vectors, mse_step), []
     for steps in (range(2), range(2, 4)):
-        with world(Setup(4), degree):
+        with world(Setup(4, replicas=replicas), degree):
             model = smp.DistributedModel(build(case))
             if steps[0]:
                 smp.resume_from_checkpoint(folder)
@@ -163,11 +163,14 @@ def interrupted(folder: str, degree: int, *, resume: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_dropout_goes_on_after_a_checkpoint_as_if_nothing_had_happened(degree: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("degree", "replicas"), [(1, 1), (2, 1), (1, 2)])
+def test_dropout_goes_on_after_a_checkpoint_as_if_nothing_had_happened(
+    degree: int, replicas: int, tmp_path: Path
+) -> None:
+    size = degree * replicas
     for whole, parts in zip(
-        run_ranks(functools.partial(interrupted, resume=False), degree, "", degree),
-        run_ranks(functools.partial(interrupted, resume=True), degree, str(tmp_path), degree),
+        run_ranks(functools.partial(interrupted, resume=False), size, "", degree, replicas),
+        run_ranks(functools.partial(interrupted, resume=True), size, str(tmp_path), degree, replicas),
         strict=True,
     ):
         assert whole == parts

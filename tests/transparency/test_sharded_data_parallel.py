@@ -278,6 +278,18 @@ def train_plainly_in_half(dtype: torch.dtype, scale: float) -> dict[str, Tensor]
     return model.state_dict()
 
 
+def wrap_in_half() -> set[torch.dtype]:
+    start(2, bf16=True)
+    model = smp.DistributedModel(build(torch.bfloat16))
+    found = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    smp.shutdown()
+    return found
+
+
+def test_a_model_that_is_made_in_half_precision_has_weights_in_float32() -> None:
+    assert run_ranks(wrap_in_half, 4) == [{torch.float32}] * 4
+
+
 def test_half_precision_computes_with_copies_of_weights_in_float32(tmp_path: Path) -> None:
     ranks = run_ranks(train_all_in_half, 4, tmp_path)
     for index, (dtype, scale) in enumerate([(torch.bfloat16, 1.0), (torch.float16, SCALE)]):

@@ -52,14 +52,14 @@ def train(config: dict[str, Any]) -> dict[str, Tensor]:
     prescaled = config.get("prescaled_batch", False)
     first, count = (smp.rdp_rank(), smp.rdp_size()) if prescaled else (smp.dp_rank(), smp.dp_size())
     for step in range(STEPS):
+        if step == STEPS - 1:  # what was saved, in parts or whole, is what there was
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.load_state_dict(optimizer.local_state_dict())
+            model.load_state_dict(model.state_dict())
         optimizer.zero_grad()
         train_step(model, batch(step)[first::count])
         smp.clip_grad_norm_(model, CLIP)
         optimizer.step()
-    # What was saved, in parts or whole, is what there was.
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.load_state_dict(optimizer.local_state_dict())
-    model.load_state_dict(model.state_dict())
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     smp.shutdown()
     return weights

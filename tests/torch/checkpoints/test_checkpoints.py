@@ -235,6 +235,7 @@ def test_an_incomplete_newest_falls_back_to_the_newest_complete_one(damage: str,
     make()
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, f"step_{step}", user_content={"step": step})
+    assert latest_checkpoint(tmp_path) == "step_3_partial"
     folder = tmp_path / "step_3_partial"
     if damage == "no folder":
         folder.rename(tmp_path / "elsewhere")

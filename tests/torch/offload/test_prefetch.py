@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import math
+
 from smpkit.plan.schedule.actions import Action
 from smpkit.plan.schedule.graph import Kind
-from smpkit.torch.offload.prefetch import BackwardOrder
+from smpkit.torch.offload.prefetch import BackwardOrder, PrefetchTuner
+from tests.torch.offload.clock import ClockLink
 
 
 def actions(text: str) -> list[Action]:
@@ -145,3 +148,15 @@ def test_the_weight_half_of_a_backward_needs_nothing_back() -> None:
     assert order.upcoming(9) == [1, 0, 3, 2]
     run(order, "W0")
     assert order.upcoming(1) == [3]
+
+
+def test_a_lead_that_is_no_longer_needed_falls_by_one_a_step() -> None:
+    link = ClockLink(math.inf)
+    tuner = PrefetchTuner(link, "auto")
+    tuner.lead = 5
+    for expected in (4, 3):
+        for _ in range(3):
+            tuner.begin_layer(0)
+            link.seconds += 1
+        tuner.end_step()
+        assert tuner.lead == expected

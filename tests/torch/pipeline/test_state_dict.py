@@ -176,7 +176,9 @@ def go_on(degree: int, model_state: dict[str, Any], optimizer_state: dict[str, A
     model, optimizer = start(degree)
     model.load_state_dict(model_state)
     optimizer.load_state_dict(optimizer_state)
-    return train(model, optimizer, range(2, 4))
+    losses = train(model, optimizer, range(2, 4))
+    assert all(model.holds(parameter) for parameter in optimizer.state), "states of parameters of other ranks"
+    return losses
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (2, 4), (4, 2)])
