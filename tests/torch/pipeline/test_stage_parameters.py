@@ -206,3 +206,33 @@ def test_what_needs_no_numbers_goes_on_for_all_parameters() -> None:
     for told in run_ranks(go_on, 2):
         assert told[0] == total
         assert told[1] == pytest.approx(losses, rel=1e-5)
+
+
+class Penalised(nn.Module):
+    """Holds a parameter of no unit, which every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.first(x))
+        return result
+
+
+@smp.step
+def penalised_step(model: Any, x: torch.Tensor) -> None:
+    model.backward([model(x).square().mean(), model.get_module().scale.square().sum()])
+
+
+def gradient_of_a_penalty() -> list[float]:
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 2})
+    model = smp.DistributedModel(Penalised())
+    penalised_step(model, torch.ones(4, 3))
+    gradient: list[float] = model.get_module().scale.grad.tolist()
+    return gradient
+
+
+def test_a_loss_that_all_ranks_know_counts_once() -> None:
+    assert run_ranks(gradient_of_a_penalty, 2) == [[2.0] * 3] * 2
