@@ -3,7 +3,7 @@
 ::
 
     SmpkitError                        exit code 1: the job or the operation failed
-    ├── ConfigError        ValueError  exit code 2: what the user wrote cannot be meant; carries every problem found
+    ├── ConfigError        ValueError  exit code 2: invalid configuration; carries every problem found
     ├── UsageError         RuntimeError  exit code 2: a call that is not allowed here or now
     ├── UnsupportedError               exit code 2: legal, but not something this version or machine can do
     ├── LaunchError                    exit code 1: the ranks could not be started
@@ -85,7 +85,7 @@ class Problem:
 
 
 class ConfigError(SmpkitError, ValueError):
-    """A configuration cannot be meant as written; `problems` holds every problem found, not only the first."""
+    """A configuration is invalid; `problems` holds every problem found, not only the first."""
 
     exit_code = 2
 

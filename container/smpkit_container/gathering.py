@@ -41,7 +41,7 @@ class Gathered:
 def gather(topology: Topology, seconds: float) -> Iterator[Gathered]:
     """Wait for the other hosts, at most `seconds`; with mpirun, also make it possible to start ranks on them.
 
-    An error that ends the block is told to the other hosts.
+    An error that ends the block is reported to the other hosts.
 
     Raises:
         LaunchError: a host did not come in time, or this one was asked to stop meanwhile.

@@ -53,7 +53,7 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     """Run the ranks of this host and return the exit code of the job.
 
     That is the script's own: of the first failing rank, 128 + n if signal n killed it. After SIGTERM it is 0 if every
-    rank ended with 0; after Ctrl-C it is always 130. A failure is told on stderr and in `output/failure`.
+    rank ended with 0; after Ctrl-C it is always 130. A failure is reported on stderr and in `output/failure`.
 
     Raises:
         SmpkitError: the job cannot be started as described.

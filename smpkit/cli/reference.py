@@ -31,7 +31,7 @@ sentence, with a hint, never a traceback.
 |---|---|
 | 0 | done |
 | 1 | the job or the operation failed, or a check found problems |
-| 2 | what you gave cannot be meant: the command, an argument, a file; nothing was started |
+| 2 | invalid input: the command, an argument, a file; nothing was started |
 | 3 | a bug in smpkit: the only case with a traceback |
 | 4 | the cloud refused, or could not be reached |
 | 130 | Ctrl-C; a managed job goes on |

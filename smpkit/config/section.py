@@ -111,7 +111,7 @@ class Section(BaseModel):
         except ValidationError as error:
             meant = {(closest(str(name), cls.keys()),) for name in prepared if name not in known}
             found = [cls._with_hint(problem) for problem in explain(error)]
-            # A required field whose name is misspelt is told once, at the name that was written.
+            # A required field whose name is misspelt is reported once, at the name that was written.
             found = [problem for problem in found if problem.message != MISSING or problem.path not in meant]
             problems += found
             section = cls._second_try(handler, known, [problem.path for problem in found])

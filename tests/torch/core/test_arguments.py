@@ -1,4 +1,4 @@
-"""What cannot be meant is refused at once, in one sentence."""
+"""Invalid arguments are refused at once, in one sentence."""
 
 from __future__ import annotations
 
