@@ -98,7 +98,7 @@ class MpiOptions(Switched):
 
     @field_validator("custom_mpi_options", mode="after")
     @classmethod
-    def _check_process_count(cls, value: str) -> str:
+    def _check_custom_options(cls, value: str) -> str:
         """Refuse here what the launcher would refuse on machines that are paid for."""
         try:
             parse_custom_options(value)

@@ -98,7 +98,7 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _tell_all_problems(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _report_all_problems(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(data, cls):
             return handler(data)
         prepared = cls.prepare(data)
