@@ -5,11 +5,12 @@
     backward   ... grad 9  grad 8 | grad 7 ... grad 4 | grad 3 ... grad 0 |
     reduction                      [ bucket 0 ]        [ bucket 1 ]        [ bucket 2 ]   wait, unpack
 
-A hook on each parameter tells when its gradient is final; a bucket whose gradients are all final is reduced while
-backward goes on. Buckets start in one fixed order on every rank, whatever order the hooks fire in, because collectives
-that start in different orders deadlock. What backward did not reach is sent when it is over, so an unused parameter
-neither hangs nor stays unreduced. Parameters that are reduced over different groups lie in different buckets of the
-same order, for the same reason.
+A hook on each parameter tells when its gradient is final. In the last backward of a step (`overlap_next_backward`) a
+bucket whose gradients are all final is reduced while backward goes on; `finish` starts what is left and waits. Buckets
+start in one fixed order on every rank, whatever order the hooks fire in, because collectives that start in different
+orders deadlock. What backward did not reach is sent when it is over, so an unused parameter neither hangs nor stays
+unreduced. Parameters that are reduced over different groups lie in different buckets of the same order, for the same
+reason.
 
 [Note: why the result is right however often it is reduced] Averaging is linear, and a reduced gradient is equal on all
 ranks, so averaging `reduced + new` gives `reduced + average(new)`. Several backwards in one step, accumulation over
@@ -254,7 +255,7 @@ class GradientReducer:
     def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
             # A hook divides by what it wants (SMP v1: by replicas and microbatches), so it gets plain sums.
-            bucket.pack(1 if self._comm_hook is not None else dist.get_world_size(_group_of(bucket)))
+            bucket.pack(divisor=1 if self._comm_hook is not None else dist.get_world_size(_group_of(bucket)))
             self._start_packed(bucket)
 
     def _start_packed(self, bucket: Bucket) -> None:

@@ -518,7 +518,7 @@ def make_engine(
     Args:
         device: whose memory tensors leave.
         lead: how many layers ahead loads are issued, or "auto".
-        horizon: how many tasks of the pipeline ahead at most; None: no bound.
+        horizon: over how many of this rank's next pipeline actions loads may reach; None: no bound.
         min_bytes: smaller tensors stay on the device; None: what is worth a copy there.
         host_budget_bytes: the most host memory; None: this process's part of three quarters of what is free.
         link: the device's link; None: its own.

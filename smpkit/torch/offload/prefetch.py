@@ -1,8 +1,8 @@
 """Which groups backward needs next (`BackwardOrder`), and how far ahead their loads are issued (`PrefetchTuner`).
 
-The order comes from the pipeline's actions if there are some, else it is the reverse of forward. How far ahead, the
-*lead*, is learned from how long layers and copies took. Distances are counted in layers, forward and backward alike,
-because a layer is the time that one load hides behind::
+A *group* is what one layer saves. Their order comes from the pipeline's actions if there are some, else it is the
+reverse of forward. How far ahead, the *lead*, is learned from how long layers and copies took. Distances are counted
+in layers, forward and backward alike, because a layer is the time that one load hides behind::
 
     actions        F4            B1            F5           the current position is the first layer of F4
     layers      l0 l1 l2     l2 l1 l0      l0 l1 l2
@@ -32,7 +32,7 @@ _INITIAL_LEAD: Final = 2  # enough while a copy takes no longer than a forward
 _MAX_LEAD: Final = 16
 
 _Task = tuple[int, int]
-"""Segment and microbatch."""
+"""Segment and microbatch; its forward and its backward are two actions."""
 
 
 def check_lead(lead: object) -> None:
@@ -103,7 +103,9 @@ class BackwardOrder:
     """Knows the groups of all graphs that are alive, and predicts when backward needs them.
 
     Args:
-        horizon: `activation_loading_horizon`: how many tasks of the pipeline ahead at most; None: no bound.
+        horizon: `activation_loading_horizon`: over how many of this rank's next pipeline actions loads may reach,
+            besides the rest of the current one; None: no bound. Within it the lead decides, and without a pipeline,
+            which has no actions, the lead alone.
     """
 
     def __init__(self, horizon: int | None = None) -> None:

@@ -199,7 +199,7 @@ class Transport:
         self._announce_leaving()
         self._drain()
 
-    def _goes_on_channel(self, peer: int, tag: int) -> bool:
+    def _is_on_channel(self, peer: int, tag: int) -> bool:
         """Return whether a message to or from a rank travels on a channel, unless the two ranks have left them."""
         if not self._uses_channels or self._channels is None or not self._channels.is_connected_to(peer):
             return False
@@ -208,7 +208,7 @@ class Transport:
     # --- values and gradients ------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, microbatch: int, transfer: P2PTransfer, *, copy: bool = False) -> None:
-        """Send a value forward.
+        """Send a value (an activation) to the rank that needs it; do not wait until it has arrived.
 
         Args:
             copy: it may be changed in place before it has arrived.
@@ -222,7 +222,7 @@ class Transport:
         """Send the gradient of a value back to the rank that sent the value; None: it has no gradient."""
         if gradient is None:
             # On a channel a header alone is enough; through the hosts the message has its usual length.
-            on_channel = self._uses_channels and self._sends_on_channel(
+            on_channel = self._uses_channels and self._prepare_channel_send(
                 transfer.source, self._tag(microbatch, transfer, backward=True)
             )
             outgoing = None if on_channel else none_gradient_message(transfer.spec)
@@ -236,7 +236,8 @@ class Transport:
         if tag in self._posted:
             return
         if self._uses_channels and (
-            tag in self._begun_receives or self._awaits_channel(transfer.target if backward else transfer.source, tag)
+            tag in self._begun_receives
+            or self._expects_on_channel(transfer.target if backward else transfer.source, tag)
         ):
             return
         self._posted[tag] = self._start_receive(tag, transfer, backward)
@@ -281,7 +282,7 @@ class Transport:
         tag = self._tag(microbatch, transfer, backward)
         receive_index = self.action_indices.get((target, backward, segment, microbatch))
         what = (microbatch, transfer, backward)
-        if self._channels is not None and self._sends_on_channel(target, tag):
+        if self._channels is not None and self._prepare_channel_send(target, tag):
             self._send_on_channel(self._channels, tensor, target, tag, what, receive_index)
         else:
             if tensor is None:  # `send_gradient` expected a channel, which this rank has left since
@@ -301,7 +302,7 @@ class Transport:
         tag = self._tag(microbatch, transfer, backward)
         start_ns = time.perf_counter_ns()
         what = (microbatch, transfer, backward)
-        if self._channels is not None and self._comes_on_channel(source, tag, what):
+        if self._channels is not None and self._prepare_channel_receive(source, tag, what):
             result = self._take_from_channel(self._channels, tag, transfer.spec, use, start_ns)
         else:
             posted = self._posted.pop(tag, None)
@@ -343,20 +344,20 @@ class Transport:
 
     # --- channels -----------------------------------------------------------------------------------------------------
 
-    def _sends_on_channel(self, target: int, tag: int) -> bool:
-        """Return whether a message goes on a channel; first begin all receives that come before it in the order."""
-        if not self._goes_on_channel(target, tag):
+    def _prepare_channel_send(self, target: int, tag: int) -> bool:
+        """Begin all receives that come before a message; return whether the message then goes on a channel."""
+        if not self._is_on_channel(target, tag):
             return False
         if self._positions is not None:
             self._begin_receives_until(self._positions[tag])
         return not self._has_left  # one of those headers may have announced that a peer has left
 
-    def _awaits_channel(self, source: int, tag: int) -> bool:
-        return self._goes_on_channel(source, tag) and source not in self._peers_left
+    def _expects_on_channel(self, source: int, tag: int) -> bool:
+        return self._is_on_channel(source, tag) and source not in self._peers_left
 
-    def _comes_on_channel(self, source: int, tag: int, what: Message) -> bool:
+    def _prepare_channel_receive(self, source: int, tag: int, what: Message) -> bool:
         """Begin receives up to this message; return False if it comes through the hosts."""
-        if tag not in self._begun_receives and self._awaits_channel(source, tag):
+        if tag not in self._begun_receives and self._expects_on_channel(source, tag):
             if self._positions is not None:
                 self._begin_receives_until(self._positions[tag] + 1)
             else:

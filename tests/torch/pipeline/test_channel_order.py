@@ -313,10 +313,10 @@ class LanesOfBefore(P2PChannels):
 class TransportOfBefore(Transport):
     """Sends at once, and begins to receive when a value is needed."""
 
-    def _sends_on_channel(self, _target: int, _tag: int) -> bool:
+    def _prepare_channel_send(self, _target: int, _tag: int) -> bool:
         return True
 
-    def _comes_on_channel(self, source: int, tag: int, what: Message) -> bool:
+    def _prepare_channel_receive(self, source: int, tag: int, what: Message) -> bool:
         while tag not in self._begun_receives:
             announced, num_bytes = self._receive_header(source, what)
             assert self._channels is not None
