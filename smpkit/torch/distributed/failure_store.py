@@ -9,6 +9,7 @@ Its keys::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -26,6 +27,7 @@ __all__ = ["FailureStore", "RankStatus"]
 _SERVE_SECONDS: Final = 3.0
 """How long the rank that serves the store stays, so that others can read why it ends."""
 _CONNECT_SECONDS: Final = 5.0
+_DYING_SECONDS: Final = 0.1  # for which a connection to a process that is being killed may stay open
 _STILL_SERVED_SECONDS: Final = 0.25
 """How long a server that has answered counts as alive: many statuses are read at a time."""
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
@@ -180,14 +182,22 @@ class FailureStore:
         """Raise DistStoreError if the store's port is closed: its own client would log that in a hundred lines."""
         if self._address is None or time.monotonic() - self._served_at < _STILL_SERVED_SECONDS:
             return
+        is_gone = False
         try:
-            socket.create_connection(self._address, _CONNECT_SECONDS).close()
-            self._served_at = time.monotonic()
-        except ConnectionRefusedError:
-            where = "{}:{}".format(*self._address)
-            raise dist.DistStoreError(f"nobody listens at {where} any more") from None
+            with socket.create_connection(self._address, _CONNECT_SECONDS) as probe:
+                # The kernel still accepts connections for a process that is being killed, and closes them when it is
+                # dead. A server that lives waits for a request in silence.
+                probe.settimeout(_DYING_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    is_gone = not probe.recv(1)
+        except (ConnectionRefusedError, ConnectionResetError):
+            is_gone = True
         except OSError:
-            pass  # a busy host, or a name that does not resolve now: the store may get through
+            return  # a busy host, or a name that does not resolve now: the store may get through
+        if is_gone:
+            where = "{}:{}".format(*self._address)
+            raise dist.DistStoreError(f"nobody listens at {where} any more")
+        self._served_at = time.monotonic()
 
 
 def _address_of(store: Store) -> tuple[str, int] | None:
