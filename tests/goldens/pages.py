@@ -25,7 +25,8 @@ def collect() -> Items:
         items[f"docs/reference/{page.name}"] = {"sha256": hashlib.sha256(page.read_bytes()).hexdigest()[:16]}
     for module in _generators():
         with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-            status = importlib.import_module(module).main(["--check"])
+            found = importlib.import_module(module)
+            status = found.main([str(_ROOT / found.DEFAULT_PATH), "--check"])
         items[f"scripts/docs --check, {module.split('.')[1]}"] = "up to date" if status == 0 else said.getvalue()
     with sandbox() as box:
         for kind in _KINDS:
