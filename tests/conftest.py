@@ -75,7 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def scrubbed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove what a shell or a job may have left that changes how smpkit behaves."""
+    """Remove what a shell or a job may have left that changes how smpkit behaves; keep the current folder."""
+    monkeypatch.chdir(Path.cwd())
     for name in list(os.environ):
         if name.startswith(PREFIXES) or name in NAMES:
             monkeypatch.delenv(name)
