@@ -230,8 +230,10 @@ def gradient_of_a_penalty() -> list[float]:
     smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 2})
     model = smp.DistributedModel(Penalised())
     penalised_step(model, torch.ones(4, 3))
-    gradient: list[float] = model.get_module().scale.grad.tolist()
-    return gradient
+    module = model.get_module()
+    assert isinstance(module, Penalised)
+    assert module.scale.grad is not None
+    return module.scale.grad.tolist()
 
 
 def test_a_loss_that_all_ranks_know_counts_once() -> None:
