@@ -14,7 +14,6 @@ import json
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,12 +21,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import yaml
+
+from tests.leftovers import kill_processes_with
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RUNTIME: Final = "smpkit/torch"
@@ -337,19 +338,10 @@ def _run(command: Sequence[str], tree: Path) -> tuple[int | None, str]:
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _kill_all_in(tree)
+            kill_processes_with(f"VIRTUAL_ENV={tree}/.venv")  # whatever has become of their parents
             process.wait()
         output.seek(0)
         return status, output.read()
-
-
-def _kill_all_in(tree: Path) -> None:
-    """Kill every process that runs with the environment of a copy, whatever has become of its parent."""
-    mark = f"VIRTUAL_ENV={tree}/.venv".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended meanwhile, or belongs to another user
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def check(only: Sequence[str], jobs: int) -> int:

@@ -5,7 +5,9 @@ Public names are loaded when first used, so `import smpkit` costs nothing: it im
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smpkit.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from smpkit.config.distribution import Distribution
@@ -29,7 +31,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
+_MODULES = {
     "Distribution": "smpkit.config.distribution",
     "Estimator": "smpkit_estimator.estimator",
     "FileSystemInput": "smpkit_estimator.inputs",
@@ -40,13 +42,7 @@ _HOMES = {
     "TrainingInput": "smpkit_estimator.inputs",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'smpkit' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = names_on_demand(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["kill_processes_of"]
+__all__ = ["kill_processes_of", "kill_processes_with"]
 
 
 def kill_processes_of(test: str) -> list[int]:
@@ -16,13 +16,17 @@ def kill_processes_of(test: str) -> list[int]:
     pytest names the running test in the environment, which all descendants inherit, also those that left their process
     group or whose parent has ended.
     """
-    mark = f"PYTEST_CURRENT_TEST={test} (".encode()
+    return kill_processes_with(f"PYTEST_CURRENT_TEST={test} (")
+
+
+def kill_processes_with(beginning: str) -> list[int]:
+    """Kill every other process with a variable that begins so, and return their process ids."""
     killed = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
             entries = (folder / "environ").read_bytes().split(b"\0")
-            if pid != os.getpid() and any(entry.startswith(mark) for entry in entries):
+            if pid != os.getpid() and any(entry.startswith(beginning.encode()) for entry in entries):
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
     return killed

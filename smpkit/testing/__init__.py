@@ -50,7 +50,9 @@ are loaded when first used, so the fake service needs no torch and the engine no
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from smpkit.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from smpkit.testing.checked_offload import RaceError
@@ -93,13 +95,7 @@ _MODULES = {
     "run_ranks": "smpkit.testing.ranks",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'smpkit.testing' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_MODULES[name]), name)
+__getattr__ = names_on_demand(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

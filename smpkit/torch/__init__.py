@@ -15,9 +15,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from smpkit.on_demand import names_on_demand
 from smpkit.torch import amp as amp
 from smpkit.torch import model as model
 from smpkit.torch import nn as nn
@@ -188,11 +188,7 @@ _ON_DEMAND: Final = {
 }
 """Names and their modules, imported when first used: torch's own checkpoints take every rank a second."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module 'smpkit.torch' has no attribute {name!r}")
-    return getattr(importlib.import_module(_ON_DEMAND[name]), name)
+__getattr__ = names_on_demand(__name__, _ON_DEMAND)
 
 
 def __dir__() -> list[str]:
