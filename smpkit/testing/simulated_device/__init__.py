@@ -1,0 +1,307 @@
+"""A simulated accelerator with a race detector: runs asynchronous PyTorch code for a GPU on any CPU, and checks it.
+
+`load()` makes a torch device of type `sim`. It has memory of its own, streams, events, pinned memory, copies that do
+not block, an allocator that reuses freed memory at once, random numbers, autocast, several devices, and a process group
+for ranks. Operators give what the CPU's give, to the bit. What it adds:
+
+- **Order.** Streams have no threads: a policy decides what runs when, and with the same seed all runs again in the same
+  order. `lazy` runs nothing before somebody waits for it, so what was forgotten to be waited for is never there by luck.
+- **Races.** All uses of device memory and of pinned memory are compared by vector clocks. Two that nothing orders are
+  reported with the lines of Python that made both, under every policy, whether or not the values came out right.
+- **Time.** A virtual clock says what the device would have done by when, from the speeds that you give. So overlap,
+  stalls and peaks are measured exactly, and the same each time.
+
+::
+
+    from smpkit.testing import simulated_device
+
+    device = simulated_device.load()
+
+    def test_step() -> None:
+        for policy in simulated_device.POLICIES:
+            with simulated_device.no_races(policy, seed=1):      # raises RaceFound
+                train_step(model.to(device), data)
+
+Not simulated: CUDA graphs, kernels of Triton and other kernels of your own, processes that share a device's memory. All
+threads of a process count as one host: races between them are not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextlib as _contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from smpkit.errors import SmpkitError, UsageError
+from smpkit.testing.simulated_device import build, device_module, process_group
+from smpkit.testing.simulated_device.build import Unavailable
+
+__all__ = [
+    "POLICIES",
+    "Access",
+    "Race",
+    "RaceFound",
+    "Span",
+    "Speeds",
+    "Unavailable",
+    "configure",
+    "host_access",
+    "load",
+    "no_races",
+    "now",
+    "races",
+    "set_policy",
+    "set_speeds",
+    "sleep",
+    "timeline",
+    "waits",
+]
+
+POLICIES: Final = ("eager", "lazy", "compute", "copies", "random", "timed")
+"""What runs when.
+
+    eager    everything that can run runs at once
+    lazy     nothing runs before somebody waits for it
+    compute  default streams run at once, the others lag
+    copies   the other streams run at once, default streams lag
+    random   after each call a few pieces of work run, chosen by the seed
+    timed    what the device would have done by now, in virtual time
+"""
+
+_loaded: list[int] = []
+
+
+@dataclass(frozen=True)
+class Access:
+    """A use of memory.
+
+    Attributes:
+        operator: what used it, such as `aten::mm`, `copy to the host`, `all_reduce`, `the allocator (freed memory)`.
+        stream: on which stream; the host's own uses of pinned memory are on `the host`.
+        verb: `reads` or `writes`.
+        lines: where in Python, innermost first, as `file:line:function`; in a backward pass also the lines of the
+            forward pass.
+    """
+
+    operator: str
+    stream: str
+    verb: str
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = ("at " + ", called at ".join(self.lines)) if self.lines else "(no line of Python)"
+        return f"{self.operator} on {self.stream} {self.verb} {where}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two uses of the same bytes, at least one of which writes, that nothing orders.
+
+    Attributes:
+        second: the one that was queued later.
+        memory: whose bytes: `memory of sim:0`, or `pinned host memory`.
+    """
+
+    first: Access
+    second: Access
+    memory: str
+
+    def __str__(self) -> str:
+        return f"{self.memory}: {self.second}; {self.first}; nothing orders them"
+
+
+class RaceFound(SmpkitError):
+    """A checked block had races.
+
+    Attributes:
+        races: all of them.
+    """
+
+    def __init__(self, races: list[Race]) -> None:
+        self.races = races
+        shown = "\n".join(f"  {race}" for race in races[:10])
+        more = f"\n  and {len(races) - 10} more" if len(races) > 10 else ""
+        super().__init__(f"{len(races)} races:\n{shown}{more}")
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast the device is, in operations, bytes and seconds of virtual time.
+
+    The host's Python takes no time but `launch` for each piece of work. Copies of one direction take turns; kernels of
+    several streams do not slow each other.
+
+    Attributes:
+        flops: operations per second of matrix products.
+        memory: bytes per second that kernels read and write.
+        out, back: bytes per second of copies to the host, and to the device.
+        peer: bytes per second between devices, and between ranks.
+        latency: seconds of each copy and message.
+        launch: seconds of the host for each piece of work.
+    """
+
+    flops: float = 100e12
+    memory: float = 2e12
+    out: float = 50e9
+    back: float = 50e9
+    peer: float = 100e9
+    latency: float = 10e-6
+    launch: float = 5e-6
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work in virtual time, in seconds; stream 0 is the device's default stream."""
+
+    what: str
+    device: int
+    stream: int
+    begin: float
+    end: float
+
+
+def load(devices: int = 1) -> torch.device:
+    """Make the device type `sim` in this process, and return `sim:0`; later calls only return it.
+
+    It becomes torch's accelerator (`torch.accelerator`), and `sim` the backend of torch.distributed for its tensors.
+
+    Args:
+        devices: how many there are: `sim:0`, `sim:1`, ...
+
+    Raises:
+        Unavailable: the library cannot be compiled here, or another plug-in has taken torch's place for devices.
+        UsageError: it has been loaded with another number of devices.
+    """
+    if _loaded:
+        if devices != _loaded[0]:
+            raise UsageError(
+                f"the simulated device was loaded with devices={_loaded[0]}, and cannot have {devices} in this process",
+                hint="load it once, with as many devices as you need",
+            )
+        return torch.device("sim", 0)
+    if (name := torch._C._get_privateuse1_backend_name()) != "privateuseone":
+        raise Unavailable(
+            f"torch has one place for devices of plug-ins, and {name!r} is in it",
+            hint="start Python with TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+        )
+    path = build.library()
+    os.environ["SIM_DEVICES"] = str(devices)
+    torch.ops.load_library(str(path))
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", device_module.make(devices))
+    torch.empty(1, device="cpu").pin_memory()  # before that, torch says of no memory that it is pinned
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    process_group.register()
+    hidden = (Path(torch.__file__).parent, Path(__file__).parent)
+    torch.ops.sim.hide([*(f"{folder}{os.sep}" for folder in hidden), _contextlib.__file__, "<"])
+    _loaded.append(devices)
+    configure()
+    set_speeds(Speeds())
+    return torch.device("sim", 0)
+
+
+def configure(
+    *,
+    strict: bool = False,
+    poison: bool = True,
+    one_communicator_at_a_time: bool = False,
+    traced: bool = False,
+    lines: bool = True,
+    memory: int = 8 << 30,
+) -> None:
+    """Set how the device behaves; what is left out gets its default.
+
+    Args:
+        strict: a race raises where its second use is queued, so that a debugger stops there.
+        poison: freed memory is overwritten.
+        one_communicator_at_a_time: an operation of a process group holds its device until its peers have come, in the
+            order in which the host queued them, across all groups. NCCL promises no more.
+        traced: keep what `timeline` returns.
+        lines: keep the lines of Python of each use; costs about a tenth.
+        memory: bytes of each device.
+    """
+    torch.ops.sim.options(strict, poison, one_communicator_at_a_time, traced, lines, memory)
+
+
+def set_policy(policy: str, seed: int = 0) -> None:
+    """Set what runs when, see `POLICIES`.
+
+    Raises:
+        UsageError: there is no such policy.
+    """
+    if policy not in POLICIES:
+        raise UsageError(f"there is no policy {policy!r}: policies are {', '.join(POLICIES)}")
+    torch.ops.sim.policy(policy, seed)
+
+
+def set_speeds(speeds: Speeds) -> None:
+    """Set how fast the device is from now on."""
+    torch.ops.sim.speeds(*astuple(speeds))
+
+
+def races() -> list[Race]:
+    """Return the races since the last call; each pair of places once."""
+    return [_race(text) for text in torch.ops.sim.races()]
+
+
+def _race(text: str) -> Race:
+    *uses, memory = text.split("\x1f")
+    second, first = (
+        Access(operator, stream, verb, tuple(filter(None, lines.split("\n"))))
+        for operator, stream, verb, lines in (uses[:4], uses[4:])
+    )
+    return Race(first, second, memory)
+
+
+@contextlib.contextmanager
+def no_races(policy: str = "random", seed: int = 0) -> Iterator[None]:
+    """Run a block under a policy, wait for the devices, and raise if there were races.
+
+    Raises:
+        RaceFound: there were; if the block itself raises, its exception goes on, with the races as notes.
+    """
+    races()
+    set_policy(policy, seed)
+    try:
+        yield
+        for index in range(_loaded[0]):
+            torch.accelerator.synchronize(index)
+    except Exception as error:
+        if (found := races()) and hasattr(error, "add_note"):
+            error.add_note(str(RaceFound(found)))
+        raise
+    if found := races():
+        raise RaceFound(found)
+
+
+def now() -> float:
+    """Return the host's virtual time in seconds."""
+    time: float = torch.ops.sim.now()
+    return time
+
+
+def timeline() -> list[Span]:
+    """Return what the devices have done since the last call, after `configure(traced=True)`."""
+    return [Span(*each) for each in zip(*torch.ops.sim.spans(), strict=True)]
+
+
+def sleep(seconds: float) -> None:
+    """Queue a kernel on the current stream that takes so much virtual time."""
+    torch.ops.sim.sleep(seconds)
+
+
+def waits() -> dict[str, int]:
+    """Return how often the host has waited for the device, by operator: `item`, and those whose outputs hang on data."""
+    pairs = (text.rpartition("=") for text in torch.ops.sim.counts(True))
+    return {name: int(count) for name, _, count in pairs}
+
+
+def host_access(tensor: torch.Tensor, *, writes: bool, what: str = "host code") -> None:
+    """Say that the host uses a tensor's memory now; operators of torch say it themselves, code of ctypes and numpy not."""
+    torch.ops.sim.host_access(tensor, writes, what)

@@ -1,0 +1,106 @@
+"""`torch.sim`: what torch and its users ask the module of a device for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+__all__ = ["make"]
+
+
+class _Properties:
+    """What `torch.sim.get_device_properties` returns."""
+
+    name = "simulated accelerator"
+    multi_processor_count = 1
+
+    def __init__(self, index: int) -> None:
+        self.uuid = f"sim-{os.getpid()}-{index}"
+        self.total_memory = torch.accelerator.get_memory_info(index)[1]
+
+
+def make(num_devices: int) -> types.ModuleType:
+    """Return the module; the library is loaded, and the device renamed."""
+    ops = torch.ops.sim
+    generators = tuple(ops.default_generator(index) for index in range(num_devices))
+    dtypes = [torch.float16, torch.bfloat16]
+
+    def index_of(device: torch.device | str | int | None = None) -> int:
+        if device is None:
+            return torch.accelerator.current_device_index()
+        if isinstance(device, int):
+            return device
+        index = torch.device(device).index
+        return torch.accelerator.current_device_index() if index is None else index
+
+    class Device:
+        """A context in which a device is the current one; None and -1 leave it as it is."""
+
+        def __init__(self, device: torch.device | str | int | None) -> None:
+            self.index = -1 if device is None or device == -1 else index_of(device)
+            self._before = -1
+
+        def __enter__(self) -> None:
+            self._before = torch.accelerator.current_device_index()
+            if self.index >= 0:
+                torch.accelerator.set_device_index(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            torch.accelerator.set_device_index(self._before)
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(num_devices):
+            ops.manual_seed(index, seed)
+
+    def get_rng_state(device: Any = "sim") -> torch.Tensor:
+        state: torch.Tensor = ops.get_rng_state(index_of(device))
+        return state
+
+    def stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if stream is None else stream
+
+    module = types.ModuleType("torch.sim", __doc__)
+    contents: dict[str, Any] = {
+        "Event": torch.Event,
+        "Stream": torch.Stream,
+        "_initialized": True,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
+        "current_device": torch.accelerator.current_device_index,
+        "current_stream": torch.accelerator.current_stream,
+        "default_generators": generators,
+        "device": Device,
+        "device_count": lambda: num_devices,
+        "get_amp_supported_dtype": lambda: dtypes,
+        "get_device_name": lambda device=None: _Properties.name,
+        "get_device_properties": lambda device=None: _Properties(index_of(device)),
+        "get_rng_state": get_rng_state,
+        "host_register": ops.host_register,
+        "host_unregister": ops.host_unregister,
+        "init": lambda: None,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "is_initialized": lambda: True,
+        "manual_seed": lambda seed: ops.manual_seed(index_of(), seed),
+        "manual_seed_all": manual_seed_all,
+        "set_device": torch.accelerator.set_device_index,
+        "set_rng_state": lambda state, device="sim": ops.set_rng_state(index_of(device), state),
+        "set_stream": torch.accelerator.set_stream,
+        "stream": stream,
+        "synchronize": torch.accelerator.synchronize,
+    }
+    for name in _of_torch(("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats")):
+        contents[name] = getattr(torch.accelerator, name)
+    module.__dict__.update(contents)
+    return module
+
+
+def _of_torch(names: Sequence[str]) -> list[str]:
+    return [name for name in names if hasattr(torch.accelerator, name)]
