@@ -96,7 +96,9 @@ def make(num_devices: int) -> types.ModuleType:
         "stream": stream,
         "synchronize": torch.accelerator.synchronize,
     }
-    for name in _of_torch(("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats")):
+    for name in _of_torch(
+        ("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats")
+    ):
         contents[name] = getattr(torch.accelerator, name)
     module.__dict__.update(contents)
     return module

@@ -1,6 +1,7 @@
-// Device memory and pinned host memory. What is freed is overwritten with 0xff, in the order of its stream, and handed
-// out again at once: whoever still uses it then meets NaN, and the overwriting is a use of memory as any other, so it
-// is found to be a race even where the values happen to be right.
+// Device memory and pinned host memory. What is freed may be handed out again by the next allocation on its stream, and
+// then the stream may write to it. So it is overwritten there with 0xff, whatever the allocation takes: whoever still
+// uses it meets NaN, and the overwriting is a use of memory as any other, so it is found to be a race even where the
+// values happen to be right.
 #pragma once
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -30,14 +31,16 @@ inline bool is_over(World& w, Region& region) {
   return true;
 }
 
-inline void free_block(World& w, char* pointer, Region& region, const std::string& where) {
-  if (w.poison) {
-    const auto size = region.size;
-    Use use{pointer, pointer + size, true};
-    give(w, region.lane, {.run = [pointer, size] { std::memset(pointer, 0xff, size); },
-                          .what = "the allocator (freed memory)", .where = where, .uses = {use}});
+// Blocks that were freed on a stream can be had again.
+inline void recycle(World& w, size_t lane) {
+  for (auto& [pointer, where] : std::exchange(w.freed[lane], {})) {
+    const auto size = w.regions.at(pointer).size;
+    if (w.poison) {
+      give(w, lane, {.run = [pointer = pointer, size] { std::memset(pointer, 0xff, size); },
+                     .what = "the allocator (freed memory)", .where = where, .uses = {Use{pointer, pointer + size, true}}});
+    }
+    w.free[{lane, size}].push_back(pointer);
   }
-  w.free[{region.lane, region.size}].push_back(pointer);
 }
 
 inline void free_device(void* pointer) {
@@ -49,7 +52,7 @@ inline void free_device(void* pointer) {
   count(w.stats[region.device], -int64_t(region.size), false);
   for (auto lane : region.users) region.pending.push_back(mark(w, lane));
   region.users.clear();
-  if (region.pending.empty()) free_block(w, static_cast<char*>(pointer), region, here);
+  if (region.pending.empty()) w.freed[region.lane].push_back({static_cast<char*>(pointer), here});
   else w.held.push_back(static_cast<char*>(pointer));
 }
 
@@ -61,6 +64,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     Lock lock(w.monitor);
     const size_t size = (bytes + 511) / 512 * 512, lane = lane_of(current_stream(current_device));
     free_held(w);
+    recycle(w, lane);
     auto& stats = w.stats[current_device];
     if (size_t(stats.allocated_bytes[0].current) + size > w.capacity) {
       release(w);
@@ -127,14 +131,14 @@ struct DeviceMemory final : c10::DeviceAllocator {
       }
       char* pointer = *it;
       it = w.held.erase(it);
-      free_block(w, pointer, region, "");
+      w.freed[region.lane].push_back({pointer, ""});
     }
   }
   // As CUDA's allocator under pressure: wait for the device, and give cached blocks back.
   static void release(World& w) {
     for (size_t i = 0; i < w.lanes.size(); ++i) settle(w, mark(w, i));
     free_held(w);
-    for (size_t i = 0; i < w.lanes.size(); ++i) settle(w, mark(w, i));
+    for (size_t i = 0; i < w.lanes.size(); ++i) recycle(w, i), settle(w, mark(w, i));
     for (auto& [key, all] : w.free) {
       for (auto* pointer : all) {
         count(w.stats[w.regions.at(pointer).device], -int64_t(key.second), true);

@@ -231,6 +231,7 @@ struct World {
   std::map<std::pair<DeviceIndex, int>, std::map<double, double>> engines;  // busy from, to
   std::map<const char*, Region> regions;
   std::map<std::pair<size_t, size_t>, std::vector<char*>> free;  // of a stream and size
+  std::map<size_t, std::vector<std::pair<char*, std::string>>> freed;  // of a stream, since its last allocation, and where
   std::vector<char*> held, held_host;
   std::map<size_t, std::vector<char*>> free_host;
   std::vector<c10::CachingDeviceAllocator::DeviceStats> stats;
@@ -345,12 +346,13 @@ inline bool arrived(World& w, Item& item) {
   return item.message->arrived;
 }
 
-// Make the first item of a stream seen, and execute it if need be. False: it waits for something.
-inline bool step(World& w, size_t lane) {
+// Make the first item of a stream seen, and execute it if need be. False: it waits for something. When a message comes
+// no seed decides, so only who waits for it passes it.
+inline bool step(World& w, size_t lane, bool passes_messages = false) {
   auto& items = w.lanes[lane].items;
   if (items.empty()) return false;
   auto& item = items.front();
-  if (item.wait && !item.wait->seen) return false;
+  if ((item.wait && !item.wait->seen) || (item.message && !passes_messages)) return false;
   if (!item.executed) {
     if (!arrived(w, item)) return false;
     run(w, item);
@@ -370,7 +372,7 @@ inline bool force(World& w, const PointRef& point, double seconds = kForever) {
     TORCH_INTERNAL_ASSERT(!items.empty());
     if (auto before = items.front().wait; before && !before->seen) {
       if (!force(w, before, std::chrono::duration<double>(end - std::chrono::steady_clock::now()).count())) return false;
-    } else if (!step(w, point->lane)) {  // other ranks have to act
+    } else if (!step(w, point->lane, true)) {  // other ranks have to act
       const auto left = std::chrono::duration<double>(end - std::chrono::steady_clock::now()).count();
       if (left <= 0) return false;
       w.monitor.wait(std::min(left, 1.0));
@@ -565,7 +567,7 @@ inline bool ask(World& w, const PointRef& point) {
         lane = items.front().wait->lane;
       }
       auto& items = w.lanes[lane].items;
-      if (!items.empty() && items.front().message && !items.front().executed) {
+      if (!items.empty() && items.front().message) {
         // Whether another rank's message is here must not hang on the machine's speed: the seed says how often the
         // answer is no, and after that the host is patient.
         const auto refusals = (w.seed + items.front().message->number * 2654435761u) % 3;

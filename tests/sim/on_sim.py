@@ -1,0 +1,47 @@
+"""Run functions on ranks that have simulated devices, and fail where there is a race."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from smpkit.testing import simulated_device
+from smpkit.testing.simulated_device.build import Unavailable, library
+from tests.ranks import run_ranks
+
+__all__ = ["ORDERS", "needs_sim", "run_on_sim"]
+
+ORDERS = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1), ("random", 2))
+"""Policies and seeds under which the default suite runs what it checks."""
+
+
+def needs_sim() -> None:
+    """Skip the test, with the reason, where the device cannot be compiled."""
+    try:
+        library()
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+def run_on_sim(
+    function: Callable[..., Any],
+    *args: Any,
+    size: int = 1,
+    devices: int = 1,
+    order: tuple[str, int] | None = ("lazy", 0),
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Return what `function(*args)` returns on each rank, run under one order and without races; None: under none."""
+    needs_sim()
+    return run_ranks(_on_rank, size, function, args, devices, order, timeout=timeout, env=env)
+
+
+def _on_rank(function: Callable[..., Any], args: tuple[Any, ...], devices: int, order: tuple[str, int] | None) -> Any:
+    simulated_device.load(devices)
+    if order is None:
+        return function(*args)
+    with simulated_device.no_races(*order):
+        return function(*args)
