@@ -9,6 +9,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from smpkit.errors import UsageError
+from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.precision.cast import half_dtype
 from smpkit.torch.precision.loss_scale import all_reduce_found_inf
@@ -111,9 +112,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _device() -> torch.device:
-    if state.initialized:
-        return state.device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return devices.current_device()
 
 
 def _takes_scale(optimizer: Any) -> bool:

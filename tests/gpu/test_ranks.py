@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from smpkit.torch.distributed.gpus import nccl_version
+from smpkit.torch.core.devices.backends import nccl_version
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0

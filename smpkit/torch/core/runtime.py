@@ -15,6 +15,7 @@ from torch import nn
 from smpkit.config.modelparallel import ModelParallelConfig
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.core import devices
 from smpkit.torch.core.context import Launch
 from smpkit.torch.core.microbatches import StepProgress
 
@@ -170,8 +171,9 @@ class State:
 
         Asked for at each use, because scripts call `torch.cuda.set_device(smp.local_rank())` after `smp.init()`.
         """
-        self._ready  # noqa: B018 - raises before init
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if self.runtime is None:  # checked here: this is asked for often
+            self._ready  # noqa: B018 - raises
+        return devices.current_device()
 
     def group(self, kind: CommGroup) -> list[int]:
         """Return the global ranks of this rank's group of a kind, ascending."""

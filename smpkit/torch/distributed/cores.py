@@ -13,11 +13,12 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch.core import devices
 from smpkit.torch.core.context import launch_from
 
 __all__ = ["bind", "cores_near_gpu", "own_cores"]
@@ -56,10 +57,10 @@ def bind(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
     Does nothing with `SMPKIT_NUMA=0`, on a machine with one node or one that does not tell the GPU's node, and where a
     launcher, a scheduler or a container has chosen cores already.
     """
-    if device.type != "cuda" or environ.get("SMPKIT_NUMA") == "0" or not hasattr(os, "sched_setaffinity"):
+    if device.type == "cpu" or environ.get("SMPKIT_NUMA") == "0" or not hasattr(os, "sched_setaffinity"):
         return
-    properties: Any = torch.cuda.get_device_properties(device)
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    if (address := devices.pci_address(device)) is None:
+        return
     allowed = os.sched_getaffinity(0)
     cores = cores_near_gpu(address, allowed)
     if not cores:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError
+from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 from smpkit.torch.distributed.rendezvous import name_ranks
 from smpkit.torch.distributed.tracebacks import shorten
@@ -42,7 +43,6 @@ __all__ = [
     "attach",
     "close_connections",
     "detach",
-    "device_backends",
     "diagnose",
     "error_of",
     "explain_error",
@@ -60,7 +60,7 @@ _GRACE_SECONDS: Final = 2.0
 _END_GRACE_SECONDS: Final = 0.5
 """How far apart the ends of ranks may lie that end together."""
 _ABORT_SECONDS: Final = 5.0
-"""For nccl to end its kernels; it takes milliseconds unless the driver hangs."""
+"""For the devices to end their kernels; it takes milliseconds unless the driver hangs."""
 _TEXT_LIMIT: Final = 2000
 """Characters of an error that are published for the other ranks."""
 _CONTEXT_ATTRIBUTE: Final = "_smpkit_places"
@@ -69,9 +69,8 @@ _CLOSE_TAG: Final = 0x5AFE
 _ENDED: Final = "its script ended"
 
 _CONNECTION_ERROR: Final = re.compile(
-    r"connection|timed out|timeout|socket|broken pipe|gloo|nccl|recvvalue|pair closure|remote process", re.IGNORECASE
+    r"connection|timed out|timeout|socket|broken pipe|recvvalue|pair closure|remote process", re.IGNORECASE
 )
-_COMMUNICATION_ERROR: Final = re.compile(f"{_CONNECTION_ERROR.pattern}|cuda", re.IGNORECASE)
 _TIMED_OUT: Final = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
@@ -222,21 +221,13 @@ def fail_this_process(failure: SmpkitError) -> None:
     close_connections(failure_store.groups())
 
 
-def device_backends(group: dist.ProcessGroup) -> list[Backend]:
-    """Return a group's nccl backend in a list, which is empty if the group has none."""
-    if "cuda:nccl" not in str(dist.get_backend_config(group)):
-        return []
-    backend = group._get_backend(torch.device("cuda"))
-    return [getattr(backend, "wrapped_pg", backend)]  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-
-
 def abort(groups: Iterable[dist.ProcessGroup]) -> None:
     """End the kernels of this rank that wait for others, and so the host's waits for them. Never raises."""
     # All groups at once: an abort waits for the kernels of its group, which may be queued behind those of another one.
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="smpkit-abort", daemon=True)
         for group in groups
-        for backend in device_backends(group)
+        for backend in backends.device_backends(group)
     ]
     for thread in threads:
         thread.start()
@@ -257,7 +248,7 @@ def close_connections(groups: Iterable[dist.ProcessGroup]) -> None:
     """
     # gloo has no call for it (its `abort` wakes nobody), but a receive that times out closes a group's connections.
     for group in groups:
-        if group.size() == 1 or "cpu" not in str(dist.get_backend_config(group)):
+        if group.size() == 1 or "cpu" not in backends.backends_of(group):
             continue
         peer = (group.rank() + 1) % group.size()
         with contextlib.suppress(RuntimeError):
@@ -308,15 +299,26 @@ def explain_error(
     with _diagnosis_lock:
         if (known := _known_reason(error)) is not None:
             return known
-        return _diagnose(failure_store, waited) if _CONNECTION_ERROR.search(str(error)) else error
+        return _diagnose(failure_store, waited) if _is_connection_error(error) else error
 
 
 def _known_reason(error: RuntimeError) -> SmpkitError | None:
     """Return the diagnosed failure, if there is one and `error` may come from a closed connection or an abort."""
-    if isinstance(error, SmpkitError) or not _COMMUNICATION_ERROR.search(str(error)):
+    if isinstance(error, SmpkitError):
+        return None
+    if not (_is_connection_error(error) or _mentions(error, backends.device_names())):
         return None
     with _diagnosis_lock:
         return _failure
+
+
+def _is_connection_error(error: RuntimeError) -> bool:
+    return bool(_CONNECTION_ERROR.search(str(error))) or _mentions(error, backends.backend_names())
+
+
+def _mentions(error: RuntimeError, names: list[str]) -> bool:
+    text = str(error).lower()
+    return any(name in text for name in names)
 
 
 def diagnose(what: str, peers: Sequence[int], error: str, seconds: float) -> SmpkitError | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,17 @@ from typing import Final
 import torch
 
 from smpkit.errors import ConfigError, Problem, UnsupportedError
+from smpkit.torch.core import devices
 from smpkit.torch.core.context import Launch
+from smpkit.torch.core.devices import backends
+from smpkit.torch.core.devices.backends import GLOO, NCCL, SHARED_GPU_NCCL
 from smpkit.torch.distributed.rendezvous import name_ranks
 
 __all__ = [
     "CUDA_ON_CPU",
-    "SHARED_GPU_NCCL",
     "GpuInfo",
     "backend_of",
     "device_file",
-    "nccl_version",
     "notices_of",
     "probe_gpu",
     "problems_of",
@@ -31,7 +33,6 @@ __all__ = [
 ]
 
 CUDA_ON_CPU: Final = "SMPKIT_CUDA_ON_CPU"
-SHARED_GPU_NCCL: Final = "SMPKIT_SHARED_GPU_NCCL"
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _NO_DEVICE: Final = ("", "-1", "NoDevFiles")
 """First entries that mean no GPU: CUDA stops reading at an entry that names none."""
@@ -50,7 +51,8 @@ class GpuInfo:
     """What one rank knows about GPUs; the ranks exchange it as JSON.
 
     Args:
-        gpu: identity of the GPU that it uses; None if torch sees none.
+        gpu: identity of the GPU, or other accelerator, that it uses; None if torch sees none.
+        kind: torch's name for this type of device.
         expected: why it should have one, as far as the rank itself knows.
         cpu_reason: the variable by which it uses the CPU on purpose.
         unused: a GPU's device file beside a build of torch that knows no GPUs.
@@ -60,6 +62,7 @@ class GpuInfo:
     """
 
     gpu: str | None = None
+    kind: str = "cpu"
     expected: str | None = None
     cpu_reason: str | None = None
     unused: str | None = None
@@ -70,11 +73,9 @@ class GpuInfo:
 
 def probe_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInfo:
     """Return what this rank knows, without making a CUDA context."""
-    shared = nccl_version() if environ.get(SHARED_GPU_NCCL) == "1" else None
-    if torch.cuda.is_available():
-        # The identity, not the index: ranks that see one GPU each all call theirs 0.
-        properties = torch.cuda.get_device_properties(launch.local_rank % torch.cuda.device_count())
-        return GpuInfo(str(properties.uuid), shared_nccl=shared)
+    shared = backends.nccl_version() if environ.get(SHARED_GPU_NCCL) == "1" else None
+    if (device := devices.choose_device(launch.local_rank)) is not None:
+        return GpuInfo(_identity(device, launch), device.type, shared_nccl=shared)
     cpu_reason = _why_cpu(environ)
     path = None if cpu_reason else device_file()
     return GpuInfo(
@@ -85,6 +86,12 @@ def probe_gpu(launch: Launch, environ: Mapping[str, str] = os.environ) -> GpuInf
         hint=_hint(),
         shared_nccl=shared,
     )
+
+
+def _identity(device: torch.device, launch: Launch) -> str:
+    # Not the index where there is something better: ranks that see one device each all call theirs 0. Where a module
+    # does not tell devices apart, the launcher is believed to have given each rank its own.
+    return devices.physical_device(device) or f"{socket.gethostname()}/{device.type}/{launch.local_rank}"
 
 
 def why_expected(environ: Mapping[str, str]) -> str | None:
@@ -140,31 +147,51 @@ def notices_of(gpu_infos: Sequence[GpuInfo]) -> list[str]:
 def backend_of(gpu_infos: Sequence[GpuInfo], asked: str) -> tuple[str, list[str]]:
     """Return torch's name of the backend, and warnings about slow ones.
 
-    The backend is nccl for CUDA tensors beside gloo for CPU tensors if every rank has its own GPU, else gloo for both.
+    The backend is that of the devices (nccl for CUDA tensors) beside gloo for CPU tensors if every rank has a device of
+    its own, else gloo for both.
 
     Args:
         asked: `ddp_dist_backend`.
 
     Raises:
         ConfigError: not all ranks want to share a GPU over nccl.
-        UnsupportedError: they do, and nccl is too old for it.
+        UnsupportedError: they do, and nccl is too old for it; or gloo takes no tensors of their devices.
     """
+    backend, notices = _find_backend(gpu_infos, asked)
+    kinds = {gpu_info.kind for gpu_info in gpu_infos}
+    if backend == GLOO and len(gpu_infos) > 1 and (kinds := kinds.difference(backends.gloo_devices())):
+        why = "".join(f" ({notice})" for notice in notices)
+        raise UnsupportedError(
+            f"nothing connects the ranks' devices: gloo takes no tensors of {', '.join(sorted(kinds))}{why}",
+            hint="import the plug-in that registers their backend before smp.init(), or let the ranks use the CPU",
+        )
+    return backend, notices
+
+
+def _find_backend(gpu_infos: Sequence[GpuInfo], asked: str) -> tuple[str, list[str]]:
     without = [rank for rank, gpu_info in enumerate(gpu_infos) if gpu_info.gpu is None]
-    if asked == "gloo" or len(without) == len(gpu_infos):
-        return "gloo", []
+    if asked == GLOO or len(without) == len(gpu_infos):
+        return GLOO, []
     if without:
         why = gpu_infos[without[0]].cpu_reason
         use = f"{name_ranks(without)} use{'s' * (len(without) == 1)} the CPU"
-        return "gloo", [f"{use} ({why}) while others have a GPU: gloo connects all, and is slower"]
+        return GLOO, [f"{use} ({why}) while others have a GPU: gloo connects all, and is slower"]
+    kinds = sorted({gpu_info.kind for gpu_info in gpu_infos})
+    if len(kinds) > 1:
+        return GLOO, [f"the ranks have devices of {len(kinds)} kinds ({', '.join(kinds)}): gloo connects all"]
+    own = backends.backend_for(torch.device(kinds[0]))
+    if own is None:
+        return GLOO, []
+    both = f"cpu:{GLOO},{kinds[0]}:{own}"
     num_gpus = len({gpu_info.gpu for gpu_info in gpu_infos})
     if num_gpus == len(gpu_infos):
-        return "cpu:gloo,cuda:nccl", []
+        return both, []
     ranks = f"{len(gpu_infos)} ranks share {num_gpus} GPU{'s' * (num_gpus > 1)}"
-    if all(gpu_info.shared_nccl is None for gpu_info in gpu_infos):
-        return "gloo", [f"{ranks}, which nccl cannot do: gloo is used, and is slower"]
+    if own != NCCL or all(gpu_info.shared_nccl is None for gpu_info in gpu_infos):
+        return GLOO, [f"{ranks}, which {own} cannot do: gloo is used, and is slower"]
     _check_shared_nccl(gpu_infos)
     needs = "NCCL_MULTI_RANK_GPU_ENABLE=1 (set unless you have set it), and is faster with CUDA's multi-process service"
-    return "cpu:gloo,cuda:nccl", [f"{ranks} over nccl because of {SHARED_GPU_NCCL}=1, which needs {needs}"]
+    return both, [f"{ranks} over nccl because of {SHARED_GPU_NCCL}=1, which needs {needs}"]
 
 
 def _check_shared_nccl(gpu_infos: Sequence[GpuInfo]) -> None:
@@ -181,15 +208,6 @@ def _check_shared_nccl(gpu_infos: Sequence[GpuInfo]) -> None:
                 f"{SHARED_GPU_NCCL}=1 needs NCCL 2.30 or newer, but rank {rank} has {found}",
                 hint=f"unset {SHARED_GPU_NCCL}, or load a newer NCCL with LD_PRELOAD=.../libnccl.so.2",
             )
-
-
-def nccl_version() -> tuple[int, ...]:
-    """Return the version of the nccl that is loaded, which may differ from the one at build time; () without nccl."""
-    try:
-        from torch._C._distributed_c10d import ProcessGroupNCCL
-    except ImportError:
-        return ()
-    return tuple(ProcessGroupNCCL.get_runtime_nccl_version())  # type: ignore[call-arg]  # a static method
 
 
 def _why_cpu(environ: Mapping[str, str]) -> str | None:
@@ -213,10 +231,9 @@ def _facts(environ: Mapping[str, str]) -> str:
     if _VISIBLE in environ:
         parts.append(f"{_VISIBLE} is {environ[_VISIBLE]}")
     if _is_for_gpus():
-        try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # raises with the reason, unlike `is_available`
-        except (RuntimeError, AssertionError) as error:
-            parts.append(f"torch says `{str(error).partition('. ')[0].strip()}`")
+        error = devices.cannot_use_cuda()
+        if error is not None:
+            parts.append(f"torch says `{error.partition('. ')[0].strip()}`")
     return ", ".join(parts)
 
 

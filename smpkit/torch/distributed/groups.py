@@ -19,16 +19,14 @@ from torch.distributed.distributed_c10d import _world as _torch_world
 
 from smpkit.errors import DeadlineError
 from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.rendezvous import gather, name_ranks
 
 __all__ = ["Groups", "loopback"]
 
-_GLOO: Final = "cpu:gloo"
 # Any order will do, as long as every rank makes its groups in the same one.
 _ORDER: Final = (CommGroup.MP_GROUP, CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.PP_GROUP, CommGroup.RDP_GROUP)
-_CHANNEL_CTAS: Final = 8
-"""Thread blocks that nccl may use for a message, of 132 multiprocessors on an H100; NCCL_MAX_CTAS overrides it."""
 
 
 class Groups:
@@ -60,11 +58,10 @@ class Groups:
         world = dist.group.WORLD
         assert world is not None
         groups = {CommGroup.WORLD: world}
-        backends = str(dist.get_backend_config(world))
-        if _GLOO in backends:
+        if backends.carries_host_tensors(world):
             self._by_ranks[tuple(range(mesh.size))] = world
         else:  # a script made it for GPUs only, and ranks also send each other tensors of the host
-            self._backend = f"{_GLOO},{backends}"
+            self._backend = f"cpu:{backends.GLOO},{dist.get_backend_config(world)}"
         # A default group that a script bound to its GPU splits communicators, in which every rank takes part. Otherwise
         # only the members do, so a job of a thousand ranks makes five groups per rank and not thousands.
         all_ranks = world.bound_device_id is not None
@@ -76,16 +73,16 @@ class Groups:
         return groups
 
     def for_objects(self) -> dist.ProcessGroup:
-        """Return a group of all ranks that carries CPU tensors: WORLD, unless a script made that for nccl only."""
+        """Return a group of all ranks that carries CPU tensors: WORLD, unless a script made that for devices only."""
         if self._objects is None:
             world = dist.group.WORLD
             assert world is not None
-            if _GLOO in str(dist.get_backend_config(world)):
+            if backends.carries_host_tensors(world):
                 self._objects = world
             else:
                 with self._network():
                     self._objects = _checked(
-                        dist.new_group(backend="gloo", timeout=self._timeout, group_desc="objects")
+                        dist.new_group(backend=backends.GLOO, timeout=self._timeout, group_desc="objects")
                     )
         return self._objects
 
@@ -99,29 +96,20 @@ class Groups:
         if ranks not in self._channels:
             with _without_bound_device():
                 self._channels[ranks] = _checked(
-                    self._new(ranks, "channels", backend, options=self._channel_options(backend))
+                    self._new(ranks, "channels", backend, options=backends.channel_options(backend, self._timeout))
                 )
         return self._channels[ranks]
 
-    def _channel_options(self, backend: str) -> object:
-        """Return options by which messages start before compute, and leave most of the GPU to it."""
-        if backend != "nccl":
-            return None
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas = _CHANNEL_CTAS
-        options._timeout = self._timeout  # else torch warns that it differs from `new_group`'s
-        return options
-
     def warm_up(self, groups: Mapping[CommGroup, dist.ProcessGroup], device: torch.device) -> None:
-        """Make nccl's communicators now; all ranks call this.
+        """Connect the devices now; all ranks call this.
 
         Raises:
             DeadlineError: another rank did not come, or its GPU did not answer.
             RemoteError: another rank failed.
         """
-        # At its first operation a communicator allocates memory, which waits for the whole GPU, and blocks the hosts of
-        # its ranks until all have come. In the middle of a step, messages of a pipeline would be under way meanwhile,
-        # in an order that depends on which rank is where first.
+        # At its first operation a communicator (nccl's) allocates memory, which waits for the whole GPU, and blocks the
+        # hosts of its ranks until all have come. In the middle of a step, messages of a pipeline would be under way
+        # meanwhile, in an order that depends on which rank is where first.
         seen = set()
         for kind in (CommGroup.WORLD, *_ORDER):
             group = groups[kind]
@@ -129,7 +117,7 @@ class Groups:
                 continue
             seen.add(group)
             name = f"the connection of {kind.value} between the GPUs"
-            hosts = group if _GLOO in str(dist.get_backend_config(group)) else self.for_objects()
+            hosts = group if backends.carries_host_tensors(group) else self.for_objects()
             with waiting(name, group):  # over gloo first: nccl makes a communicator without a deadline
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=hosts)
             work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)

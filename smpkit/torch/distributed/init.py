@@ -15,14 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smpkit.config.modelparallel import ENVIRONMENT_VARIABLE, ModelParallelConfig
 from smpkit.errors import ConfigError, Problem, UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup, Mesh
+from smpkit.torch.core import devices
 from smpkit.torch.core.context import Launch, launch_from
+from smpkit.torch.core.devices import backends
 from smpkit.torch.core.runtime import ModuleManager, Runtime, state
 from smpkit.torch.distributed import cores as numa
 from smpkit.torch.distributed import deadline, gpus, recorder, watcher
@@ -94,7 +95,7 @@ def extra_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 def channel_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the group of a pipeline's channels, between GPUs if its ranks have any."""
     assert _world is not None, "smp.init() has been called"
-    return _world.groups.channels(ranks, "nccl" if state.device.type == "cuda" else "gloo")
+    return _world.groups.channels(ranks, backends.backend_for(state.device) or backends.GLOO)
 
 
 def shutdown() -> None:
@@ -153,8 +154,10 @@ def _setting_notices(cfg: ModelParallelConfig, mesh: Mesh) -> list[str]:
             f"ddp is False with {mesh.dp_size} data-parallel ranks: the replicas train independently; "
             "set `ddp: true` to average their gradients"
         )
-    if cfg.ddp_dist_backend == "nccl" and not torch.cuda.is_available():
-        texts.append("ddp_dist_backend is nccl, but there is no GPU: gloo is used")
+    if cfg.ddp_dist_backend == backends.NCCL and not backends.uses_nccl(state.device):
+        kind, used = state.device.type, backends.backend_for(state.device) or backends.GLOO
+        found = "there is no GPU" if kind == "cpu" else f"this rank's device is {kind}"
+        texts.append(f"ddp_dist_backend is nccl, but {found}: {used} is used")
     return texts
 
 
@@ -236,7 +239,7 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
         state.runtime = Runtime(cfg, launch, mesh, groups, world.groups.for_objects())
         if not known:
             watcher.watch(failure_store, _processes_on_this_host(facts, launch.rank))
-        if "cuda:nccl" in str(dist.get_backend_config(groups[CommGroup.WORLD])):
+        if backends.connects(groups[CommGroup.WORLD], state.device):
             world.groups.warm_up(groups, state.device)
         recorder.start()
     except BaseException:
@@ -316,9 +319,8 @@ def _processes_on_this_host(facts: Sequence[Mapping[str, Any]], rank: int) -> di
 
 def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:
     # Scripts that forget torch.cuda.set_device(smp.local_rank()) would otherwise put every rank on GPU 0.
-    if torch.cuda.is_available():
-        device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    if (device := devices.choose_device(launch.local_rank)) is not None:
+        devices.make_current(device)
         if sum(gpu_info.gpu == gpu_infos[launch.rank].gpu for gpu_info in gpu_infos) == 1:
             numa.bind(device)
 
@@ -326,27 +328,11 @@ def _set_device(launch: Launch, gpu_infos: Sequence[gpus.GpuInfo]) -> None:
 def _make_default_group(backend: str, world: _World, timeout: timedelta) -> None:
     """Initialise torch.distributed."""
     # Without `device_id`: a group bound to a device makes every later group a split, in which all ranks must take part.
-    if "nccl" in backend:
-        _prepare_nccl(world.launch)
+    backends.prepare(backend, world.launch.launcher)
     with loopback() if world.launch.single_host else contextlib.nullcontext():
         dist.init_process_group(
             backend, store=world.store, rank=world.launch.rank, world_size=world.launch.world_size, timeout=timeout
         )
-
-
-def _prepare_nccl(launch: Launch) -> None:
-    """Set the variables that nccl and torch's watchdog read when groups are made, unless the user has set them."""
-    # 2, "clean up only": on an error torch ends the kernels. By default it kills the process, and nobody would learn
-    # which rank failed; `watcher.py` sees the error as well, and finds that out.
-    handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    # torchrun sets 1 for every rank where the user has set nothing.
-    if launch.launcher == "torchrun" and os.environ.get(handling) == "1":
-        del os.environ[handling]
-    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # the old name, which torch still reads
-        os.environ.setdefault(handling, "2")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if os.environ.get(gpus.SHARED_GPU_NCCL) == "1":
-        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
 def _make_failure_store(world: _World, timeout: timedelta) -> FailureStore:

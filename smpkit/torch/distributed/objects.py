@@ -263,6 +263,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
         self.payloads: list[torch.Tensor] = []
+        self._kinds = ("cpu", state.device.type)
         self._kept: list[torch.Tensor] = []
         self._indices: dict[object, int] = {}
         self._objects: dict[int, _TensorSpec] = {}
@@ -271,7 +272,7 @@ class _Pickler(pickle.Pickler):
         if type(obj) not in (torch.Tensor, nn.Parameter):
             return None
         assert isinstance(obj, torch.Tensor)
-        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type not in ("cpu", "cuda"):
+        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type not in self._kinds:
             return None
         if id(obj) not in self._objects:
             self._objects[id(obj)] = self._spec(obj)
@@ -287,7 +288,7 @@ class _Pickler(pickle.Pickler):
             index=index,
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
-            on_gpu=tensor.is_cuda,
+            on_gpu=tensor.device.type != "cpu",
             is_parameter=isinstance(tensor, nn.Parameter),
             requires_grad=tensor.requires_grad,
         )

@@ -398,7 +398,8 @@ def _clock_name(host: str) -> str:
 
 def _memory_bytes() -> int:
     """Return the bytes of tensors on the GPU, or without a GPU the resident bytes of this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.memory_allocated()
+    device = devices.current_device()
+    if devices.is_asynchronous(device):
+        return devices.memory_bytes(device)
     statm = Path("/proc/self/statm")
     return int(statm.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

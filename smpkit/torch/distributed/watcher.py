@@ -24,6 +24,7 @@ from typing import Final
 import torch.distributed as dist
 
 from smpkit.errors import RemoteError, SmpkitError
+from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed import deadline
 from smpkit.torch.distributed.failure_store import FailureStore, RankStatus
 
@@ -47,13 +48,13 @@ def process_namespace() -> str | None:
 
 
 def watch(failure_store: FailureStore, processes: Mapping[int, int]) -> None:
-    """Watch until `stop`, if nccl connects the ranks; without nccl, every wait is one of the host, with a deadline.
+    """Watch until `stop`, if the ranks' devices are connected; else every wait is one of the host, with a deadline.
 
     Args:
         processes: by rank, the pids of the other ranks on this machine.
     """
     global _watcher  # noqa: PLW0603 - one per process, like the default process group
-    if failure_store.size > 1 and any(deadline.device_backends(group) for group in failure_store.groups()):
+    if failure_store.size > 1 and any(backends.device_backends(group) for group in failure_store.groups()):
         _watcher = _Watcher(failure_store, processes)
 
 
@@ -103,7 +104,9 @@ class _Watcher:
 
     def _check(self, failure_store: FailureStore) -> bool:
         """Check once; return whether the job has failed."""
-        found = self._stored_failure(failure_store) or self._dead_rank(failure_store) or self._nccl_error(failure_store)
+        found = (
+            self._stored_failure(failure_store) or self._dead_rank(failure_store) or self._device_error(failure_store)
+        )
         if found is None or self._stopped.is_set():
             return False
         deadline.fail_this_process(found)
@@ -141,18 +144,18 @@ class _Watcher:
             return deadline.error_of(first)
         return None
 
-    def _nccl_error(self, failure_store: FailureStore) -> SmpkitError | None:
+    def _device_error(self, failure_store: FailureStore) -> SmpkitError | None:
         """Return an error if an operation between GPUs has failed, or passed its deadline."""
         for group in failure_store.groups():
-            for backend in deadline.device_backends(group):
-                error = backend.get_error().name
-                if error == "SUCCESS":
+            for backend in backends.device_backends(group):
+                error = backends.error_of(backend)
+                if error is None:
                     continue
                 peers = [rank for rank in dist.get_process_group_ranks(group) if rank != failure_store.rank]
                 what = f"an operation between GPUs ({group.group_desc})"
                 is_late = error == "TIMEOUT"
                 seconds = failure_store.timeout.total_seconds() if is_late else 0.0
-                return deadline.diagnose(what, peers, "timeout" if is_late else f"nccl: {error}", seconds)
+                return deadline.diagnose(what, peers, "timeout" if is_late else f"{backend.name()}: {error}", seconds)
         return None
 
 

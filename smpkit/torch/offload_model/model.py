@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.core import devices
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload_model.chain import Balance, check_count, slice_model
 from smpkit.torch.offload_model.counted_link import Traffic
@@ -311,15 +312,13 @@ class _NoGpuError(UnsupportedError, TypeError):
 
 
 def _known_device(device: torch.device) -> torch.device:
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise _NoGpuError(
-                f"device is {device}, but torch sees no GPU", hint="on a machine without one use device=cpu"
-            )
-        return torch.zeros(0, device=device).device  # with an index, as tensors have it
-    if device.type != "cpu":
-        raise UnsupportedError(f"device is {device}; slices run on cuda or cpu")
-    return device
+    if device.type == "cpu":
+        return device
+    if not devices.has_streams(device):
+        raise UnsupportedError(f"device is {device}; slices run on cuda or cpu, or on another device with streams")
+    if not devices.is_available(device):
+        raise _NoGpuError(f"device is {device}, but torch sees no GPU", hint="on a machine without one use device=cpu")
+    return torch.zeros(0, device=device).device  # with an index, as tensors have it
 
 
 def _adapt(model: OffloadModel, state: dict[str, Any], prefix: str, *_: Any) -> None:

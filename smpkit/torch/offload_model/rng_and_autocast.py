@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from smpkit.torch.core import devices
+
 __all__ = ["AutocastState", "RandomState", "SliceBuffers", "random_state", "restored_random_state"]
 
 RandomState = tuple[Tensor, Tensor | None]
@@ -17,16 +19,17 @@ RandomState = tuple[Tensor, Tensor | None]
 
 def random_state(device: torch.device) -> RandomState:
     """Return the states of the random generators."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    of_device = devices.default_generator(device).get_state() if device.type != "cpu" else None
+    return torch.get_rng_state(), of_device
 
 
 @contextlib.contextmanager
 def restored_random_state(state: RandomState, device: torch.device) -> Iterator[None]:
     """Restore the states of the random generators inside."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], device)
+            devices.default_generator(device).set_state(state[1])
         yield
 
 

@@ -39,7 +39,6 @@ fixed pairs, as in other pipelines. Hosts run ahead of their GPUs as far as the 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,30 +47,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
-from smpkit.errors import UsageError
 from smpkit.torch.core import devices
+from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed.deadline import waiting
 
-__all__ = ["P2PChannels", "PendingReceive", "ReceivePool", "has_channels", "refuse_launch_order"]
-
-_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-
-
-def has_channels(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether nccl connects the ranks of a pipeline; it cannot where several ranks share a GPU."""
-    return device.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config(group))
-
-
-def refuse_launch_order() -> None:
-    """Raise UsageError if nccl is configured to launch its kernels in call order over all communicators of a GPU."""
-    value = os.environ.get(_LAUNCH_ORDER, "0")
-    if value != "0":
-        raise UsageError(
-            f"{_LAUNCH_ORDER} is {value!r}: every operation of nccl would wait for all that its GPU was given before,"
-            " in whichever communicator, and replicas of a pipeline, whose schedules may differ, could wait for each"
-            " other for ever",
-            hint=f"unset {_LAUNCH_ORDER}: smpkit keeps messages of a pipeline in an order that cannot deadlock",
-        )
+__all__ = ["P2PChannels", "PendingReceive", "ReceivePool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +73,7 @@ class P2PChannels:
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, device: torch.device) -> None:
-        if device.type == "cuda":
-            refuse_launch_order()
+        backends.refuse_launch_order(device)
         self._group = group
         self._ranks = ranks
         self._rank = rank

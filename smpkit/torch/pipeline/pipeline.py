@@ -14,6 +14,7 @@ from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.partition.search import assign, partition
 from smpkit.torch.core.announce import announce
+from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import map_tensors, signature
 from smpkit.torch.distributed.deadline import report_failure, waiting
@@ -21,7 +22,7 @@ from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.distributed.objects import CommGroup
 from smpkit.torch.distributed.recorder import current_recorder
 from smpkit.torch.pipeline.batch_broadcast import InputBroadcast
-from smpkit.torch.pipeline.channels import P2PChannels, has_channels
+from smpkit.torch.pipeline.channels import P2PChannels
 from smpkit.torch.pipeline.divergence import watch_for_divergence
 from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.random_streams import RandomStreams
@@ -69,9 +70,7 @@ class Pipeline:
         self._measured = measured
         group, ranks, device = state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device
         channels = (
-            P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, device)
-            if has_channels(group, device)
-            else None
+            P2PChannels(channel_group(tuple(ranks)), ranks, state.pp_rank, device) if connects(group, device) else None
         )
         self._transport = Transport(group, ranks, device, channels)
         self._executor: Executor | None = None

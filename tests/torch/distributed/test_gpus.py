@@ -15,6 +15,7 @@ import smpkit.torch as smp
 from smpkit.errors import ConfigError, UnsupportedError
 from smpkit.torch.compat import cuda_on_cpu
 from smpkit.torch.core.context import Launch
+from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed import gpus
 from smpkit.torch.distributed.gpus import GpuInfo, backend_of, notices_of, problems_of
 from tests.ranks import run_ranks
@@ -127,35 +128,35 @@ def test_who_means_the_cpu_gets_it(said: dict[str, str], build: str, request: py
 
 
 def test_ranks_with_a_gpu_of_their_own_use_nccl() -> None:
-    assert backend_of([GpuInfo("a"), GpuInfo("b")], "auto") == ("cpu:gloo,cuda:nccl", [])
-    assert backend_of([GpuInfo("a"), GpuInfo("b")], "gloo") == ("gloo", [])
+    assert backend_of([GpuInfo("a", "cuda"), GpuInfo("b", "cuda")], "auto") == ("cpu:gloo,cuda:nccl", [])
+    assert backend_of([GpuInfo("a", "cuda"), GpuInfo("b", "cuda")], "gloo") == ("gloo", [])
     assert backend_of([GpuInfo(), GpuInfo()], "nccl") == ("gloo", [])
 
 
 def test_ranks_that_share_a_gpu_use_gloo_and_are_told() -> None:
-    backend, (text,) = backend_of([GpuInfo("a"), GpuInfo("a")], "auto")
+    backend, (text,) = backend_of([GpuInfo("a", "cuda"), GpuInfo("a", "cuda")], "auto")
     assert backend == "gloo"
     assert "2 ranks share 1 GPU, which nccl cannot do" in text
 
 
 def test_ranks_on_the_cpu_beside_ranks_on_gpus_are_told() -> None:
-    backend, (text,) = backend_of([GpuInfo("a"), GpuInfo(cpu_reason="CUDA_VISIBLE_DEVICES=''")], "auto")
+    backend, (text,) = backend_of([GpuInfo("a", "cuda"), GpuInfo(cpu_reason="CUDA_VISIBLE_DEVICES=''")], "auto")
     assert backend == "gloo"
     assert "rank 1 uses the CPU (CUDA_VISIBLE_DEVICES='') while others have a GPU" in text
 
 
 def test_a_shared_gpu_carries_nccl_if_asked_to() -> None:
-    shared = GpuInfo("a", shared_nccl=[2, 30, 1])
+    shared = GpuInfo("a", "cuda", shared_nccl=[2, 30, 1])
     backend, (text,) = backend_of([shared, shared], "auto")
     assert backend == "cpu:gloo,cuda:nccl"
     assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in text
     assert backend_of([shared, shared], "gloo") == ("gloo", [])
-    own = GpuInfo("b", shared_nccl=[2, 28, 9])
+    own = GpuInfo("b", "cuda", shared_nccl=[2, 28, 9])
     assert backend_of([shared, own], "auto") == ("cpu:gloo,cuda:nccl", [])  # nothing is shared
 
 
 def test_an_nccl_that_cannot_share_a_gpu_is_refused() -> None:
-    new, old, missing = (GpuInfo("a", shared_nccl=version) for version in ([2, 30, 1], [2, 28, 9], []))
+    new, old, missing = (GpuInfo("a", "cuda", shared_nccl=version) for version in ([2, 30, 1], [2, 28, 9], []))
     with pytest.raises(UnsupportedError, match=r"needs NCCL 2\.30 or newer, but rank 1 has 2\.28\.9"):
         backend_of([new, old], "auto")
     with pytest.raises(UnsupportedError, match="but rank 0 has none"):
@@ -164,11 +165,11 @@ def test_an_nccl_that_cannot_share_a_gpu_is_refused() -> None:
 
 def test_all_ranks_must_want_to_share_a_gpu() -> None:
     with pytest.raises(ConfigError, match="SMPKIT_SHARED_GPU_NCCL: is 1 on some ranks but not on rank 1"):
-        backend_of([GpuInfo("a", shared_nccl=[2, 30, 1]), GpuInfo("a")], "auto")
+        backend_of([GpuInfo("a", "cuda", shared_nccl=[2, 30, 1]), GpuInfo("a", "cuda")], "auto")
 
 
 def test_the_wish_to_share_a_gpu_is_told_with_the_version_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "nccl_version", lambda: (2, 30, 4))
+    monkeypatch.setattr(backends, "nccl_version", lambda: (2, 30, 4))
     assert gpus.probe_gpu(Launch(), {"SMPKIT_SHARED_GPU_NCCL": "1"}).shared_nccl == (2, 30, 4)
     assert gpus.probe_gpu(Launch(), {}).shared_nccl is None
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import smpkit.torch as smp
 from smpkit.errors import DeadlineError, RemoteError, UsageError
+from smpkit.torch.core.devices import backends
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed import init as initialize
 from smpkit.torch.distributed.groups import Groups
 from smpkit.torch.distributed.init import channel_group
-from smpkit.torch.pipeline.channels import refuse_launch_order
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -116,17 +116,16 @@ def test_lanes_are_made_by_their_own_ranks_where_a_script_has_bound_the_default_
 
 
 def test_an_order_of_launches_over_all_communicators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_launch_order()
+    backends.refuse_launch_order(torch.device("cuda"))
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     with pytest.raises(UsageError, match="NCCL_LAUNCH_ORDER_IMPLICIT is '1'"):
-        refuse_launch_order()
+        backends.refuse_launch_order(torch.device("cuda"))
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without nccl")
 def test_lanes_start_before_what_is_computed_and_take_little_of_the_gpu() -> None:
-    groups = Groups(cast("Any", None), 0, timedelta(seconds=7), single_host=True)
-    options = cast("Any", groups._channel_options("nccl"))
+    options = cast("Any", backends.channel_options("nccl", timedelta(seconds=7)))
     assert options.is_high_priority_stream
     assert options.config.max_ctas == 8
     assert options._timeout == timedelta(seconds=7)
-    assert groups._channel_options("gloo") is None
+    assert backends.channel_options("gloo", timedelta(seconds=7)) is None

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import ErrorType  # torch.distributed's, which i
 
 import smpkit.torch as smp
 from smpkit.errors import UsageError
-from smpkit.torch.core.context import Launch
+from smpkit.torch.core.devices import backends
 from smpkit.torch.distributed import deadline, watcher
 from smpkit.torch.distributed import init as initialize
 from smpkit.torch.distributed.deadline import waiting
@@ -38,6 +38,9 @@ class Spinning:
     def abort(self) -> None:
         self.ended.set()
 
+    def name(self) -> str:
+        return "nccl"
+
     def get_error(self) -> ErrorType:
         return self.error
 
@@ -49,7 +52,7 @@ class Spinning:
 def begin(look_seconds: float = 0.1) -> Spinning:
     """Start a job whose ranks are connected by nccl."""
     backend = Spinning()
-    deadline.device_backends = lambda group: [backend]  # type: ignore[list-item]
+    backends.device_backends = lambda group: [backend]  # type: ignore[list-item]
     watcher._POLL_SECONDS = look_seconds  # type: ignore[misc]
     smp.init({"ddp": True, "timeout_seconds": 600})
     return backend
@@ -191,7 +194,7 @@ def watchers_of_two_worlds() -> list[int]:
         end = time.monotonic() + SECONDS
         while any(thread.name == "smpkit-watcher" for thread in threading.enumerate()) and time.monotonic() < end:
             time.sleep(0.01)
-    deadline.device_backends = lambda group: []
+    backends.device_backends = lambda group: []
     smp.init({"ddp": True})
     counts.append(sum(thread.name == "smpkit-watcher" for thread in threading.enumerate()))
     return counts
@@ -203,7 +206,7 @@ def test_there_is_one_watcher_where_nccl_connects_ranks_and_none_elsewhere() -> 
 
 def test_kernels_end_before_a_process_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Spinning()
-    monkeypatch.setattr(deadline, "device_backends", lambda group: [backend])
+    monkeypatch.setattr(backends, "device_backends", lambda group: [backend])
     monkeypatch.setattr(deadline, "_failed", True)
     try:
         smp.init({})
@@ -219,7 +222,7 @@ def test_kernels_end_before_a_process_that_has_failed(monkeypatch: pytest.Monkey
 def test_an_abort_that_hangs_holds_up_neither_the_others_nor_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, other, over = Spinning(), Spinning(), threading.Event()
     monkeypatch.setattr(stuck, "abort", lambda: over.wait(SECONDS))
-    monkeypatch.setattr(deadline, "device_backends", lambda group: [stuck, other])
+    monkeypatch.setattr(backends, "device_backends", lambda group: [stuck, other])
     monkeypatch.setattr(deadline, "_ABORT_SECONDS", 0.2)
     deadline.abort([object()])  # type: ignore[list-item]
     assert other.ended.is_set()
@@ -245,12 +248,12 @@ def test_torch_leaves_the_last_word_to_the_watcher(
         monkeypatch.delenv(name)
     for name, value in set_before.items():
         monkeypatch.setenv(name, value)
-    initialize._prepare_nccl(Launch(launcher=launcher))
+    backends.prepare("cpu:gloo,cuda:nccl", launcher)
     assert os.environ.get(names[0]) == expected
     assert os.environ[names[2]] == "1"
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
     monkeypatch.setenv("SMPKIT_SHARED_GPU_NCCL", "1")
-    initialize._prepare_nccl(Launch(launcher=launcher))
+    backends.prepare("cpu:gloo,cuda:nccl", launcher)
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 

@@ -19,10 +19,11 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.errors import DeadlineError
 from smpkit.plan.mesh import CommGroup
+from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import spec_of
 from smpkit.torch.distributed.init import channel_group
-from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive, has_channels
+from smpkit.torch.pipeline.channels import P2PChannels, PendingReceive
 from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TimetableEntry
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import RankFailed, run_ranks
@@ -153,15 +154,15 @@ def test_channels_are_for_gpus_only() -> None:
 def has_none() -> None:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     group = state.process_group(CommGroup.PP_GROUP)
-    assert not has_channels(group, state.device)
-    assert not has_channels(group, torch.device("cuda"))  # without nccl
+    assert not connects(group, state.device)
+    assert not connects(group, torch.device("cuda"))  # without nccl
     smp.shutdown()
 
 
 def over_channels(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with channels between all ranks that values travel between."""
     sending = mock.patch.object(P2PChannels, "send", autospec=True, side_effect=P2PChannels.send)
-    with mock.patch("smpkit.torch.pipeline.pipeline.has_channels", return_value=True), sending as send:
+    with mock.patch("smpkit.torch.pipeline.pipeline.connects", return_value=True), sending as send:
         result = function(*args)
     assert send.called
     return result

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from smpkit.errors import UnsupportedError, UsageError
+from smpkit.torch.core import devices
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.tensor_parallel import collectives
@@ -89,9 +90,7 @@ def _own_samples(made: Any) -> Any:
 def _rng_of_first_rank() -> Iterator[None]:
     """Draw the random numbers of tp_rank 0 on all ranks of the group; only its generators keep their new state."""
     group = collectives.tp_group()
-    before = [torch.get_rng_state()]
-    if state.device.type == "cuda":
-        before.append(torch.cuda.get_rng_state())
+    before = [generator.get_state() for generator in _generators()]
     first = [each.to(state.device, copy=True) for each in before]
     with waiting("the random numbers of tp_rank 0", group):
         for each in first:
@@ -105,9 +104,14 @@ def _rng_of_first_rank() -> Iterator[None]:
 
 
 def _set_rng_states(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+    for generator, each in zip(_generators(), states, strict=True):
+        generator.set_state(each)
+
+
+def _generators() -> list[devices.Generator]:
+    """Return the generators of the CPU and of this rank's accelerator, if it has one."""
+    own = devices.default_generator(state.device)
+    return [torch.default_generator] if own is torch.default_generator else [torch.default_generator, own]
 
 
 def _pad_to_divisible(of_positions: torch.Tensor) -> torch.Tensor:
