@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from smpkit.testing.checked_offload import CheckedEngine, CheckedLink
+from smpkit.torch.offload.accelerator import AcceleratorLink, pinned_memory
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.cuda import CudaLink, pinned_memory
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.link import link_for
 
 _WIDTH, _LAYERS = 512, 8
+_PINNED = partial(pinned_memory, torch.device("cuda"))
 
 
 def layers() -> nn.ModuleList:
@@ -43,7 +45,7 @@ def gradients(model: nn.ModuleList, engine: ActivationEngine | None) -> list[Ten
 
 def checked() -> CheckedEngine:
     link = link_for(torch.device("cuda"), 60.0)
-    return CheckedEngine(CheckedLink(link), Arena(memory=pinned_memory), lead=2, min_bytes=0)
+    return CheckedEngine(CheckedLink(link), Arena(memory=_PINNED), lead=2, min_bytes=0)
 
 
 def test_07_08_and_09_the_checker_finds_no_race_and_no_changed_bit() -> None:
@@ -74,7 +76,12 @@ def test_10_forward_and_backward_on_another_stream() -> None:
 
 
 def test_20_nothing_is_offloaded_while_a_graph_is_captured() -> None:
-    engine = ActivationEngine(link_for(torch.device("cuda"), 60.0), Arena(memory=pinned_memory), lead=2, min_bytes=0)
+    engine = ActivationEngine(
+        link_for(torch.device("cuda"), 60.0),
+        Arena(memory=_PINNED),
+        lead=2,
+        min_bytes=0,
+    )
     x = torch.randn(64, _WIDTH, device="cuda", requires_grad=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), engine.offload_inputs("layer"):
@@ -86,8 +93,8 @@ def test_20_nothing_is_offloaded_while_a_graph_is_captured() -> None:
 
 
 def test_host_memory_is_pinned_and_exact() -> None:
-    tensor, release = pinned_memory(3 * 4096)
+    tensor, release = pinned_memory(torch.device("cuda"), 3 * 4096)
     assert tensor.numel() == 3 * 4096
     assert tensor.is_pinned()
     release()
-    assert CudaLink.is_stream_ordered
+    assert AcceleratorLink.is_stream_ordered

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from smpkit.torch.offload import activations
+from smpkit.torch.offload.accelerator import pinned_memory
 from smpkit.torch.offload.arena import Arena
-from smpkit.torch.offload.cuda import pinned_memory
 from smpkit.torch.offload.engine import DEBUG, ActivationEngine
 from smpkit.torch.offload.link import link_for
 
@@ -124,11 +124,11 @@ def test_25_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_n
     link = link_for(_GPU, 60.0)
     mapping = mmap.mmap(-1, _BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     monkeypatch.setattr(mmap, "mmap", lambda *_, **__: mapping)
-    _, release = pinned_memory(_BYTES)
+    _, release = pinned_memory(torch.device("cuda"), _BYTES)
     with pytest.raises(OSError, match="cudaHostRegister"):  # nothing is pinned twice
-        pinned_memory(_BYTES)
+        pinned_memory(torch.device("cuda"), _BYTES)
     assert torch.equal(x * 2, x + x)
-    engine = ActivationEngine(link, Arena(memory=lambda _: pinned_memory(_BYTES)), lead=1, min_bytes=0)
+    engine = ActivationEngine(link, Arena(memory=lambda _: pinned_memory(x.device, _BYTES)), lead=1, min_bytes=0)
     z = x.clone().requires_grad_()
     with engine.offload_inputs("layer"):
         loss = (z * 1).square().sum()
@@ -143,7 +143,7 @@ def test_25_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_n
 
 def test_measuring_the_link_disturbs_no_work_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that it measures with may be memory that the computing stream is still reading."""
-    monkeypatch.setattr("smpkit.torch.offload.cuda._speeds", {})  # measured once for a device
+    monkeypatch.setattr("smpkit.torch.offload.accelerator._speeds", {})  # measured once for a device
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -111,8 +111,8 @@ def test_the_reports_stall_is_what_the_step_takes_longer(model: Decoder, x: Tens
 @pytest.mark.parametrize(
     ("checkpoint", "bound"),
     # The step may take 2 % longer, and no more of it may be the engines' fault. Where everything leaves, the step is
-    # as long as its copies: there a hundred groups each way wait for an event and start, 10 us each by `CudaLink`, 1 %
-    # or less; five times that, for what other streams and the profiler itself take.
+    # as long as its copies: there a hundred groups each way wait for an event and start, 10 us each by the link, 1 % or
+    # less; five times that, for what other streams and the profiler itself take.
     [(True, 0.02), (False, 0.05)],
     ids=["boundaries", "everything"],
 )

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload import activations
+from smpkit.torch.offload.accelerator import pinned_memory
 from smpkit.torch.offload.arena import LARGE_PAGE
-from smpkit.torch.offload.cuda import pinned_memory
 
 _GPU = torch.device("cuda")
 _WIDTH = 256
@@ -42,7 +42,7 @@ def test_large_memory_is_pinned_aligned_exact_and_copied_at_full_speed(record_pr
     num_bytes = (1 << 30) + 5000
     there = torch.empty(num_bytes, dtype=torch.uint8, device=_GPU)
     made = list[tuple[Tensor, Callable[[], object]]]()
-    record_property("seconds to pin 1 GiB", seconds_of(lambda: made.append(pinned_memory(num_bytes))))
+    record_property("seconds to pin 1 GiB", seconds_of(lambda: made.append(pinned_memory(there.device, num_bytes))))
     ours, release = made[0]
     torchs = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     assert ours.is_pinned()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from smpkit import OffloadModel
 from smpkit.torch.offload import activations
-from smpkit.torch.offload.cuda import CudaLink
+from smpkit.torch.offload.accelerator import AcceleratorLink
 from smpkit.torch.offload.engine import DEBUG
 
 _STEPS = 200
@@ -44,13 +44,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """Return what makes compute late; the streams that copy are late already."""
     made = Late(0)
     for name, stream in (("send", "_out"), ("fetch", "_back")):
-        plain = getattr(CudaLink, name)
+        plain = getattr(AcceleratorLink, name)
 
-        def slow(self: CudaLink, *args: Any, plain: Any = plain, stream: str = stream) -> Any:
+        def slow(self: AcceleratorLink, *args: Any, plain: Any = plain, stream: str = stream) -> Any:
             made(stream=getattr(self, stream))
             return plain(self, *args)
 
-        monkeypatch.setattr(CudaLink, name, slow)
+        monkeypatch.setattr(AcceleratorLink, name, slow)
     return made
 
 

@@ -109,11 +109,11 @@ def test_small_copies_behind_large_ones(record_property: Note) -> None:
 
 
 def test_pinned_memory_is_as_fast_as_torchs(record_property: Note) -> None:
-    from smpkit.torch.offload.cuda import pinned_memory
+    from smpkit.torch.offload.accelerator import pinned_memory
 
     num_bytes = 1 << 30
     start = time.perf_counter()
-    ours, release = pinned_memory(num_bytes)
+    ours, release = pinned_memory(torch.device("cuda"), num_bytes)
     record_property("seconds to pin 1 GiB", time.perf_counter() - start)
     theirs = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")

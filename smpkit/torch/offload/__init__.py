@@ -7,7 +7,7 @@
                      ├──────► prefetch.py       the order of backward, and how far ahead loads are issued
                      ├──────► arena.py          host memory
                      ├──────► report.py         what was moved, held and waited for
-                     └──────► link.py           copies and events: cuda.py, or emulated.py on any machine
+                     └──────► link.py           copies and events: accelerator.py, or emulated.py on any machine
 """
 
 from smpkit.torch.offload.public import activations

@@ -512,12 +512,13 @@ def make_arena(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Ar
     free = _available_bytes()
     if budget_bytes is None and free is not None:
         budget_bytes = max(1, int(_FREE_SHARE * free) // num_sharers)
-    if link.device.type == "cuda":
-        from smpkit.torch.offload.cuda import pinned_memory
+    if devices.is_asynchronous(link.device):
+        from smpkit.torch.offload.accelerator import pinned_memory
 
+        pinned = partial(pinned_memory, link.device)
         # A new thread's current device is the first GPU, where a context would take half a GiB for each process.
-        provider = SlabProvider(pinned_memory, partial(devices.make_current, link.device))
-        return Arena(budget_bytes, pinned_memory, synchronize=link.close, provider=provider)
+        provider = SlabProvider(pinned, partial(devices.make_current, link.device))
+        return Arena(budget_bytes, pinned, synchronize=link.close, provider=provider)
     return Arena(budget_bytes, ordinary_memory)
 
 

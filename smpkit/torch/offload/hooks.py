@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from smpkit.torch.core import devices
 from smpkit.torch.offload.arena import ContiguousSpec
 from smpkit.torch.offload.saved_storage import Group, SavedStorage, check_version
 
@@ -104,7 +105,9 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         self._empty = engine.empty
         self._index = self._empty.get_device()
         self._hooks: saved_tensors_hooks | None = None
-        # Looked up once instead of for every tensor.
+        # Looked up once instead of for every tensor. What a graph captures stays: its replays would read memory that
+        # others have by then.
+        self._is_capturing = _never if self._index < 0 else devices.capture_query(self._device)
         self._storages, self._stream = engine.storages, engine.link.stream
         self._parameters = engine.parameters
         self._specs, self._spec = engine.specs.always_offloadable, engine.specs.spec
@@ -170,7 +173,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
             (key in self._parameters and self._parameters[key]() is storage)
             or (base is not None and type(base) is not Tensor)  # this and the next two lines are `_cannot_leave`
             or _transforms_are_active()
-            or (_is_capturing() if self._index >= 0 else not tensor.is_cpu)
+            or (self._is_capturing() if self._index >= 0 else not tensor.is_cpu)
         ):
             return self._keep_here(tensor)
         version_alias = tensor.detach()
@@ -190,7 +193,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
     def _pack_again(self, tensor: Tensor, storage: torch.UntypedStorage, saved: SavedStorage) -> SavedTensorHandle:
         """Refer to a storage that left before, or is about to."""
         # Before `_begin_group`, which would issue loads and record events: a captured graph must not contain them.
-        if (self._index >= 0 and _is_capturing()) or not (group := self._group or self._begin_group()).add(saved):
+        if (self._index >= 0 and self._is_capturing()) or not (group := self._group or self._begin_group()).add(saved):
             return self._pack_view(tensor, storage)
         saved.num_handles += 1
         saved.num_pending += 1
@@ -205,7 +208,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
             return self._keep_here(tensor)
         if tensor.nbytes * _SPARSE_USE <= num_bytes:
             return self._pack_sparse_view(tensor, storage)
-        if num_bytes < self._min_bytes or (self._index >= 0 and _is_capturing()):
+        if num_bytes < self._min_bytes or (self._index >= 0 and self._is_capturing()):
             return self._keep_here(tensor)
         version_alias = tensor.detach()
         version_alias.data = self._empty  # keeps the version counter without keeping the memory
@@ -222,7 +225,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
             saved is not None
             and saved.storage() is storage
             and saved.version == tensor._version
-            and not (self._index >= 0 and _is_capturing())
+            and not (self._index >= 0 and self._is_capturing())
             and (group := self._group or self._begin_group()).add(saved)
         ):
             saved.num_handles += 1
@@ -232,7 +235,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
         gathered = alias.clone(memory_format=torch.contiguous_format)
         alias.data = self._empty
         num_bytes = gathered.numel() * gathered.element_size()
-        if num_bytes < self._min_bytes or (self._index >= 0 and _is_capturing()):
+        if num_bytes < self._min_bytes or (self._index >= 0 and self._is_capturing()):
             return gathered, alias, alias._version
         return self._register(key, storage, alias, gathered, self._spec(tensor.dtype, tensor.size()), num_bytes)
 
@@ -342,6 +345,5 @@ def _outside_transforms() -> AbstractContextManager[object]:
     return torch._C._DisableFuncTorch() if _transforms_are_active() else _NOTHING
 
 
-def _is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured, whose replays would read memory that others have by then."""
-    return torch.cuda.is_current_stream_capturing()
+def _never() -> bool:
+    return False

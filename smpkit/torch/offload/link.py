@@ -8,6 +8,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from smpkit.torch.core import devices
+
 __all__ = ["DONE", "CopyBatch", "Event", "Link", "Wait", "link_for"]
 
 
@@ -114,10 +116,10 @@ def link_for(device: torch.device, deadline_seconds: float) -> Link:
     Args:
         deadline_seconds: no wait of this thread for a copy lasts longer.
     """
-    if device.type == "cuda":
-        from smpkit.torch.offload.cuda import CudaLink
+    if devices.has_streams(device):
+        from smpkit.torch.offload.accelerator import AcceleratorLink
 
-        return CudaLink(device, deadline_seconds)
+        return AcceleratorLink(device, deadline_seconds)
     from smpkit.torch.offload.emulated import EmulatedLink
 
     return EmulatedLink(deadline_seconds=deadline_seconds)

@@ -10,6 +10,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from smpkit.torch.core import devices
 from smpkit.torch.offload.arena import release_all, zero_bytes
 from smpkit.torch.offload.link import DONE, CopyBatch, Event, Link
 
@@ -81,7 +82,8 @@ class HostBuffers:
     """
 
     def __init__(self, link: Link) -> None:
-        self._pinned = link.device.type == "cuda"
+        self._pinned = devices.is_asynchronous(link.device)
+        self._device = link.device
         self._kept: list[Tensor] = []
         releases: list[Callable[[], object]] = []
         self._releases = releases
@@ -93,9 +95,9 @@ class HostBuffers:
         """Return a flat uint8 tensor of zeros."""
         if not self._pinned or num_bytes == 0:
             return zero_bytes(num_bytes)
-        from smpkit.torch.offload.cuda import pinned_memory
+        from smpkit.torch.offload.accelerator import pinned_memory
 
-        tensor, release = pinned_memory(num_bytes)
+        tensor, release = pinned_memory(self._device, num_bytes)
         self._kept.append(tensor)  # it must stay mapped as long as it is pinned
         self._releases.append(release)
         return tensor

@@ -1,11 +1,41 @@
-"""`devices`: on a CPU there is nothing to order. What it does on a GPU is tested in `tests/gpu`."""
+"""`devices`: on a CPU there is nothing to order, and what torch does not unify is looked up, or replaced.
+
+What it does on a GPU is tested in `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
+from smpkit.torch.core.devices import backends
+from smpkit.torch.distributed import gpus
+from smpkit.torch.distributed.cores import bind
+from smpkit.torch.offload import accelerator
+from smpkit.torch.offload.arena import Arena
+from smpkit.torch.offload.link import link_for
 
 CPU = torch.device("cpu")
+XPU = torch.device("xpu", 1)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, num_devices: int = 4, **functions: Any) -> SimpleNamespace:
+    """Give this process imaginary devices of Intel's, and their module."""
+    module = SimpleNamespace(is_available=lambda: num_devices > 0, device_count=lambda: num_devices, **functions)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", module.device_count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    return module
 
 
 def test_a_cpu_has_no_streams_and_no_events() -> None:
@@ -13,6 +43,7 @@ def test_a_cpu_has_no_streams_and_no_events() -> None:
     assert devices.current_stream(CPU) is None
     assert devices.new_stream(CPU, high_priority=True) is None
     assert devices.record_event(CPU, keeps_time=True) is None
+    assert not devices.is_capturing(CPU)
     devices.wait_for_stream(CPU)
     with devices.on_stream(None):
         assert torch.ones(2).sum() == 2
@@ -21,3 +52,203 @@ def test_a_cpu_has_no_streams_and_no_events() -> None:
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
 def test_accelerators_are_asynchronous(kind: str) -> None:
     assert devices.is_asynchronous(torch.device(kind))
+
+
+# --- which device -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_take_the_devices_of_their_host_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    assert [devices.choose_device(rank) for rank in (0, 3, 5)] == [torch.device("xpu", index) for index in (0, 3, 1)]
+    assert devices.current_device() == XPU
+    assert devices.is_available(torch.device("xpu"))
+    assert not devices.is_available(torch.device("cuda"))
+
+
+def test_ranks_use_the_cpu_beside_a_device_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's has one queue and no process group; training there went to the CPU before, and must go on to."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    assert devices.choose_device(0) is None
+    assert devices.current_device() == CPU
+    assert not link_for(torch.device("mps"), 1.0).is_stream_ordered
+
+
+def test_devices_that_their_module_tells_apart_are_known_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = SimpleNamespace(uuid="b7", pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=10)
+    install(monkeypatch, 1, get_device_properties=lambda device: place)
+    assert [gpus.probe_gpu(cast("Any", SimpleNamespace(local_rank=rank)), {}).gpu for rank in (0, 1)] == ["b7", "b7"]
+    assert devices.pci_address(XPU) == "0001:3b:0a.0"
+
+
+@pytest.mark.parametrize("functions", [{}, {"get_device_properties": lambda device: SimpleNamespace()}])
+def test_devices_that_nobody_tells_apart_are_each_rank_s_own(
+    functions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that see one device each all call theirs 0: by index they would seem to share it."""
+    install(monkeypatch, 1, **functions)
+    first, second = (gpus.probe_gpu(cast("Any", SimpleNamespace(local_rank=rank)), {}) for rank in (0, 1))
+    assert first.gpu != second.gpu
+    assert gpus.backend_of([first, second], "auto") == ("cpu:gloo,xpu:xccl", [])
+    bind(XPU, {})  # nor is there a place on the bus to be near to
+
+
+def test_memory_is_the_modules_count_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, memory_allocated=lambda device: 7 * device.index)
+    assert devices.memory_bytes(XPU) == 7
+    install(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 9)
+    assert devices.memory_bytes(XPU) == 9
+
+
+def test_a_module_that_captures_no_graphs_needs_no_function_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    assert not devices.is_capturing(XPU)
+    install(monkeypatch, is_current_stream_capturing=lambda: True)
+    assert devices.is_capturing(XPU)
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_registered_by_a_module_that_offers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = dict[int, int]()
+    install(monkeypatch, host_register=pinned.__setitem__, host_unregister=pinned.pop)
+    tensor, release = accelerator.pinned_memory(XPU, 5000)
+    assert tensor.nbytes == 5000
+    assert pinned == {tensor.data_ptr(): 8192}  # whole pages
+    release()
+    assert pinned == {}
+
+
+def refuse(address: int, num_bytes: int) -> int:
+    raise RuntimeError("too much is locked")
+
+
+@pytest.mark.parametrize("register", [refuse, lambda address, num_bytes: 12])
+def test_memory_that_a_driver_does_not_take_is_a_spent_budget(
+    register: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, host_register=register, host_unregister=lambda address: None)
+    assert Arena(memory=partial(accelerator.pinned_memory, XPU)).take(100) is None
+
+
+def test_memory_that_no_driver_registers_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    asked, zeros = list[bool](), torch.zeros
+
+    def pin(num_bytes: int, *, pin_memory: bool, **options: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        if num_bytes > 1 << 20:
+            raise RuntimeError("out of memory")
+        return zeros(num_bytes, **options)
+
+    monkeypatch.setattr(torch, "zeros", pin)
+    tensor, release = accelerator.pinned_memory(XPU, 5000)
+    release()
+    assert (tensor.nbytes, int(tensor.sum()), asked) == (5000, 0, [True])
+    with pytest.raises(OSError, match="could not pin 2097152 bytes of the host: out of memory"):
+        accelerator.pinned_memory(XPU, 2 << 20)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_module_without_a_list_of_generators_has_functions_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, current = [torch.Generator(), torch.Generator()], [0]
+
+    def set_state(state: torch.Tensor, device: torch.device) -> None:
+        own[device.index].set_state(state)
+
+    def seed_current(seed: int) -> None:
+        own[current[0]].manual_seed(seed)
+
+    class Current:
+        """The context in which a device is the current one."""
+
+        def __init__(self, index: int) -> None:
+            self.index, self.before = index, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    install(
+        monkeypatch,
+        get_rng_state=lambda device: own[device.index].get_state(),
+        set_rng_state=set_state,
+        manual_seed=seed_current,
+    )
+    monkeypatch.setattr(torch.accelerator, "device_index", Current)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(get_device=lambda: 1))
+    generator = devices.default_generator(torch.device("xpu"))
+    generator.manual_seed(5)
+    assert [each.initial_seed() == 5 for each in own] == [False, True]
+    before = generator.get_state()
+    drawn = torch.rand(3, generator=own[1])
+    generator.set_state(before)
+    assert torch.equal(torch.rand(3, generator=own[1]), drawn)
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_a_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register a backend, as a plug-in does when it is imported."""
+    known = {**dist.Backend.default_device_backend_map, "hpu": "hccl"}
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", known)
+
+
+@pytest.mark.usefixtures("of_a_plug_in")
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("cpu", None), ("cuda", "nccl"), ("xpu", "xccl"), ("hpu", "hccl"), ("mps", None), ("mtia", None)],
+)
+def test_a_device_s_backend_is_the_one_that_is_registered(kind: str, backend: str | None) -> None:
+    assert backends.backend_for(torch.device(kind)) == backend
+    assert backends.uses_nccl(torch.device(kind)) == (kind == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "connects"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda", True),
+        ("cuda:nccl", "cuda", True),
+        ("cpu:gloo,cuda:gloo", "cuda", False),
+        ("cpu:gloo,cuda:ucc", "cuda", False),
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("cpu:gloo,cuda:nccl", "xpu", False),
+        ("cpu:gloo,xpu:xccl", "xpu", True),
+    ],
+)
+def test_devices_are_connected_by_their_own_backend_alone(
+    config: str, kind: str, connects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(backends, "_unwrapped", lambda group, device: device.type)
+    group: Any = object()
+    assert backends.connects(group, torch.device(kind)) == connects
+    assert backends.carries_host_tensors(group) == config.startswith("cpu")
+    connected = [each for each in config.replace(":", ",").split(",") if each in ("cuda", "xpu")]
+    assert cast("Any", backends.device_backends(group)) == (connected if "nccl" in config or "xccl" in config else [])
+
+
+@pytest.mark.usefixtures("of_a_plug_in")
+def test_ranks_with_devices_that_nothing_connects_are_refused_by_name() -> None:
+    own, other, none = (gpus.GpuInfo(name, kind) for name, kind in (("a", "hpu"), ("b", "hpu"), ("c", "mtia")))
+    assert gpus.backend_of([own, other], "auto") == ("cpu:gloo,hpu:hccl", [])
+    assert gpus.backend_of([none], "auto") == ("gloo", [])  # there is nobody to connect
+    for infos, asked in (([none, none], "auto"), ([own, other], "gloo"), ([own, own], "auto"), ([own, none], "auto")):
+        with pytest.raises(UnsupportedError, match="gloo takes no tensors of "):
+            gpus.backend_of(infos, asked)
+
+
+def test_only_nccl_has_the_options_the_variables_and_the_errors_of_nccl() -> None:
+    assert backends.channel_options("xccl", timedelta(seconds=1)) is None
+    environ = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    backends.refuse_launch_order(XPU, environ)
+    with pytest.raises(UsageError):
+        backends.refuse_launch_order(torch.device("cuda"), environ)
+    assert backends.error_of(cast("Any", object())) is None

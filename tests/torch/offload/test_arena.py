@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,10 +9,14 @@ import pytest
 import torch
 
 from smpkit.errors import UsageError
+from smpkit.torch.core import devices
+from smpkit.torch.offload import accelerator
 from smpkit.torch.offload import arena as arenas
-from smpkit.torch.offload import cuda
+from smpkit.torch.offload.accelerator import pinned_memory
 from smpkit.torch.offload.arena import ALIGNMENT, LARGE_PAGE, Arena, Block
 from smpkit.torch.offload.emulated import CopyEvent, EmulatedLink
+
+CUDA = torch.device("cuda")
 
 
 def take(arena: Arena, num_bytes: int) -> Block:
@@ -133,8 +138,8 @@ def test_25_what_the_driver_does_not_pin_is_a_spent_budget_and_its_error_is_over
     """CUDA keeps a failed call as the thread's last error, which torch takes for that of its next kernel."""
     forgotten = list[bool]()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
-    monkeypatch.setattr(cuda, "_clear_last_error", lambda: forgotten.append(True))
-    assert Arena(memory=cuda.pinned_memory).take(100) is None
+    monkeypatch.setattr(devices, "_clear_last_error", lambda: forgotten.append(True))
+    assert Arena(memory=partial(pinned_memory, CUDA)).take(100) is None
     assert forgotten == [True]
 
 
@@ -142,7 +147,7 @@ def test_memory_is_unpinned_before_it_goes_back_to_the_system(monkeypatch: pytes
     """Else something else could be at its address by then."""
     runtime = Cudart(error=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    arena = Arena(memory=cuda.pinned_memory)
+    arena = Arena(memory=partial(pinned_memory, CUDA))
     block = arena.take(100)
     assert block is not None
     runtime.watched = weakref.ref(block.slab.untyped_storage())
@@ -156,13 +161,15 @@ def test_memory_is_unpinned_before_it_goes_back_to_the_system(monkeypatch: pytes
 class Forbidden:
     """An event during a capture."""
 
+    device = CUDA
+
     def query(self) -> bool:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def test_20_no_event_is_asked_for_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert cuda._is_complete(Forbidden()) is False  # type: ignore[arg-type]
+    assert accelerator._is_complete(Forbidden()) is False  # type: ignore[arg-type]
 
 
 def test_a_block_remembers_few_of_the_forms_that_it_had() -> None:
@@ -190,9 +197,9 @@ def test_pages_are_there_before_the_driver_looks_them_up_and_all_are_one_registr
 ) -> None:
     order, runtime = list[int](), Cudart(error=0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(cuda, "touch", lambda memory, progress: order.append(len(runtime.pinned)))
+    monkeypatch.setattr(accelerator, "touch", lambda memory, progress: order.append(len(runtime.pinned)))
     for num_bytes in (100, LARGE_PAGE, 5 * LARGE_PAGE + 5000):
-        memory, release = cuda.pinned_memory(num_bytes)
+        memory, release = pinned_memory(CUDA, num_bytes)
         assert memory.nbytes == num_bytes
         release()
     assert runtime.pinned == [4096, LARGE_PAGE, 5 * LARGE_PAGE + 8192]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import UsageError
-from smpkit.torch.offload import cuda
-from smpkit.torch.offload import hooks as scope
+from smpkit.torch.offload import accelerator
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import ActivationEngine
 from smpkit.torch.offload.hooks import HookContext
@@ -59,7 +58,7 @@ class Captured(HookContext):
     """A scope on a GPU whose stream is captured."""
 
     def __enter__(self) -> Self:
-        self._index = 0
+        self._index, self._is_capturing = 0, lambda: True
         return self
 
 
@@ -68,7 +67,6 @@ def test_20_a_storage_that_is_saved_again_during_a_capture_begins_no_group(monke
     engine, x, square = engine_on(), torch.randn(BATCH, WIDTH), torch.randn(64, 64)
     with engine.offload_saved_tensors("before") as before:
         alive = [before._pack(x), before._pack(square[:, :2])]
-    monkeypatch.setattr(scope, "_is_capturing", lambda: True)
     monkeypatch.setattr(engine, "new_group", lambda _: pytest.fail("a group during a capture"))
     with Captured(engine, "captured", 1 << 20) as during:
         record = engine.storages[x.untyped_storage()._cdata]
@@ -84,8 +82,9 @@ def test_20_a_wait_of_the_host_during_a_capture_is_an_error_and_no_hang(monkeypa
         def done(self) -> bool:
             return False
 
-    link = object.__new__(cuda.CudaLink)
+    link = object.__new__(accelerator.AcceleratorLink)
     link._deadline_seconds = 600.0
+    link.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UsageError, match="`layer` would have to wait for a copy, while a CUDA graph is captured"):
         link.synchronize(Never(), "`layer`")
@@ -94,13 +93,13 @@ def test_20_a_wait_of_the_host_during_a_capture_is_an_error_and_no_hang(monkeypa
 def test_the_speed_of_a_link_is_measured_once_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = list[int]()
 
-    def measure(link: cuda.CudaLink) -> tuple[float, float]:
+    def measure(link: accelerator.AcceleratorLink) -> tuple[float, float]:
         measured.append(1)
         return 1.0, 2.0
 
-    monkeypatch.setattr(cuda, "_speeds", {})
-    monkeypatch.setattr(cuda.CudaLink, "_measure", measure)
-    link = object.__new__(cuda.CudaLink)
+    monkeypatch.setattr(accelerator, "_speeds", {})
+    monkeypatch.setattr(accelerator.AcceleratorLink, "_measure", measure)
+    link = object.__new__(accelerator.AcceleratorLink)
     link.device = torch.device("cuda", 3)
     assert [link._bandwidths(), link._bandwidths()] == [(1.0, 2.0)] * 2
     assert len(measured) == 1

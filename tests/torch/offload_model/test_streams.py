@@ -359,10 +359,10 @@ def test_the_memory_of_a_model_that_is_gone_waits_for_its_copies(monkeypatch: py
         def close(self) -> None:
             order.append("settled")
 
-    def pinned(num_bytes: int) -> tuple[torch.Tensor, Any]:
+    def pinned(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, Any]:
         return torch.zeros(num_bytes, dtype=torch.uint8), lambda: order.append("unpinned")
 
-    monkeypatch.setattr("smpkit.torch.offload.cuda.pinned_memory", pinned)
+    monkeypatch.setattr("smpkit.torch.offload.accelerator.pinned_memory", pinned)
     memory = HostBuffers(Gpu())
     memory.zeros(10), memory.zeros(20)
     del memory

@@ -1,4 +1,4 @@
-"""A GPU's link: two copy streams beside the one that computes, and host memory that they can read at full speed.
+"""The link of a GPU or another accelerator: two copy streams beside the one that computes, and pinned host memory.
 
 Everything that a copy touches is held until an event says that it is complete, or until the stream that owns the memory
 waits for that event. `record_stream` is not used for that: it frees memory when the allocator happens to check, so the
@@ -7,7 +7,6 @@ peak would depend on chance. It is used only for memory that the user may have a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 
 from smpkit.errors import DeadlineError, UsageError
+from smpkit.torch.core import devices
 from smpkit.torch.offload.arena import PAGE, Progress, mapped_bytes, ordinary_memory, touch
 from smpkit.torch.offload.link import CopyBatch, Event
 
-__all__ = ["CudaLink", "pinned_memory"]
+__all__ = ["AcceleratorLink", "pinned_memory"]
 
 _MEASURED_BYTES: Final = 32 << 20
 _MEASURED_COPIES: Final = 5
@@ -31,12 +31,12 @@ _progress: Final = Progress("pinning host memory")
 
 
 class _StreamEvent:
-    """An event of a CUDA stream."""
+    """An event of a stream."""
 
     __slots__ = ("_is_done", "event")
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = _event()
+    def __init__(self, stream: torch.Stream) -> None:
+        self.event = torch.Event(stream.device)
         self.event.record(stream)
         self._is_done = False
 
@@ -49,7 +49,7 @@ class _StreamEvent:
 class _StreamWait:
     """The time between two events around a wait: what the stream spent in it."""
 
-    def __init__(self, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
+    def __init__(self, first: torch.Event, last: torch.Event) -> None:
         self._first, self._last = first, last
 
     @property
@@ -58,11 +58,11 @@ class _StreamWait:
         return _seconds_between(self._first, self._last)
 
 
-class CudaLink:
-    """The copy engines of one GPU.
+class AcceleratorLink:
+    """The copy engines of one accelerator.
 
     Args:
-        device: the GPU.
+        device: the accelerator.
         deadline_seconds: no wait of this thread lasts longer.
     """
 
@@ -73,16 +73,18 @@ class CudaLink:
     def __init__(self, device: torch.device, deadline_seconds: float) -> None:
         self.device = torch.empty(0, device=device).device  # with an index, as tensors have it
         self._deadline_seconds = deadline_seconds
-        self._out, self._back = _stream(self.device), _stream(self.device)
+        self._out, self._back = torch.Stream(self.device), torch.Stream(self.device)
         self.out_bytes_per_second, self.back_bytes_per_second = self._bandwidths()
 
     def stream(self) -> Hashable:
         """Return the stream that computes now."""
-        return torch.cuda.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device)
 
     def now(self, stream: Hashable = None) -> Event:
         """Return an event of all work enqueued so far on a stream; None: the current one."""
-        return _StreamEvent(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(self.device))
+        return _StreamEvent(
+            stream if isinstance(stream, torch.Stream) else torch.accelerator.current_stream(self.device)
+        )
 
     def send(self, copies: CopyBatch, after: Sequence[Event], what: str) -> Event:
         """Copy on the stream to the host."""
@@ -95,17 +97,17 @@ class CudaLink:
     def wait(self, event: Event, what: str) -> _StreamWait:
         """Let the current stream wait; events around it measure what that costs."""
         first = self.stamp()
-        _wait_event(torch.cuda.current_stream(self.device), event)
+        _wait_event(torch.accelerator.current_stream(self.device), event)
         return _StreamWait(first, self.stamp())
 
     def before_reuse(self, event: Event, stream: Hashable) -> None:
         """Make the stream whose allocator gets memory back wait."""
-        assert isinstance(stream, torch.cuda.Stream)
+        assert isinstance(stream, torch.Stream)
         _wait_event(stream, event)
 
     def record_stream(self, data: Tensor, stream: Hashable) -> None:
         """Tell the allocator that `stream` uses the memory; torch ignores this for the stream that owns it."""
-        assert isinstance(stream, torch.cuda.Stream)
+        assert isinstance(stream, torch.Stream)
         data.record_stream(stream)
 
     def synchronize(self, event: Event, what: str) -> None:
@@ -113,7 +115,7 @@ class CudaLink:
         # Polled with a deadline: a device that hangs must not hang this thread.
         deadline = time.monotonic() + self._deadline_seconds
         while not event.done():
-            if torch.cuda.is_current_stream_capturing():  # no event completes until it ends
+            if devices.is_capturing(self.device):  # no event completes until it ends
                 raise UsageError(f"{what} would have to wait for a copy, while a CUDA graph is captured")
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -122,13 +124,13 @@ class CudaLink:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def stamp(self) -> torch.cuda.Event:
+    def stamp(self) -> torch.Event:
         """Return an event with a time stamp."""
-        event = _event(keeps_time=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event = devices.record_event(self.device, keeps_time=True)
+        assert event is not None, "the device has streams"
         return event
 
-    def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
+    def seconds_between(self, first: torch.Event, last: torch.Event) -> float | None:
         """Return the time between two stamps."""
         return _seconds_between(first, last)
 
@@ -147,18 +149,18 @@ class CudaLink:
         """Return bytes per second out and back, of a copy that is large enough to show them."""
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=self.device)
         try:
-            here, release = pinned_memory(_MEASURED_BYTES)
+            here, release = pinned_memory(self.device, _MEASURED_BYTES)
         except OSError:  # no pinned memory: activations will not leave either, and the speed does not matter
             here, release = ordinary_memory(_MEASURED_BYTES)
         speeds = self._speed(self._out, there, here), self._speed(self._back, here, there)
         release()
         return speeds
 
-    def _speed(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> float:
+    def _speed(self, stream: torch.Stream, source: Tensor, target: Tensor) -> float:
         """Return bytes per second of the best of some copies: other ranks of this machine measure at the same time."""
-        events = [_event(keeps_time=True) for _ in range(1 + _MEASURED_COPIES)]
+        events = [torch.Event(self.device, enable_timing=True) for _ in range(1 + _MEASURED_COPIES)]
         computed = self.stamp()
-        with torch.cuda.stream(stream):
+        with devices.on_stream(stream):
             # `source` and `target` are memory that the computing stream may still use for what it held before.
             stream.wait_event(computed)
             target.copy_(source, non_blocking=True)  # the first copy pays for what the driver puts off
@@ -171,71 +173,63 @@ class CudaLink:
         return source.numel() / min(seconds)
 
 
-def _copy(stream: torch.cuda.Stream, copies: CopyBatch, after: Sequence[Event]) -> Event:
-    with torch.cuda.stream(stream):
+def _copy(stream: torch.Stream, copies: CopyBatch, after: Sequence[Event]) -> Event:
+    with devices.on_stream(stream):
         for event in after:
             _wait_event(stream, event)
         copies.run(non_blocking=True)
     return _StreamEvent(stream)
 
 
-def _wait_event(stream: torch.cuda.Stream, event: Event) -> None:
+def _wait_event(stream: torch.Stream, event: Event) -> None:
     if isinstance(event, _StreamEvent) and not event.done():
         stream.wait_event(event.event)
 
 
-def _seconds_between(first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
+def _seconds_between(first: torch.Event, last: torch.Event) -> float | None:
     return 1e-3 * float(first.elapsed_time(last)) if _is_complete(last) else None
 
 
-# torch does not type its streams and events; everything else here uses these few typed functions.
-
-
-def _event(*, keeps_time: bool = False) -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=keeps_time)  # type: ignore[no-untyped-call]
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _is_complete(event: torch.cuda.Event) -> bool:
+def _is_complete(event: torch.Event) -> bool:
     # During the capture of a CUDA graph a query is forbidden, and would make the capture fail.
-    return not torch.cuda.is_current_stream_capturing() and bool(event.query())  # type: ignore[no-untyped-call]
+    return not devices.is_capturing(event.device) and event.query()
 
 
-def pinned_memory(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
+def pinned_memory(device: torch.device, num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
     """Return host memory of exactly this size that copies run from and to at full speed (see `arena.HostAllocator`).
 
     It is registered in one piece, because a copy must not cross from one registration to the next. The driver looks up
     every page, so pages are large where the system has large ones, and touched before. Progress is logged at INFO if
-    this takes long.
+    this takes long. A device whose driver registers nothing gets memory that torch has pinned, rounded up to a power of
+    two.
 
     Raises:
         OSError: the driver does not take the memory.
     """
+    registration = devices.host_registration(device)
+    if registration is None:
+        return _pinned_by_torch(num_bytes)
     # Forked children (data loaders) must not share it: after a fork, a write by this process would copy the page to
     # another place, and the GPU would go on using the old one.
     tensor = mapped_bytes(num_bytes, in_children=False)
     touch(tensor, _progress.add)
     owner = os.getpid()
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     start = time.perf_counter()
-    if error := int(cudart.cudaHostRegister(tensor.data_ptr(), -(-num_bytes // PAGE) * PAGE, 0)):
-        _clear_last_error()
-        raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {error}")
+    registration.register(tensor.data_ptr(), -(-num_bytes // PAGE) * PAGE)
     _progress.add(0, time.perf_counter() - start)
 
     def release() -> None:  # holds the tensor: registered memory must stay mapped until it is unregistered
         if os.getpid() == owner:
-            cudart.cudaHostUnregister(tensor.data_ptr())
+            registration.unregister(tensor.data_ptr())
 
     return tensor, release
 
 
-def _clear_last_error() -> None:
-    """Clear this thread's last CUDA error after a failed call of the runtime."""
-    # torch asks for the last error after each kernel it launches, and would report this one as the kernel's. So launch
-    # one here, which raises it.
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda")
+def _pinned_by_torch(num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
+    start = time.perf_counter()
+    try:
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        raise OSError(f"torch could not pin {num_bytes} bytes of the host: {error}") from error
+    _progress.add(num_bytes, time.perf_counter() - start)
+    return tensor, lambda: None  # torch keeps the memory of a tensor that is gone, and pins it no second time
