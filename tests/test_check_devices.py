@@ -1,4 +1,4 @@
-"""The engine says on which device it makes tensors, and `scripts/lint` sees where it does not."""
+"""The engine says on which device it makes tensors and names no accelerator; `scripts/lint` sees where it does not."""
 
 from __future__ import annotations
 
@@ -48,3 +48,35 @@ def test_calls_that_make_tensors_where_the_user_s_default_is_are_found(
     done = checked(tmp_path)
     assert done.returncode == (not is_right)
     assert is_right or f"module.py:{3 if line.startswith('with') else 2}: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "is_right"),
+    [
+        ("torch.cuda.synchronize()", False),
+        ("from torch.cuda import Stream", False),
+        ("from torch import cuda", False),
+        ("import torch.cuda.amp", False),
+        ("if x.is_cuda:\n    pass", False),
+        ("if x.is_cpu:\n    pass", True),
+        ("if x.device.type == 'cuda':\n    pass", False),
+        ("y = x.to('cuda:1')", False),
+        ("y = x.to(f'cuda:{rank}')", False),
+        ("backend = 'nccl'", False),
+        ("device = torch.device('xpu', 0)", False),
+        ("names = ('cpu', 'cuda')  # device: names of methods", True),
+        ("if torch.version.cuda is None:\n    pass", True),
+        ("def f():\n    'cuda'", True),
+        ("y = x.cuda  # torch.cuda and nccl", True),
+        ("text = 'there is no CUDA; nccl: none'", True),
+    ],
+)
+def test_only_the_package_of_devices_knows_one_by_name(line: str, is_right: bool, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(f"import torch\n{line}\n")
+    (tmp_path / "core" / "devices").mkdir(parents=True)
+    (tmp_path / "core" / "devices" / "__init__.py").write_text(f"import torch\n{line}\n")
+    done = checked(tmp_path)
+    assert done.returncode == (not is_right)
+    assert [each.split(": ")[0] for each in done.stderr.splitlines()] == (
+        [] if is_right else [f"{tmp_path}/module.py:2"]
+    )

@@ -66,7 +66,7 @@ _SET_GRAD: Final[Any] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 _VIEWS_AND_COPIES: Final = frozenset(
     {
-        *("detach", "clone", "contiguous", "to", "type", "type_as", "cpu", "cuda"),
+        *("detach", "clone", "contiguous", "to", "type", "type_as", "cpu", "cuda"),  # device: names of methods
         *("float", "double", "half", "bfloat16"),
         *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "expand", "expand_as"),
         *("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "squeeze", "unsqueeze"),
