@@ -2,10 +2,10 @@
 
 `load()` makes a torch device of type `sim`. It has memory of its own, streams, events, pinned memory, copies that do
 not block, an allocator that reuses freed memory at once, random numbers, autocast, several devices, and a process group
-for ranks. Operators give what the CPU's give, to the bit. What it adds:
+for ranks. Operators give what the CPU's kernels give. What it adds:
 
-- **Order.** Streams have no threads: a policy decides what runs when, and with the same seed all runs again in the same
-  order. `lazy` runs nothing before somebody waits for it, so what was forgotten to be waited for is never there by luck.
+- **Order.** Streams have no threads: a policy decides what runs when, and the same seed gives the same order again.
+  `lazy` runs nothing before somebody waits for it, so what nobody waits for is never there by luck.
 - **Races.** All uses of device memory and of pinned memory are compared by vector clocks. Two that nothing orders are
   reported with the lines of Python that made both, under every policy, whether or not the values came out right.
 - **Time.** A virtual clock says what the device would have done by when, from the speeds that you give. So overlap,
@@ -29,7 +29,6 @@ threads of a process count as one host: races between them are not found.
 from __future__ import annotations
 
 import contextlib
-import contextlib as _contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch.utils import backend_registration
 
 from smpkit.errors import SmpkitError, UsageError
 from smpkit.testing.simulated_device import build, device_module, process_group
@@ -192,14 +192,14 @@ def load(devices: int = 1) -> torch.device:
         )
     path = build.library()
     os.environ["SIM_DEVICES"] = str(devices)
-    torch.ops.load_library(str(path))
-    torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", device_module.make(devices))
+    torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    backend_registration.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", device_module.make(devices))  # type: ignore[no-untyped-call]
     torch.empty(1, device="cpu").pin_memory()  # before that, torch says of no memory that it is pinned
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     process_group.register()
     hidden = (Path(torch.__file__).parent, Path(__file__).parent)
-    torch.ops.sim.hide([*(f"{folder}{os.sep}" for folder in hidden), _contextlib.__file__, "<"])
+    torch.ops.sim.hide([*(f"{folder}{os.sep}" for folder in hidden), contextlib.__file__, "<"])
     _loaded.append(devices)
     configure()
     set_speeds(Speeds())
@@ -297,11 +297,11 @@ def sleep(seconds: float) -> None:
 
 
 def waits() -> dict[str, int]:
-    """Return how often the host has waited for the device, by operator: `item`, and those whose outputs hang on data."""
+    """Return how often the host has waited for the device: for `item`, and for operators whose shapes hang on values."""
     pairs = (text.rpartition("=") for text in torch.ops.sim.counts(True))
     return {name: int(count) for name, _, count in pairs}
 
 
 def host_access(tensor: torch.Tensor, *, writes: bool, what: str = "host code") -> None:
-    """Say that the host uses a tensor's memory now; operators of torch say it themselves, code of ctypes and numpy not."""
+    """Say that the host uses a tensor's memory now, as torch's operators do by themselves; ctypes and numpy do not."""
     torch.ops.sim.host_access(tensor, writes, what)

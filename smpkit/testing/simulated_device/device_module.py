@@ -31,18 +31,18 @@ def make(num_devices: int) -> types.ModuleType:
     generators = tuple(ops.default_generator(index) for index in range(num_devices))
     dtypes = [torch.float16, torch.bfloat16]
 
-    def index_of(device: torch.device | str | int | None = None) -> int:
+    def index_of(device: Any = None) -> int:
         if device is None:
             return torch.accelerator.current_device_index()
         if isinstance(device, int):
             return device
-        index = torch.device(device).index
+        index: int | None = torch.device(device).index
         return torch.accelerator.current_device_index() if index is None else index
 
     class Device:
         """A context in which a device is the current one; None and -1 leave it as it is."""
 
-        def __init__(self, device: torch.device | str | int | None) -> None:
+        def __init__(self, device: Any) -> None:
             self.index = -1 if device is None or device == -1 else index_of(device)
             self._before = -1
 
@@ -78,7 +78,7 @@ def make(num_devices: int) -> types.ModuleType:
         "device": Device,
         "device_count": lambda: num_devices,
         "get_amp_supported_dtype": lambda: dtypes,
-        "get_device_name": lambda device=None: _Properties.name,
+        "get_device_name": lambda _=None: _Properties.name,
         "get_device_properties": lambda device=None: _Properties(index_of(device)),
         "get_rng_state": get_rng_state,
         "host_register": ops.host_register,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed's, which its types hide
 
 __all__ = ["register"]
 
@@ -20,7 +21,7 @@ def _create(options: Any, _: object) -> Any:
     """Return a backend, for torch, which calls this in each rank of a new group."""
     rank, size = options.group_rank, options.group_size
     # Gloo of its own: the threads that carry messages must not come between the operations of the user's gloo.
-    store = dist.PrefixStore("sim", options.store)
+    store = PrefixStore("sim", options.store)
     carrier = dist.ProcessGroupGloo(store, rank, size, options.timeout)
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, carrier)
