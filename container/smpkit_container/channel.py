@@ -3,8 +3,9 @@
 ::
 
     watcher                                  launcher
-    hello  rank, local_rank, + 4 pipe ends ->
-                                          <- welcome  variables of this host
+    hello  rank, local_rank, pid,
+           and 4 pipe ends                ->
+                                          <- welcome  program, variables of this host
     start  pid                            ->
                                           <- signal   number           (any number of times)
     exit   code or signal, seconds        ->
@@ -22,7 +23,7 @@ from typing import Any
 __all__ = ["ADDRESS_VARIABLE", "NUM_PIPES", "Inbox", "packed"]
 
 ADDRESS_VARIABLE = "SMPKIT_LAUNCHER"
-"""Where the launcher of this host listens; without it, a watcher just runs the script."""
+"""Where the launcher of this host listens."""
 
 NUM_PIPES = 4
 

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES
+from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, packed
 from smpkit_container.console import Console
 from smpkit_container.lines import Piece
 from smpkit_container.outcome import Outcome, Timeouts
@@ -72,6 +72,7 @@ class Phase(Enum):
 def run_host(
     command: Sequence[str],
     *,
+    program: Sequence[str],
     ranks: range,
     folder: Path,
     environ: Mapping[str, str],
@@ -86,6 +87,7 @@ def run_host(
     Must be called in the main thread, because it handles SIGTERM, SIGINT, SIGHUP and SIGCHLD meanwhile.
 
     Args:
+        program: the script that every rank runs, and its arguments.
         folder: the working folder of the ranks.
         environ: the environment of `command`.
         variables: what every rank of this host sets in its own environment, whatever the launcher passed on.
@@ -109,7 +111,7 @@ def run_host(
                 selector=selector,
                 awake=awake,
                 ranks=ranks,
-                variables=variables,
+                welcome=packed("welcome", program=list(program), variables=dict(variables)),
                 console=console,
                 timeouts=timeouts,
                 peers=peers,
@@ -165,7 +167,7 @@ class _Host:
         selector: selectors.BaseSelector,
         awake: Wakeup,
         ranks: range,
-        variables: Mapping[str, str],
+        welcome: bytes,
         console: Console,
         timeouts: Timeouts,
         peers: Peers | None,
@@ -173,7 +175,7 @@ class _Host:
         self._process = process
         self._peers = peers
         self._expected = ranks
-        self._variables = dict(variables)
+        self._welcome_message = welcome
         self._listener = listener
         self._selector = selector
         self._awake = awake
@@ -370,7 +372,7 @@ class _Host:
         for position, descriptor in enumerate(rank.pipes):
             os.set_blocking(descriptor, False)
             self._watch(descriptor, partial(self._read_pipe, rank, position))
-        rank.tell("welcome", variables=self._variables)
+        rank.send(self._welcome_message)
 
     def _read_pipe(self, rank: RankLink, position: int) -> bool:
         """Take what a pipe holds; return whether there may be more."""

@@ -24,7 +24,7 @@ from smpkit_container.command import (
 )
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, find_nccl_plugin
-from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure
+from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure, stop_words
 from smpkit_container.gathering import Gathered, gather
 from smpkit_container.host import run_host
 from smpkit_container.outcome import Outcome, Timeouts
@@ -35,7 +35,8 @@ from smpkit_container.variables import export, platform_variables, process_varia
 
 __all__ = ["explain", "launch", "notices", "timeouts_from", "with_smdistributed"]
 
-_ALSO_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
+"""What Python needs when it starts on another host; all other variables come from that host's launcher."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class _Plan:
 
     topology: Topology
     command: tuple[str, ...]
+    program: tuple[str, ...]
+    """The script and its arguments."""
     code: Path
     environ: Mapping[str, str]
     variables: Mapping[str, str]
@@ -70,11 +73,13 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
         with gather(topology, timeouts.start) as gathered:
             outcome = _run(plan, gathered, console, timeouts)
             news = gathered.peers.news if gathered.peers else None
-    failure = explain(outcome, plan.topology, plan.code, timeouts, news)
+    failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints)
     if failure is not None:
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
         return failure.exit_code
+    if outcome.stop_signal:
+        console.say(f"\n{stop_words(outcome, environment.checkpoints)}")
     return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else 0
 
 
@@ -114,7 +119,12 @@ def notices(environment: Environment, topology: Topology, environ: Mapping[str, 
 
 
 def explain(
-    outcome: Outcome, topology: Topology, code: Path, timeouts: Timeouts, news: News | None = None
+    outcome: Outcome,
+    topology: Topology,
+    code: Path,
+    timeouts: Timeouts,
+    news: News | None = None,
+    checkpoints: Path = Path(),
 ) -> Failure | None:
     """Return why a run failed; None if every rank ended with 0, whatever the exit code of torchrun or mpirun."""
     cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
@@ -124,7 +134,7 @@ def explain(
     if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
         return peer_failure(news, outcome, topology)
     if outcome.stop_signal and (cause is None or cause.culprit.error is None):
-        return stop_failure(outcome, topology, timeouts.grace)
+        return stop_failure(outcome, topology, timeouts.grace, checkpoints)
     if cause is None:
         return launcher_failure(topology.launcher, outcome, timeouts.start)
     return rank_failure(cause, outcome, topology, code)
@@ -182,20 +192,15 @@ def _planned(
         variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
     # torchrun kills its ranks 30 s after SIGTERM unless told otherwise; the time they get is ours to decide.
     full = export(environ, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, variables)
-    program = [*module_command(RANK_MODULE), script, *arguments]
-    return _Plan(topology, tuple(_command(environment, topology, program, full, variables)), code, full, variables)
+    command = _command(environment, topology, full)
+    return _Plan(topology, tuple(command), (script, *arguments), code, full, variables)
 
 
-def _command(
-    environment: Environment,
-    topology: Topology,
-    program: Sequence[str],
-    environ: Mapping[str, str],
-    variables: Mapping[str, str],
-) -> list[str]:
+def _command(environment: Environment, topology: Topology, environ: Mapping[str, str]) -> list[str]:
+    program = module_command(RANK_MODULE)
     if topology.launcher == "torchrun":
         return torchrun_command(topology, program)
-    names = [*variables, ADDRESS_VARIABLE, *(name for name in _ALSO_EXPORTED if name in environ)]
+    names = [ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]
     return mpirun_command(
         find_mpirun(environ.get("PATH")),
         topology,
@@ -227,6 +232,7 @@ def _run(plan: _Plan, gathered: Gathered, console: Console, timeouts: Timeouts) 
     try:
         return run_host(
             command,
+            program=plan.program,
             ranks=range(first, first + plan.topology.processes_per_host),
             folder=plan.code,
             environ={**plan.environ, **gathered.environ},

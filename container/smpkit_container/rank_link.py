@@ -16,6 +16,7 @@ from smpkit_container.root_cause import RankEnd, RankError
 __all__ = ["RankLink"]
 
 _KEPT_LINES = 20
+_SEND_SECONDS = 5.0
 
 
 class RankLink:
@@ -54,8 +55,15 @@ class RankLink:
 
     def tell(self, kind: str, **values: Any) -> None:
         """Send one message to the watcher; it may be gone, which its closed connection will tell."""
+        self.send(packed(kind, **values))
+
+    def send(self, message: bytes) -> None:
+        """Send one packed message; a long one needs more than the socket holds, so it waits for the watcher to read."""
         with contextlib.suppress(OSError):
-            self.connection.sendall(packed(kind, **values))
+            self.connection.settimeout(_SEND_SECONDS)
+            self.connection.sendall(message)
+        with contextlib.suppress(OSError):
+            self.connection.setblocking(False)
 
     def end(self) -> RankEnd:
         """Return the whole story of the rank."""

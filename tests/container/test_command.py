@@ -11,7 +11,7 @@ from smpkit_container.topology import Topology
 ONE_HOST = Topology(("algo-1",), 0, 4, "torchrun", port=9999, interface="eth0")
 TWO_HOSTS = Topology(("algo-1", "algo-2"), 1, 8, "mpirun", interface="eth0")
 TORCHRUN = ["python", "-m", "torch.distributed.run"]
-PROGRAM = ["python", "-m", "smpkit_container.rank", "train.py", "--lr", "0.1"]
+PROGRAM = ["python", "-m", "smpkit_container.rank"]
 
 
 def test_torchrun_on_one_host_needs_no_port_and_no_name() -> None:

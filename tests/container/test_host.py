@@ -39,6 +39,7 @@ def run(tmp_path: Path, source: str, ranks: int = 1, timeouts: Timeouts = SHORT)
     err = io.BytesIO()
     outcome = run_host(
         [sys.executable, "-c", source],
+        program=["train.py", "--log", ":"],
         ranks=range(ranks),
         folder=tmp_path,
         environ=os.environ,
@@ -104,12 +105,12 @@ def test_watcher_that_dies_took_its_rank_along(tmp_path: Path) -> None:
     assert [end.status for end in outcome.ends] == [-signal.SIGKILL]
 
 
-def test_host_variables_are_handed_to_the_rank(tmp_path: Path) -> None:
-    """mpirun would give every host those of the first."""
+def test_script_and_variables_are_handed_to_the_rank(tmp_path: Path) -> None:
+    """mpirun would give every host the variables of the first, and both launchers read arguments of the script."""
     source = WATCHER + "print(welcome.decode()); say('exit', status=0, seconds=0.0); connection.recv(100)"
     outcome, _ = run(tmp_path, source)
     assert outcome.clean
-    assert '"variables": {"GREETING": "hello"}' in outcome.launcher_output
+    assert '"program": ["train.py", "--log", ":"], "variables": {"GREETING": "hello"}' in outcome.launcher_output
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
@@ -123,6 +124,7 @@ def test_command_that_cannot_be_started_is_an_os_error_and_leaves_nothing(tmp_pa
     with pytest.raises(FileNotFoundError):
         run_host(
             ["no-such-program-anywhere"],
+            program=[],
             ranks=range(1),
             folder=tmp_path,
             environ={},

@@ -133,7 +133,32 @@ def test_ranks_meet_without_a_port_race_or_a_host_name(make_job: MakeJob) -> Non
     assert done.lines(0) == done.lines(1) == ["2.0"]
 
 
+TAKEN = (
+    "log",
+    "local",
+    "master",
+    "node",
+    "rdzv",
+    "nproc",
+    "start",
+    "run",
+    "max",
+    "h",
+    "np",
+    "x",
+    "host",
+    ":",
+    "a b",
+    "*",
+)
+"""Options of torchrun or mpirun, or beginnings of some."""
+
 AWKWARD = {
+    **dict.fromkeys(TAKEN, "1"),
+    "colon": ":",
+    "option": "--nproc",
+    "empty": "",
+    "long": "x" * 20_000,
     "apostrophe": "it's",
     "quotes": 'say "hi"',
     "lines": "a\nb",
@@ -159,7 +184,8 @@ if os.environ["RANK"] == "0":
     assert done.code == 0, done.err
     arguments, variables, cwd = json.loads((folder / "code" / "seen.json").read_text())
     pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    expected = {f"--{name}": value for name, value in AWKWARD.items() if isinstance(value, str)}
+    texts = {name: value for name, value in AWKWARD.items() if isinstance(value, str)}
+    expected = {f"-{name}" if len(name) == 1 else f"--{name}": value for name, value in texts.items()}
     assert pairs == expected | {"--nested": '{"a": [1, {"b": null}]}'}
     assert variables["SM_HP_LINES"] == "a\nb"
     assert variables["SM_HP_MP_PARAMETERS"] == '{"ddp":true,"microbatches":4}'
