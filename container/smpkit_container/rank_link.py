@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 from collections import deque
 from collections.abc import Mapping
@@ -34,6 +35,16 @@ class RankLink:
         self.status: int | None = None
         self.ended_seconds = 0.0
         self.stopped = False
+        self.watcher = 0
+        """The process of the watcher; 0 before its hello."""
+        self.process = -1
+        """A descriptor that tells the end of the rank's own process; -1 without one."""
+        self.silent_at = float("inf")
+        """When to give up on the watcher, whose rank has ended."""
+        self.is_silent = False
+        """Whether the watcher was asked again how its rank ended."""
+        self.status_is_lost = False
+        """Whether it never said so."""
 
     @property
     def running(self) -> bool:
@@ -65,6 +76,12 @@ class RankLink:
         with contextlib.suppress(OSError):
             self.connection.setblocking(False)
 
+    def signal_watcher(self, number: int) -> None:
+        """Send a signal to the watcher itself; the open connection shows that its number is not another process's."""
+        if self.watcher and self.connection.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                os.kill(self.watcher, number)
+
     def end(self) -> RankEnd:
         """Return the whole story of the rank."""
         return RankEnd(
@@ -75,6 +92,7 @@ class RankLink:
             stopped=self.stopped,
             last_lines=tuple(self.last_lines),
             stack=self.notes[1].decode("utf-8", errors="replace"),
+            status_is_lost=self.status_is_lost,
         )
 
 

@@ -35,6 +35,12 @@ say("start", pid=os.getpid())
 """
 
 
+STOPPED = WATCHER.replace('"rank": 0,', '"rank": 0, "pid": os.getpid(),').replace(
+    'say("start", pid=os.getpid())',
+    "import subprocess; child = subprocess.Popen(['true'], close_fds=True); say('start', pid=child.pid)",
+)
+
+
 def run(tmp_path: Path, source: str, ranks: int = 1, timeouts: Timeouts = SHORT) -> tuple[Outcome, str]:
     err = io.BytesIO()
     outcome = run_host(
@@ -103,6 +109,27 @@ connection.recv(100)
 def test_watcher_that_dies_took_its_rank_along(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, WATCHER + "os.kill(os.getpid(), 9)")
     assert [end.status for end in outcome.ends] == [-signal.SIGKILL]
+
+
+def test_watcher_that_is_stopped_is_woken_with_a_word(tmp_path: Path) -> None:
+    """The rank ends, and only its watcher could tell; the run waited for it without end."""
+    source = (
+        STOPPED
+        + "child.wait(); os.kill(os.getpid(), signal.SIGSTOP); say('exit', status=0, seconds=0.0); connection.recv(100)"
+    )
+    outcome, shown = run(tmp_path, source, timeouts=replace(SHORT, watcher=0.2))
+    assert outcome.clean
+    assert shown == "rank 0 ended 0.2 s ago, and its watcher is stopped or hangs: woke it\n"
+
+
+def test_watcher_that_hangs_fails_the_run_with_a_word(tmp_path: Path) -> None:
+    outcome, shown = run(
+        tmp_path, STOPPED + "connection.recv(100); time.sleep(600)", timeouts=replace(SHORT, watcher=0.2)
+    )
+    assert "rank 0 ended 0.2 s ago" in shown
+    assert [end.headline for end in outcome.ends] == [
+        "the process ended, and its watcher, which was stopped or hung, did not say how"
+    ]
 
 
 def test_script_and_variables_are_handed_to_the_rank(tmp_path: Path) -> None:

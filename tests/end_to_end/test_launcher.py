@@ -444,6 +444,16 @@ def test_killed_launcher_leaves_no_rank_behind(make_job: MakeJob) -> None:
     job.assert_nothing_left()
 
 
+def test_stopped_watcher_does_not_keep_a_run_from_ending(make_mpi_job: MakeJob) -> None:
+    """Whoever can stop the watcher, by mistake or to look at it, must not make the launcher wait without end."""
+    job = make_mpi_job(
+        RANK + "import signal\nos.kill(os.getppid(), signal.SIGSTOP)\nif rank: raise ValueError('boo')\n"
+    )
+    done = job.run()
+    assert done.code == 1, done.err
+    assert "ValueError: boo" in done.err
+
+
 def test_killed_torchrun_or_mpirun_ends_the_run(make_job: MakeJob) -> None:
     job = make_job(RANK + READY + "time.sleep(600)\n")
     with job.running() as process:
