@@ -30,6 +30,7 @@ from smpkit_container.host import run_host
 from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News
 from smpkit_container.root_cause import find_root_cause
+from smpkit_container.token import digest, job_token
 from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
 from smpkit_container.variables import export, platform_variables, process_variables
 
@@ -65,12 +66,13 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     environ = with_smdistributed(environment, environ, console)
     topology = read_topology(environment)
     with _meeting_port(topology) as port:
-        plan = _planned(environment, topology, port, environ, extra, console.is_terminal)
+        token = job_token(environment)
+        plan = _planned(environment, topology, port, token, environ, extra, console.is_terminal)
         for notice in notices(environment, topology, plan.environ):
             console.say(f"warning: {notice}")
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
-        with gather(topology, timeouts.start) as gathered:
+        with gather(topology, timeouts.start, token) as gathered:
             outcome = _run(plan, gathered, console, timeouts)
             news = gathered.peers.news if gathered.peers else None
     failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints)
@@ -175,6 +177,7 @@ def _planned(
     environment: Environment,
     topology: Topology,
     port: int,
+    token: bytes,
     environ: Mapping[str, str],
     extra: Sequence[str],
     terminal: bool,
@@ -187,19 +190,20 @@ def _planned(
         **platform_variables(environment, topology, arguments),
         **process_variables(environ, topology, environment.num_cpus, has_efa=environment.has_efa),
         **({"SMPKIT_TERMINAL": "1"} if terminal else {}),
+        "SMPKIT_JOB": digest(token, "ranks"),
     }
     if topology.launcher == "mpirun":
         variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
     # torchrun kills its ranks 30 s after SIGTERM unless told otherwise; the time they get is ours to decide.
     full = export(environ, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, variables)
-    command = _command(environment, topology, full)
+    command = _command(environment, topology, token, full)
     return _Plan(topology, tuple(command), (script, *arguments), code, full, variables)
 
 
-def _command(environment: Environment, topology: Topology, environ: Mapping[str, str]) -> list[str]:
+def _command(environment: Environment, topology: Topology, token: bytes, environ: Mapping[str, str]) -> list[str]:
     program = module_command(RANK_MODULE)
     if topology.launcher == "torchrun":
-        return torchrun_command(topology, program)
+        return torchrun_command(topology, program, job=digest(token, "agents"))
     names = [ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]
     return mpirun_command(
         find_mpirun(environ.get("PATH")),

@@ -153,7 +153,7 @@ def test_jobs_with_one_port_do_not_mix(served: Launch) -> None:
     stranger = replace(served, job_id="job-b")
     with pytest.raises(LaunchError, match=r"rank 1 found another job at port \d+\nhint: two jobs were given one port"):
         connect_store(stranger, None, timedelta(seconds=20))
-    with pytest.raises(LaunchError, match="rank 0 cannot listen at 127.0.0.1"):
+    with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 127\.0\.0\.1"):
         connect_store(replace(stranger, rank=0, local_rank=0), None, timedelta(seconds=20))
     connect_store(served, None, timedelta(seconds=20))
 
