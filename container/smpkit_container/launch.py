@@ -190,7 +190,7 @@ def _planned(
         **platform_variables(environment, topology, arguments),
         **process_variables(environ, topology, environment.num_cpus, has_efa=environment.has_efa),
         **({"SMPKIT_TERMINAL": "1"} if terminal else {}),
-        "SMPKIT_JOB": digest(token, "ranks"),
+        "SMPKIT_JOB_TOKEN": digest(token, "ranks"),
     }
     if topology.launcher == "mpirun":
         variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}

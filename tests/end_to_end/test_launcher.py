@@ -153,6 +153,22 @@ TAKEN = (
 )
 """Options of torchrun or mpirun, or beginnings of some."""
 
+
+def test_a_local_job_listens_at_the_loopback_address_alone(make_job: MakeJob) -> None:
+    """torchrun's rendezvous listened on every address and unpickled what it read there, from whoever wrote it."""
+    ends = "while not os.path.exists('end'): time.sleep(0.05)\n"
+    job = make_job(f"{RANK}import smpkit.torch as smp\nsmp.init({{'ddp': True}})\n{READY}{ends}")
+    with job.running() as process:
+        listening = job.listening()
+        (job.base / "code" / "end").touch()
+        done = job.finish(process, time.monotonic())
+    assert done.code == 0, done.err
+    # Open MPI's own daemon listens everywhere, and no option of it says otherwise.
+    ours = {address: command for address, command in listening.items() if "prterun" not in command.split()[0]}
+    assert len(ours) > 1
+    assert [command for address, command in ours.items() if not address.startswith("0100007F:")] == []
+
+
 AWKWARD = {
     **dict.fromkeys(TAKEN, "1"),
     "colon": ":",
