@@ -106,7 +106,7 @@ class Index:
         if not all(isinstance(text, str) for text in (self.tag, self.save_id, self.partition or "")):
             raise ValueError("a name is no text")
         for name in (*self.files, *self.elsewhere, *self.checksums):
-            if Path(name).name != name or "\0" in name:  # it could name any file of this machine
+            if Path(name).name != name or name in ("", "..") or "\0" in name:  # it could name any file of this machine
                 raise ValueError(f"{quoted(name)} is not a file in this folder")
 
 
@@ -245,11 +245,13 @@ def read_index(folder: Path) -> Index:
     """
     try:
         content = read_json(folder / INDEX)
-        if isinstance(content, dict) and content.get("format", _FORMAT) != _FORMAT:
-            raise _another_format(folder, content)
         crc = content.pop(_CRC, None)
-        if crc is not None and crc != _crc_of(content):
+        if crc is not None and crc != _crc_of(
+            content
+        ):  # whatever the format: the bit that flipped may be in its number
             raise ValueError("its checksum does not fit its content")
+        if content.get("format", _FORMAT) != _FORMAT:
+            raise _another_format(folder, content)
         return Index(**content)
     except FileNotFoundError:
         raise CheckpointError(
