@@ -108,11 +108,10 @@ def without_checksums(folder: Path) -> None:
 
 
 def state_of_model() -> list[torch.Tensor]:
-    optimizer = smp.state.optimizer
-    assert optimizer is not None
+    optimizer: Any = smp.state.optimizer
+    model: Any = smp.state.model
     moments = [value for each in optimizer.state_dict()["state"].values() for value in each.values()]
-    assert smp.state.model is not None
-    return [*(each.detach().clone() for each in smp.state.model.parameters()), *(each.clone() for each in moments)]
+    return [*(each.detach().clone() for each in model.parameters()), *(each.clone() for each in moments)]
 
 
 # --- nothing usable is not nothing ------------------------------------------------------------------------------------
