@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from smpkit.errors import CheckpointError
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.integrity import find_corruption, members_of, share_of
+from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, share_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in
 from smpkit.torch.checkpoints.save import USER_CONTENT
@@ -187,22 +187,26 @@ class _Wanted:
         return next((f"rank {rank}: {damage}" for rank, damage in enumerate(allgather(found)) if damage), None)
 
     def _look(self, path: Path, position: int, count: int) -> str | None:
+        """Look for damage in this rank's share of a checkpoint; it is one of `count` with the same file system."""
         if not self.partial:
             members = members_of(path) if path.is_file() and zipfile.is_zipfile(path) else []
-        else:
-            index = files.read_index(path)
-            if damage := files.find_damage(path, index):
-                return damage
-            names = [name for name in index.files if self.with_optimizer or not name.startswith("optimizer_")]
-            members = members_in(path, index, names)
-            # These raise if a file makes no sense: not all damage is in what has a checksum.
-            _ = CheckpointReader(path, verify_checksums=False).metadata
-            for name in sorted(names)[position::count]:
-                if name.endswith(".pt"):
-                    read_mapped(path / name)
-        if not self.verify_checksums:
-            return None
-        return find_corruption(share_of(members, position, count), state.local_size)
+            return self._corruption(members, position, count)
+        index = files.read_index(path)
+        if damage := files.find_damage(path, index):
+            return damage
+        names = sorted(name for name in index.files if self.with_optimizer or not name.startswith("optimizer_"))
+        if corruption := self._corruption(members_in(path, index, names), position, count):
+            return corruption
+        # These raise if a file makes no sense: not all damage is in what has a checksum.
+        _ = CheckpointReader(path, verify_checksums=False).metadata
+        for name in names[position::count]:
+            if name.endswith(".pt"):
+                read_mapped(path / name)
+        return None
+
+    def _corruption(self, members: Sequence[Member], position: int, count: int) -> str | None:
+        mine = share_of(members, position, count) if self.verify_checksums else []
+        return find_corruption(mine, state.local_size)
 
 
 def _damage_of(look: Callable[[], str | None]) -> str | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,9 @@ def test_damage_is_said_with_the_sizes(tmp_path: Path) -> None:
 
 def test_an_index_of_a_later_format_is_not_guessed_at(tmp_path: Path) -> None:
     folder = make(tmp_path, "a")
-    text = (folder / files.INDEX).read_text()
-    (folder / files.INDEX).write_text(text.replace('"format": 2', '"format": 9'))
+    content = json.loads((folder / files.INDEX).read_text())
+    del content["crc32"]
+    (folder / files.INDEX).write_text(json.dumps({**content, "format": 9}))
     with pytest.raises(CheckpointError, match="has format 9"):
         files.read_index(folder)
 
