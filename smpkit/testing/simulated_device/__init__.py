@@ -297,7 +297,7 @@ def sleep(seconds: float) -> None:
 
 
 def waits() -> dict[str, int]:
-    """Return how often the host has waited for the device: for `item`, and for operators whose shapes hang on values."""
+    """Return how often the host has waited for the device: `item`, and operators whose shapes hang on the data."""
     pairs = (text.rpartition("=") for text in torch.ops.sim.counts(True))
     return {name: int(count) for name, _, count in pairs}
 
