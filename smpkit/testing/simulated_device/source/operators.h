@@ -178,6 +178,18 @@ inline void put(const Tensor& to, const Tensor& from) {
   to.copy_(from);
 }
 
+// Where the CPU's kernels want other dtypes than those of accelerators give.
+inline void adapt(const std::string& name, Stack& exec) {
+  if (name == "aten::native_layer_norm_backward" || name == "aten::native_group_norm_backward") {
+    // The statistics of 16 bits are 32 bits wide on accelerators; on the CPU they are only if the weight is.
+    const auto input = exec[1].toTensor();
+    const size_t first = name == "aten::native_layer_norm_backward" ? 3 : 2;
+    const auto& weight = exec[first + 2];
+    if (weight.isTensor() && weight.toTensor().defined() && weight.toTensor().scalar_type() != input.scalar_type()) return;
+    for (size_t i = first; i < first + 2; ++i) exec[i] = exec[i].toTensor().to(input.scalar_type());
+  }
+}
+
 inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto num_arguments = schema.arguments().size(), begin = stack->size() - num_arguments;
@@ -229,8 +241,9 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
     queued = false;  // the outputs hang on the data, or there is no meta kernel
   }
 
-  auto run = [op, seed, generator_at, scalars](Stack& exec) {
+  auto run = [op, name, seed, generator_at, scalars](Stack& exec) {
     const Stack given(scalars.empty() ? Stack{} : exec);
+    adapt(name, exec);
     if (seed && generator_at) exec[*generator_at] = at::make_generator<at::CPUGeneratorImpl>(*seed);
     if (seed && !generator_at) {  // the kernel takes the CPU's own generator
       auto generator = at::detail::getDefaultCPUGenerator();

@@ -332,7 +332,8 @@ inline void run(World& w, Item& item) {
     } catch (const std::exception& error) {  // the host meets it at its next wait, and would not know whose it is
       const auto* own = dynamic_cast<const c10::Error*>(&error);
       auto text = std::string(own ? own->what_without_backtrace() : error.what()) + " (" + item.what +
-          (item.where.empty() ? "" : ", queued at " + item.where.substr(0, item.where.find('\n'))) + ")";
+          (item.where.empty() ? "" : ", queued at " + item.where) + ")";
+      std::replace(text.begin(), text.end(), '\n', ' ');
       if (!w.error) w.error = std::make_exception_ptr(c10::Error({__func__, __FILE__, uint32_t(__LINE__)}, std::move(text)));
     }
     --w.running;
