@@ -187,7 +187,9 @@ def attention() -> None:
 
 def errors() -> None:
     torch.ones(3, device="sim")[torch.tensor([7], device="sim")]
-    with pytest.raises(RuntimeError, match=r"out of bounds.*\(aten::index, queued at .*test_operators.py:\d+:errors .*\)"):
+    with pytest.raises(
+        RuntimeError, match=r"out of bounds.*\(aten::index, queued at .*test_operators.py:\d+:errors .*\)"
+    ):
         torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match=r"tensor size|size mismatch"):
         torch.ones(3, device="sim") @ torch.ones(4, device="sim")

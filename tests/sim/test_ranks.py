@@ -1,0 +1,98 @@
+"""What ranks do, each with a simulated device: the suite's own tests, run with `RANKS_ON_SIM` under several orders.
+
+Each of them compares with plain PyTorch; here the ranks' work is asynchronous, and a race is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+import smpkit.torch as smp
+from smpkit.torch.offload.accelerator import AcceleratorLink
+from tests.ranks import RANKS_ON_SIM
+from tests.sim.on_sim import needs_sim, run_on_sim
+
+_ROOT = Path(__file__).parents[2]
+
+QUICK = {
+    "lazy:0": ["test_pipeline.py", "test_sharded_state.py::test_over_a_pipeline_with_a_tied_weight"],
+    "random:1": ["test_tensor_parallel.py::test_other_schedules_of_a_pipeline_equal_plain_pytorch"],
+}
+"""For the default suite: pipelines over 2 devices, sharded states and a tied weight, TP 2 x PP 2 of all schedules."""
+
+
+def run(order: str, *tests: str, timeout: float) -> None:
+    needs_sim()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", *tests]
+    environment = {**os.environ, RANKS_ON_SIM: order}
+    done = subprocess.run(
+        command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
+FULL = (
+    *("test_pipeline.py", "test_pipeline_schedules.py", "test_pipeline_models.py", "test_pipeline_modes.py"),
+    *("test_pipeline_routing.py", "test_pipeline_failures.py", "test_pipeline_unused.py", "test_sharded_state.py"),
+    *("test_checkpointing.py::test_training_equals_training_without_checkpointing", "test_data_parallel.py"),
+    *("test_sharded_data_parallel.py", "test_sharded_tensor_parallel.py", "test_tensor_parallel.py"),
+)
+
+
+@pytest.mark.parametrize("order", QUICK)
+def test_ranks_train_without_races(order: str) -> None:
+    run(order, *(f"tests/transparency/{test}" for test in QUICK[order]), timeout=170)
+
+
+# --- everything at once: the example on eight ranks -----------------------------------------------------------------
+
+
+def train_gpt2_3d(offload: bool) -> tuple[list[float], list[torch.Tensor], int]:
+    """Return losses, this rank's gradients, and how many bytes left its device; pipeline 2, tensor 2, data 2."""
+    sys.path.insert(0, str(_ROOT / "examples/gpt2_3d"))
+    from memory import Held
+    from train import configuration, train_step
+
+    AcceleratorLink.min_bytes = 0
+    options = {"offload_activations": True, "activation_loading_horizon": 2} if offload else {}
+    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 4, "ddp": True}
+    smp.init({**degrees, "delayed_parameter_initialization": True, **options})
+    torch.manual_seed(0)
+    with smp.model_creation(tensor_parallelism=True):
+        gpt2 = GPT2LMHeadModel(configuration(argparse.Namespace(context=16, width=16, layers=4)))
+    model = smp.DistributedModel(gpt2)
+    transformer: Any = model.get_module().transformer
+    smp.set_activation_checkpointing(transformer.seq_layers, strategy="each")
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    generator = torch.Generator().manual_seed(smp.dp_rank())
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        tokens = torch.randint(256, (8, 16), generator=generator)
+        losses.append(train_step(model, tokens).reduce_mean().item())
+        optimizer.step()
+    gradients = [each.grad.clone() for _, each in model.local_named_parameters() if each.grad is not None]
+    offloaded = int(Held.by_this_rank(model, optimizer).offloaded)
+    smp.shutdown()
+    return losses, gradients, offloaded
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_eight_ranks_of_all_kinds_offload_without_races() -> None:
+    plain = run_on_sim(train_gpt2_3d, False, size=8, order=("lazy", 0), timeout=280)
+    for order in (("lazy", 0), ("random", 1)):
+        ours = run_on_sim(train_gpt2_3d, True, size=8, order=order, timeout=280)
+        for (losses, gradients, offloaded), (expected, theirs, _) in zip(ours, plain, strict=True):
+            assert losses == expected
+            assert all(map(torch.equal, gradients, theirs))
+            assert offloaded > 0
