@@ -53,5 +53,5 @@ if __name__ == "__main__":
     simulated_device.load()
     train()
     find()
-    mp.spawn(communicate, (sys.argv[1],), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    mp.spawn(communicate, (sys.argv[1],), nprocs=2)  # type: ignore[attr-defined]
     sys.stdout.write(f"{torch.__version__}\n")
