@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.activation_offload.idle import length, union
+from tests.gpu.device import synchronize
 
 __all__ = ["Overlap", "overlap_in", "overlap_of"]
 
@@ -42,10 +42,10 @@ class Overlap:
 
 def overlap_of(work: Callable[[], object]) -> Overlap:
     """Profile a piece of work until the device is idle."""
-    torch.cuda.synchronize()
+    synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         work()
-        torch.cuda.synchronize()
+        synchronize()
     events = profiler.events()
     assert events is not None
     there = [each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation]

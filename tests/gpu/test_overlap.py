@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from benchmarks.activation_offload.blocks import Decoder, train_step
 from benchmarks.activation_offload.idle import idle_of
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload import activations
+from tests.gpu.device import gpu, seconds, synchronize
 from tests.gpu.profiles import overlap_of
 
 _WIDTH, _TOKENS, _LAYERS = 4096, 8192, 8
@@ -26,7 +26,7 @@ Note = Callable[[str, Any], None]
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with gpu():
         made = Decoder(_WIDTH, 32, _LAYERS).to(torch.bfloat16)
     made.is_checkpointed = True
     return made
@@ -34,15 +34,15 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def x() -> Tensor:
-    return torch.randn(1, _TOKENS, _WIDTH, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+    synchronize()
+    start = seconds()
     work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    synchronize()
+    return seconds() - start
 
 
 def test_boundaries_cost_no_time(model: Decoder, x: Tensor, record_property: Note) -> None:
@@ -145,9 +145,9 @@ def test_the_link_is_not_idle_while_copies_are_ready(
 def test_slices_come_while_others_compute(record_property: Note) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(16)])
-    model = OffloadModel(layers, torch.device("cuda"), num_slices=8, checkpoint_activation=True, num_microbatches=4)
+    model = OffloadModel(layers, gpu(), num_slices=8, checkpoint_activation=True, num_microbatches=4)
     optimizer = OffloadOptimizer(model, lr=1e-4)
-    x = torch.randn(32768, 2048, device="cuda")
+    x = torch.randn(32768, 2048, device=gpu())
 
     def step() -> None:
         model(x).square().mean().backward()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.gpu.device import gpu, sleep
 from tests.gpu.ranks import run_on_gpu
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
 from tests.transparency.checkpointed_models import Variant, differences
@@ -33,12 +34,12 @@ SETUPS = (
 
 
 def there(build: Callable[[], nn.Module]) -> nn.Module:
-    return build().to("cuda")
+    return build().to(gpu())
 
 
 def moved(batch: Callable[..., tuple[Any, ...]], size: int, generator: torch.Generator) -> tuple[Any, ...]:
     values = batch(size, generator)
-    return tuple(value.to("cuda") if isinstance(value, Tensor) else value for value in values)
+    return tuple(value.to(gpu()) if isinstance(value, Tensor) else value for value in values)
 
 
 def on_gpu(case: Case) -> Case:
@@ -79,8 +80,8 @@ def sleeping(seeds: range) -> int:
         dice = random.Random(f"{seed} {os.environ['RANK']}")
 
         def late(self: nn.Linear, x: Tensor, dice: random.Random = dice) -> Tensor:
-            if dice.random() < 0.3 and x.is_cuda:
-                torch.cuda._sleep(dice.randrange(8_000_000))
+            if dice.random() < 0.3 and x.device.type == gpu().type:
+                sleep(dice.randrange(8_000_000))
             return linear(self, x)
 
         nn.Linear.forward = late  # type: ignore[method-assign, assignment]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
+from tests.gpu.device import gpu, new_event, new_stream, on_stream, seconds, synchronize
 
 _WIDTH, _LAYERS, _TOKENS = 2048, 16, 16384
 
@@ -20,7 +20,7 @@ Note = Callable[[str, Any], None]
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     grow, shrink = (_WIDTH, 4 * _WIDTH), (4 * _WIDTH, _WIDTH)
-    with torch.device("cuda"):
+    with gpu():
         made = [nn.Sequential(nn.Linear(*grow), nn.GELU(), nn.Linear(*shrink)) for _ in range(_LAYERS)]
     return nn.Sequential(*made)
 
@@ -28,17 +28,17 @@ def layers() -> nn.Sequential:
 def seconds_of(step: Callable[[], object], warm_up: int = 2, steps: int = 5) -> float:
     times = []
     for _ in range(warm_up + steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+        synchronize()
+        start = seconds()
         step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        synchronize()
+        times.append(seconds() - start)
     return sorted(times[warm_up:])[steps // 2]
 
 
 def test_throughput_beside_the_plain_model(record_property: Note) -> None:
     plain = layers().to(torch.bfloat16)
-    x = torch.randn(_TOKENS, _WIDTH, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(_TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
 
     def plain_step() -> None:
         plain.zero_grad()
@@ -53,7 +53,7 @@ def test_throughput_beside_the_plain_model(record_property: Note) -> None:
     num_bytes = sum(each.nbytes for each in plain.parameters())
     model = OffloadModel(
         copy.deepcopy(plain).cpu().float(),
-        "cuda",
+        gpu(),
         num_slices=_LAYERS,
         checkpoint_activation=True,
         num_microbatches=2,
@@ -86,20 +86,20 @@ def test_small_copies_behind_large_ones(record_property: Note) -> None:
     """Copy engines do not preempt: how long 4 MiB wait behind 1 GiB of the same direction, whole and in chunks."""
     large = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     small = torch.empty(4 << 20, dtype=torch.uint8, pin_memory=True)
-    there, little = torch.empty_like(large, device="cuda"), torch.empty_like(small, device="cuda")
-    lanes = [torch.cuda.Stream(), torch.cuda.Stream()]
+    there, little = torch.empty_like(large, device=gpu()), torch.empty_like(small, device=gpu())
+    lanes = [new_stream(), new_stream()]
 
     def waited(chunk: int) -> float:
-        torch.cuda.synchronize()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(lanes[0]):
+        synchronize()
+        first, last = (new_event() for _ in range(2))
+        with on_stream(lanes[0]):
             for start in range(0, large.numel(), chunk):
                 there[start : start + chunk].copy_(large[start : start + chunk], non_blocking=True)
-        with torch.cuda.stream(lanes[1]):
+        with on_stream(lanes[1]):
             first.record()
             little.copy_(small, non_blocking=True)
             last.record()
-        torch.cuda.synchronize()
+        synchronize()
         return float(first.elapsed_time(last))
 
     for name, chunk in (("whole", 1 << 30), ("64 MiB", 64 << 20), ("32 MiB", 32 << 20)):
@@ -112,11 +112,11 @@ def test_pinned_memory_is_as_fast_as_torchs(record_property: Note) -> None:
     from smpkit.torch.offload.accelerator import pinned_memory
 
     num_bytes = 1 << 30
-    start = time.perf_counter()
-    ours, release = pinned_memory(torch.device("cuda"), num_bytes)
-    record_property("seconds to pin 1 GiB", time.perf_counter() - start)
+    start = seconds()
+    ours, release = pinned_memory(gpu(), num_bytes)
+    record_property("seconds to pin 1 GiB", seconds() - start)
     theirs = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=gpu())
     found = {}
     for name, host in (("ours", ours), ("torch's", theirs)):
         found[name] = speeds(host, there)

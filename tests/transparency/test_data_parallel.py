@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smpkit.torch as smp
 from smpkit.torch.core import devices
+from tests.gpu.device import sleep
 from tests.ranks import run_ranks
 from tests.transparency.models import Trace, assert_same, batch, build, loss_of, optimizer_of, record, train_plainly
 
@@ -137,7 +138,7 @@ def late_hook(devices_seen: list[str], bucket: Any) -> torch.futures.Future[torc
         made = buffer / (HOOKED_MICROBATCHES * dist.get_world_size())
         dist.all_reduce(made)
         if asynchronous:
-            torch.cuda._sleep(LATE_CYCLES)
+            sleep(LATE_CYCLES)
         future.set_result(made * 1)  # behind the sleep; without the wait the user finds memory that nobody has written
     return future
 

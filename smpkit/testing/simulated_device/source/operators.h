@@ -227,7 +227,7 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
   };
   if (!queued) {
     Lock lock(w.monitor);
-    ++w.waited_for[name];
+    ++w.waited[{name, at_line}];
     settle(w, give(w, lane, {.what = name, .where = at_line, .uses = call.uses, .marks = true, .seconds = seconds()}));
     Below below;
     run(call.exec);
@@ -346,7 +346,9 @@ inline void queue_copy(const Tensor& self, const Tensor& dst, bool non_blocking)
                  .where = at_line, .uses = uses,
                  .seconds = w.speeds.latency + bytes / (out ? w.speeds.out : w.speeds.back), .engine = out ? kOut : kBack});
   if (pinned) host_memory().record_event(host.unsafeGetTensorImpl()->mutable_data(), nullptr, current_stream(current_device));
-  if (!non_blocking || (!pinned && out)) settle(w, mark(w, lane));
+  if (non_blocking && (pinned || !out)) return;
+  ++w.waited[{out ? "copy to the host" : "copy to the device", at_line}];
+  settle(w, mark(w, lane));
 }
 
 inline Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
@@ -363,7 +365,7 @@ inline at::Scalar item(const Tensor& self) {
   auto& w = world();
   const auto at_line = where();
   Lock lock(w.monitor);
-  ++w.waited_for["item"];
+  ++w.waited[{"item", at_line}];
   settle(w, give(w, lane_of(self), {.what = "item", .where = at_line, .uses = {use_of(self, false)}, .marks = true,
                                     .seconds = w.speeds.latency}));
   Below below;
