@@ -21,6 +21,7 @@ from tests.sim.on_sim import run_on_sim
 def arithmetic() -> None:
     a = torch.arange(12.0, device="sim").view(3, 4)
     b = torch.arange(12.0, device="cpu").view(3, 4)
+    assert functional.mse_loss(a, a + 2).item() == 4
     assert ((a @ a.T + 1).relu().sum()).item() == ((b @ b.T + 1).relu().sum()).item()
 
 
@@ -150,6 +151,16 @@ def convolution() -> None:
         torch.testing.assert_close(one.grad, two.grad.cpu())
 
 
+def moving() -> None:
+    model = nn.Linear(4, 4)
+    weight = model.weight
+    model.to("sim")
+    assert weight is model.weight
+    assert weight.device.type == "sim"
+    weight.data = torch.zeros(4, 4, device="cpu")
+    assert weight.device.type == "cpu"
+
+
 def saving() -> None:
     file = io.BytesIO()
     torch.save({"a": torch.ones(3, device="sim")}, file)
@@ -176,6 +187,9 @@ def attention() -> None:
 
 
 def errors() -> None:
+    torch.ones(3, device="sim")[torch.tensor([7], device="sim")]
+    with pytest.raises(RuntimeError, match=r"out of bounds.*\(aten::index, queued at .*test_operators.py:\d+:errors\)"):
+        torch.accelerator.synchronize()
     with pytest.raises(RuntimeError, match=r"tensor size|size mismatch"):
         torch.ones(3, device="sim") @ torch.ones(4, device="sim")
     with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
@@ -189,7 +203,7 @@ def errors() -> None:
 
 
 CHECKS = [
-    arithmetic, gradients, optimizers, random_numbers, checkpointing, autocast, foreach, views, convolution, saving,
+    arithmetic, gradients, optimizers, random_numbers, checkpointing, autocast, foreach, views, convolution, moving, saving,
     attention, errors,
 ]  # fmt: skip
 

@@ -25,5 +25,6 @@ def _create(options: Any, _: object) -> Any:
     carrier = dist.ProcessGroupGloo(store, rank, size, options.timeout)
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, carrier)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     torch.ops.sim.add_backend(group.boxed(), options.group_id, options.timeout.total_seconds())
     return group._get_backend(torch.device("sim"))

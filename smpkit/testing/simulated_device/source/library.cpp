@@ -17,6 +17,10 @@ namespace sim {
 void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
   for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
 }
+// Whether `a.data = b` is allowed, which `Module.to` asks: as between the CPU and CUDA, if both are dense.
+bool can_take_data(const at::Tensor& self, const at::Tensor& from) {
+  return self.layout() == c10::kStrided && from.layout() == c10::kStrided;
+}
 }  // namespace sim
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&sim::fallback>()); }
@@ -34,6 +38,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", sim::copy_from);
   m.impl("_copy_from_and_resize", sim::copy_from_and_resize);
   m.impl("_foreach_copy_", sim::foreach_copy_);
+  m.impl("_has_compatible_shallow_copy_type", sim::can_take_data);
   m.impl("_local_scalar_dense", sim::item);
   m.impl("set_.source_Tensor", sim::set_tensor);
   m.impl("set_.source_Storage", sim::set_storage);

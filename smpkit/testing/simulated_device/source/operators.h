@@ -197,6 +197,22 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
       if (value.isGenerator()) seed = draw(value.toGenerator());
     }
   }
+  // Some kernels make a scalar `out` larger on their way (mse_loss), which an alias cannot become: they get an empty one.
+  std::vector<std::pair<size_t, Tensor>> scalars;
+  for (size_t i = 0; i < num_arguments; ++i) {
+    const auto& value = (*stack)[begin + i];
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (!alias || !alias->isWrite() || !schema.arguments()[i].is_out() || !value.isTensor() || value.toTensor().dim() || !here(value.toTensor())) continue;
+    const auto same = std::count_if(stack->end() - num_arguments, stack->end(), [&](const IValue& other) {
+      return other.isTensor() && other.toTensor().is_same(value.toTensor());
+    });
+    if (same > 1) continue;
+    Below below;
+    const auto dtype = value.toTensor().scalar_type();
+    scalars.push_back({i, call.exec[i].toTensor()});
+    call.exec[i] = at::empty({0}, c10::TensorOptions().dtype(dtype).device(c10::kCPU));
+    call.meta[i] = at::empty({0}, c10::TensorOptions().dtype(dtype).device(c10::kMeta));
+  }
   if (!call.device || call.device->type() != kSim || !call.device->has_index()) call.device = Device(kSim, current_device);
   c10::DeviceGuard on(*call.device);
   if (seeded && !seed) seed = draw(default_generator(call.device->index()));
@@ -213,7 +229,8 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
     queued = false;  // the outputs hang on the data, or there is no meta kernel
   }
 
-  auto run = [op, seed, generator_at](Stack& exec) {
+  auto run = [op, seed, generator_at, scalars](Stack& exec) {
+    const Stack given(scalars.empty() ? Stack{} : exec);
     if (seed && generator_at) exec[*generator_at] = at::make_generator<at::CPUGeneratorImpl>(*seed);
     if (seed && !generator_at) {  // the kernel takes the CPU's own generator
       auto generator = at::detail::getDefaultCPUGenerator();
@@ -224,6 +241,7 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
     } else {
       op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &exec);
     }
+    for (auto& [i, alias] : scalars) alias.copy_(given[i].toTensor());
   };
   if (!queued) {
     Lock lock(w.monitor);

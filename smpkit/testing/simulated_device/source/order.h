@@ -123,6 +123,7 @@ struct Item {
   std::function<void()> run;
   PointRef wait, mark;
   MessageRef message;
+  std::string what, where;
   bool executed = false;
 };
 
@@ -329,8 +330,11 @@ inline void run(World& w, Item& item) {
     try {
       Below below;
       item.run();
-    } catch (...) {
-      if (!w.error) w.error = std::current_exception();
+    } catch (const std::exception& error) {  // the host meets it at its next wait, and would not know whose it is
+      const auto* own = dynamic_cast<const c10::Error*>(&error);
+      auto text = std::string(own ? own->what_without_backtrace() : error.what()) + " (" + item.what +
+          (item.where.empty() ? "" : ", queued at " + item.where.substr(0, item.where.find('\n'))) + ")";
+      if (!w.error) w.error = std::make_exception_ptr(c10::Error({__func__, __FILE__, uint32_t(__LINE__)}, std::move(text)));
     }
     --w.running;
   }
@@ -536,7 +540,8 @@ inline PointRef give(World& w, size_t lane, Launch launch) {
   }
   PointRef mark;
   if (launch.marks) mark = std::make_shared<Point>(Point{lane, mine.clock, mine.at});
-  mine.items.push_back({std::move(launch.run), std::move(launch.wait), mark, std::move(launch.message)});
+  mine.items.push_back({std::move(launch.run), std::move(launch.wait), mark, std::move(launch.message),
+                        std::move(launch.what), std::move(launch.where)});
   progress(w, lane);
   return mark;
 }
