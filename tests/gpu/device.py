@@ -2,7 +2,7 @@
 
 Tests name their device, its streams and its memory through this module alone. On a GPU its functions are torch.cuda's.
 On the simulated device, which `TESTS_ON_SIM` asks for, they are that device's, and `checked` finds races. The CPU does
-the arithmetic there, so sizes are smaller by one factor (`scaled`), and time is virtual (`seconds`, `sleep`).
+the arithmetic there, so sizes are smaller by one factor (`scaled`), and time is virtual (`in_device_time`).
 
 A test that needs the real thing has a marker: `@pytest.mark.real_gpu("captures a graph")`.
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 import torch
 
@@ -35,6 +36,7 @@ __all__ = [
     "current_stream",
     "default_stream",
     "gpu",
+    "in_device_time",
     "memory_stats",
     "new_event",
     "new_stream",
@@ -44,7 +46,6 @@ __all__ = [
     "reset_peak",
     "rng_state",
     "scaled",
-    "seconds",
     "select",
     "sleep",
     "synchronize",
@@ -131,9 +132,27 @@ def sleep(cycles: int) -> None:
         torch.cuda._sleep(cycles)
 
 
-def seconds() -> float:
-    """Return the time, for differences: the host's, or the virtual one of the simulated device."""
-    return simulated_device.now() if IS_SIMULATED else time.perf_counter()
+@contextlib.contextmanager
+def in_device_time() -> Iterator[None]:
+    """Decorate a test that measures time or peaks of memory: they mean nothing in other orders than that of time.
+
+    On the simulated device all is done when its time has come, whatever order was asked for, and the clock by which
+    smpkit measures the host is the device's: the host's own work takes no time.
+    """
+    if not IS_SIMULATED:
+        yield
+        return
+    gpu()
+    simulated_device.set_policy("timed")
+    with (
+        mock.patch.object(time, "perf_counter", simulated_device.now),
+        mock.patch.object(time, "perf_counter_ns", _now_ns),
+    ):
+        yield
+
+
+def _now_ns() -> int:
+    return round(simulated_device.now() * 1e9)
 
 
 def new_stream() -> Any:

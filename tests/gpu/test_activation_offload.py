@@ -12,7 +12,7 @@ from benchmarks.activation_offload.stage import run_stage
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload import activations
 from smpkit.torch.offload.engine import make_engine
-from tests.gpu.device import allocated_bytes, gpu, peak_bytes, reset_peak, scaled, synchronize
+from tests.gpu.device import allocated_bytes, gpu, in_device_time, peak_bytes, reset_peak, scaled, synchronize
 
 _WIDTH, _TOKENS, _LAYERS = scaled(1024), scaled(2048), 8
 _BOUNDARY = 2 * _WIDTH * _TOKENS
@@ -42,6 +42,7 @@ def test_gradients_are_the_same_bits(model: Decoder, x: torch.Tensor) -> None:
     offload.close()
 
 
+@in_device_time()
 def test_boundaries_are_not_on_the_device_after_forward(model: Decoder, x: torch.Tensor) -> None:
     def held(offload: contextlib.AbstractContextManager[object]) -> int:
         before = allocated_bytes()
@@ -63,6 +64,7 @@ def test_boundaries_are_not_on_the_device_after_forward(model: Decoder, x: torch
 
 
 @pytest.mark.parametrize("horizon", [1, 4, None])
+@in_device_time()
 def test_a_stage_of_a_pipeline_needs_less_memory(horizon: int | None) -> None:
     torch.manual_seed(0)
     layers = [Block(_WIDTH, 16).to(gpu(), torch.bfloat16) for _ in range(4)]

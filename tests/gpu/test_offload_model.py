@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from tests.gpu.device import allocated_bytes, gpu, peak_bytes, reserved_bytes, reset_peak, scaled
+from tests.gpu.device import allocated_bytes, gpu, in_device_time, peak_bytes, reserved_bytes, reset_peak, scaled
 from tests.gpu.workspaces import workspace_bytes
 
 _WIDTH, _LAYERS, _BATCH = scaled(1024), 12, scaled(64)
@@ -50,6 +50,7 @@ def test_weights_after_five_steps_are_the_plain_models(checkpoint: bool, overlap
         torch.testing.assert_close(actual, expected.cpu(), rtol=0, atol=1e-5)
 
 
+@in_device_time()
 def test_two_slices_of_weights_and_gradients_are_on_the_device() -> None:
     peaks = {}
     workspace_bytes()  # those of cuBLAS are taken once, and stay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from benchmarks.activation_offload.blocks import Decoder, train_step
 from benchmarks.activation_offload.idle import idle_of
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload import activations
-from tests.gpu.device import gpu, seconds, synchronize
+from tests.gpu.device import gpu, in_device_time, synchronize
 from tests.gpu.profiles import overlap_of
 
 _WIDTH, _TOKENS, _LAYERS = 4096, 8192, 8
@@ -39,12 +40,13 @@ def x() -> Tensor:
 
 def seconds_of(work: Callable[[], object]) -> float:
     synchronize()
-    start = seconds()
+    start = time.perf_counter()
     work()
     synchronize()
-    return seconds() - start
+    return time.perf_counter() - start
 
 
+@in_device_time()
 def test_boundaries_cost_no_time(model: Decoder, x: Tensor, record_property: Note) -> None:
     offload = activations(model)
 
@@ -73,6 +75,7 @@ def test_boundaries_cost_no_time(model: Decoder, x: Tensor, record_property: Not
     assert ours <= 1.02 * theirs
 
 
+@in_device_time()
 def test_the_reports_stall_is_what_the_step_takes_longer(model: Decoder, x: Tensor, record_property: Note) -> None:
     """Without checkpointing more leaves than the link carries: the step waits, and the report says how long."""
     model.is_checkpointed = False
@@ -142,6 +145,7 @@ def test_the_link_is_not_idle_while_copies_are_ready(
     assert seen.share <= bound
 
 
+@in_device_time()
 def test_slices_come_while_others_compute(record_property: Note) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(16)])

@@ -18,6 +18,7 @@ from smpkit.torch.offload import activations
 from tests.gpu.device import (
     allocated_bytes,
     gpu,
+    in_device_time,
     memory_stats,
     peak_bytes,
     reserved_bytes,
@@ -47,6 +48,7 @@ def peak_of(step: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("lead", [1, 2, 4])
+@in_device_time()
 def test_no_more_boundaries_are_there_than_are_on_their_way(lead: int, record_property: Note) -> None:
     torch.manual_seed(0)
     model = Decoder(_WIDTH, 16, _LAYERS).to(gpu(), torch.bfloat16)
@@ -73,6 +75,7 @@ def test_no_more_boundaries_are_there_than_are_on_their_way(lead: int, record_pr
 
 
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
+@in_device_time()
 def test_an_offloaded_model_takes_two_slices_and_what_it_computes(checkpoint: bool, record_property: Note) -> None:
     workspaces = workspace_bytes()
     gc.collect()
@@ -111,6 +114,7 @@ def stats() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", ["activations", "model"])
+@in_device_time()
 def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property: Note) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
@@ -146,6 +150,7 @@ def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property
     assert set(reserved) == {reserved[0]}
 
 
+@in_device_time()
 def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Return what is reserved, and the peak of what is allocated, after each step of a pipeline."""
     import smpkit.torch as smp

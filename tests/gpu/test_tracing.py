@@ -15,7 +15,7 @@ import smpkit.torch as smp
 from smpkit.observe.events import ActionSpan, StepSpan, read_events
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed import recorder
-from tests.gpu.device import CPU_ONLY, gpu, rng_state, sleep, synchronize, waits_of
+from tests.gpu.device import CPU_ONLY, gpu, in_device_time, rng_state, sleep, synchronize, waits_of
 from tests.gpu.ranks import run_on_gpu
 from tests.ranks import RankFailed, run_ranks
 from tests.torch.placement.test_trace import CASES, Checkpointed, Language, costs_of, tokens
@@ -30,8 +30,9 @@ SLEEP_SECONDS = 0.2
 @pytest.mark.parametrize("case", CASES)
 def test_costs_on_the_gpu_are_those_on_the_cpu(case: str) -> None:
     make, argument = CASES[case]
+    model, value = make(), argument().to(gpu())
     before = torch.get_rng_state(), rng_state()
-    found = costs_of(make(), argument().to(gpu()))
+    found = costs_of(model, value)
     assert all(map(torch.equal, before, (torch.get_rng_state(), rng_state())))
     assert found == costs_of(make(), argument())
     assert costs_of(make(), argument().to(gpu())) == found
@@ -119,6 +120,7 @@ def cycles_of(seconds: float) -> int:
     return round(50_000_000 * seconds / (start.elapsed_time(end) / 1e3))
 
 
+@in_device_time()
 def sleep_in_steps(folder: str) -> None:
     smp.init({"microbatches": 2})
     model = smp.DistributedModel(Sleeper(cycles_of(SLEEP_SECONDS)))
