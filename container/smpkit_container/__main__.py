@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from smpkit.config.words import plain
 from smpkit.errors import SmpkitError
 from smpkit_container.console import Console
 from smpkit_container.environment import (
@@ -58,18 +59,19 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         environ = {**environ, **secret_variables(environment)}
         return launch(environment, environ, Console.of_process(environ), extra)
     except KeyboardInterrupt:  # before the launcher handles it
+        sys.stderr.write("Stopped before the ranks were started\n")
         return 130
     except SmpkitError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {plain(str(error))}\n")
         _leave_reason(base, str(error))
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {plain(str(error))}\n")
         _leave_reason(base, str(error))
         return 1
     except Exception as error:
         reason = f"a bug in smpkit: {type(error).__name__}: {error}"
-        sys.stderr.write(f"error: {reason}; details: {Folders(base).failure}\n")
+        sys.stderr.write(f"error: {plain(reason)}; details: {Folders(base).failure}\n")
         _leave_reason(base, f"{reason}\n{traceback.format_exc()[-800:]}")
         return 3
 
@@ -91,7 +93,7 @@ def _become(command: Sequence[str]) -> int:
 
 def _leave_reason(base: Path, reason: str) -> None:
     try:
-        write_failure(Folders(base).failure, reason[:MAX_FAILURE_CHARACTERS])
+        write_failure(Folders(base).failure, plain(reason)[:MAX_FAILURE_CHARACTERS])
     except OSError as error:
         sys.stderr.write(f"the failure file could not be written: {error}\n")
 

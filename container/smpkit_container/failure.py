@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smpkit.config.words import plain
 from smpkit_container.outcome import Outcome
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RootCause, signal_name
@@ -21,12 +23,14 @@ __all__ = [
     "peer_failure",
     "rank_failure",
     "stop_failure",
+    "stop_words",
 ]
 
 MAX_FAILURE_CHARACTERS = 1024
 """SageMaker returns this much of `/opt/ml/output/failure` as FailureReason, so the news must come first."""
 
 _MAX_MESSAGE_CHARACTERS = 600
+_MAX_NAME_CHARACTERS = 256
 _STACK_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 _OUR_FOLDER = str(Path(__file__).parent)
 
@@ -50,7 +54,13 @@ def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: P
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
     hint = _hint(end)
-    reason = [_cut(headline, _MAX_MESSAGE_CHARACTERS), place, *([f"hint: {hint}"] if hint else []), *notes, *where]
+    reason = [
+        _cut(plain(headline), _MAX_MESSAGE_CHARACTERS),
+        place,
+        *([f"hint: {hint}"] if hint else []),
+        *notes,
+        *where,
+    ]
     screen = [
         f"Failed after {duration(outcome.seconds)} ({place})",
         "",
@@ -92,7 +102,16 @@ def peer_failure(news: News, outcome: Outcome, topology: Topology) -> Failure:
     return Failure(1, _fitted([news.reason, f"on {news.host}; {topology.host} ended because of it"]), screen)
 
 
-def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float) -> Failure:
+def stop_words(outcome: Outcome, checkpoints: Path) -> str:
+    """Say that a run was stopped, and with which checkpoint if it saved one.
+
+    Args:
+        checkpoints: the folder in which `smp.save_checkpoint` keeps the name of the newest one.
+    """
+    return f"Stopped after {duration(outcome.seconds)}{_saved(outcome, checkpoints)}"
+
+
+def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float, checkpoints: Path) -> Failure:
     """Describe a run that was asked to stop, and in which ranks did not end with exit code 0."""
     name = signal.Signals(outcome.stop_signal).name
     unclean = [end for end in outcome.ends if end.status != 0]
@@ -113,8 +132,20 @@ def stop_failure(outcome: Outcome, topology: Topology, grace_seconds: float) -> 
     if outcome.stop_signal == signal.SIGINT:
         exit_code = 130
     lines = [headline, f"on {topology.host}", *([f"hint: {hint}"] if hint else [])]
-    screen = [f"Stopped after {duration(outcome.seconds)}: {what}", *([f"hint: {hint}"] if hint else [])]
+    screen = [f"{stop_words(outcome, checkpoints)}: {what}", *([f"hint: {hint}"] if hint else [])]
     return Failure(exit_code, _fitted(lines), "\n".join(screen))
+
+
+def _saved(outcome: Outcome, checkpoints: Path) -> str:
+    newest = checkpoints / "newest"
+    try:
+        if newest.stat().st_mtime < time.time() - outcome.seconds:
+            return ""  # of an earlier run
+        with newest.open(encoding="utf-8", errors="replace") as file:
+            name = file.read(_MAX_NAME_CHARACTERS).strip().removesuffix("_partial")
+    except OSError:
+        return ""
+    return f" with checkpoint `{plain(name)}`"
 
 
 def duration(seconds: float) -> str:
@@ -205,7 +236,8 @@ def _how_it_ended(status: int) -> str:
 
 
 def _fitted(lines: Iterable[str]) -> str:
-    return _cut("\n".join(lines), MAX_FAILURE_CHARACTERS)
+    """Return lines as they go into the failure file, which is read on terminals: without control sequences."""
+    return _cut(plain("\n".join(lines)), MAX_FAILURE_CHARACTERS)
 
 
 def _cut(text: str, size: int) -> str:

@@ -38,10 +38,13 @@ class Gathered:
 
 
 @contextlib.contextmanager
-def gather(topology: Topology, seconds: float) -> Iterator[Gathered]:
+def gather(topology: Topology, seconds: float, token: bytes = b"") -> Iterator[Gathered]:
     """Wait for the other hosts, at most `seconds`; with mpirun, also make it possible to start ranks on them.
 
     An error that ends the block is reported to the other hosts.
+
+    Args:
+        token: the job's, which all of its hosts know.
 
     Raises:
         LaunchError: a host did not come in time, or this one was asked to stop meanwhile.
@@ -58,7 +61,7 @@ def gather(topology: Topology, seconds: float) -> Iterator[Gathered]:
         facts = {"key": key, "place": str(place or "")}
         with contextlib.ExitStack() as stack:
             with _stoppable():
-                peers = stack.enter_context(meet(topology, facts, seconds, port + 1))
+                peers = stack.enter_context(meet(topology, facts, seconds, port + 1, token))
             with _failures_told(peers):
                 yield _arranged(topology, peers, folder, place, port + 2) if uses_mpi else Gathered(peers)
     finally:

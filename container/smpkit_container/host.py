@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES
+from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, packed
 from smpkit_container.console import Console
 from smpkit_container.lines import Piece
 from smpkit_container.outcome import Outcome, Timeouts
@@ -72,6 +72,7 @@ class Phase(Enum):
 def run_host(
     command: Sequence[str],
     *,
+    program: Sequence[str],
     ranks: range,
     folder: Path,
     environ: Mapping[str, str],
@@ -86,6 +87,7 @@ def run_host(
     Must be called in the main thread, because it handles SIGTERM, SIGINT, SIGHUP and SIGCHLD meanwhile.
 
     Args:
+        program: the script that every rank runs, and its arguments.
         folder: the working folder of the ranks.
         environ: the environment of `command`.
         variables: what every rank of this host sets in its own environment, whatever the launcher passed on.
@@ -109,7 +111,7 @@ def run_host(
                 selector=selector,
                 awake=awake,
                 ranks=ranks,
-                variables=variables,
+                welcome=packed("welcome", program=list(program), variables=dict(variables)),
                 console=console,
                 timeouts=timeouts,
                 peers=peers,
@@ -165,7 +167,7 @@ class _Host:
         selector: selectors.BaseSelector,
         awake: Wakeup,
         ranks: range,
-        variables: Mapping[str, str],
+        welcome: bytes,
         console: Console,
         timeouts: Timeouts,
         peers: Peers | None,
@@ -173,7 +175,7 @@ class _Host:
         self._process = process
         self._peers = peers
         self._expected = ranks
-        self._variables = dict(variables)
+        self._welcome_message = welcome
         self._listener = listener
         self._selector = selector
         self._awake = awake
@@ -198,7 +200,8 @@ class _Host:
         for connection in self._peers.connections if self._peers else ():
             self._watch(connection, partial(self._hear, connection))
         while not self._finished():
-            self._handle_events(self._deadline)
+            self._handle_events(min([self._deadline, *(rank.silent_at for rank in self._ranks)]))
+            self._rouse_watchers()
             self._advance()
         if self._peers is not None:
             self._conclude(self._peers)
@@ -239,7 +242,7 @@ class _Host:
         elif self._phase is Phase.SETTLING:
             for rank in self._running():
                 rank.stopped = not rank.failed  # one that has raised may hang while it exits
-                rank.tell("signal", number=signal.SIGUSR1)  # faulthandler writes the stack to its pipe
+                self._signal_rank(rank, signal.SIGUSR1)  # faulthandler writes the stack to its pipe
             self._enter(Phase.ASKING, self._timeouts.answer)
         elif self._phase is Phase.ASKING:
             self._terminate()
@@ -278,10 +281,14 @@ class _Host:
 
     def _signal_ranks(self, number: int) -> None:
         for rank in self._running():
-            rank.tell("signal", number=number)
+            self._signal_rank(rank, number)
         if not self._all_started():
             # Ranks that have not started yet would not get it, so torchrun or mpirun must end as well.
             self._signal_launcher(number)
+
+    def _signal_rank(self, rank: RankLink, number: int) -> None:
+        rank.signal_watcher(signal.SIGCONT)  # one that was stopped would not pass anything on
+        rank.tell("signal", number=number)
 
     def _signal_launcher(self, number: int) -> None:
         if self._process.poll() is None:
@@ -350,13 +357,16 @@ class _Host:
             self._selector.unregister(rank.connection)
             rank.connection.close()
             if rank.number >= 0 and rank.running:
+                rank.status_is_lost = rank.is_silent
                 self._ended(rank, -signal.SIGKILL, time.time())  # its watcher was killed, and the rank with it
 
     def _handle_message(self, rank: RankLink, message: Mapping[str, Any]) -> None:
         if message["type"] == "hello":
+            rank.watcher = message.get("pid", 0)
             self._welcome(rank, message["rank"])
         elif message["type"] == "start":
             rank.started = True
+            self._watch_process(rank, message["pid"])
             if self._phase in (Phase.ENDING, Phase.STOPPING):
                 rank.tell("signal", number=signal.SIGTERM)
             elif self._phase is Phase.KILLING:
@@ -370,7 +380,40 @@ class _Host:
         for position, descriptor in enumerate(rank.pipes):
             os.set_blocking(descriptor, False)
             self._watch(descriptor, partial(self._read_pipe, rank, position))
-        rank.tell("welcome", variables=self._variables)
+        rank.send(self._welcome_message)
+
+    def _watch_process(self, rank: RankLink, pid: int) -> None:
+        """Notice the end of a rank also if its watcher, which is to tell how it ended, was stopped (Linux)."""
+        with contextlib.suppress(AttributeError, OSError):  # no such call here, or the process is gone already
+            rank.process = os.pidfd_open(pid)
+            self._watch(rank.process, partial(self._await_watcher, rank))
+
+    def _await_watcher(self, rank: RankLink) -> None:
+        """Give the watcher of a rank that has ended a while to say how."""
+        self._forget_process(rank)
+        rank.silent_at = time.monotonic() + self._timeouts.watcher
+
+    def _rouse_watchers(self) -> None:
+        """Let watchers go on that do not say how their ranks ended; kill those that still do not."""
+        for rank in self._ranks:
+            if time.monotonic() < rank.silent_at:
+                continue
+            if not rank.is_silent:
+                rank.is_silent, rank.silent_at = True, time.monotonic() + self._timeouts.watcher
+                seconds = f"{self._timeouts.watcher:g} s"
+                self._console.say(
+                    f"rank {rank.number} ended {seconds} ago, and its watcher is stopped or hangs: woke it"
+                )
+                rank.signal_watcher(signal.SIGCONT)
+            else:
+                rank.silent_at = float("inf")
+                rank.signal_watcher(signal.SIGKILL)
+
+    def _forget_process(self, rank: RankLink) -> None:
+        if rank.process >= 0:
+            self._selector.unregister(rank.process)
+            os.close(rank.process)
+            rank.process = -1
 
     def _read_pipe(self, rank: RankLink, position: int) -> bool:
         """Take what a pipe holds; return whether there may be more."""
@@ -405,7 +448,8 @@ class _Host:
             self._close_pipe(rank, position)
         for stream, splitter in zip(_STREAMS, rank.splitters, strict=True):
             self._show(rank, stream, splitter.close())
-        rank.status, rank.ended_seconds = status, seconds
+        self._forget_process(rank)
+        rank.status, rank.ended_seconds, rank.silent_at = status, seconds, float("inf")
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 

@@ -24,18 +24,20 @@ from smpkit_container.command import (
 )
 from smpkit_container.console import Console
 from smpkit_container.environment import Environment, find_nccl_plugin
-from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure
+from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure, stop_words
 from smpkit_container.gathering import Gathered, gather
 from smpkit_container.host import run_host
 from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News
 from smpkit_container.root_cause import find_root_cause
+from smpkit_container.token import digest, job_token
 from smpkit_container.topology import DEFAULT_PORT, Topology, read_topology
 from smpkit_container.variables import export, platform_variables, process_variables
 
 __all__ = ["explain", "launch", "notices", "timeouts_from", "with_smdistributed"]
 
-_ALSO_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
+"""What Python needs when it starts on another host; all other variables come from that host's launcher."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class _Plan:
 
     topology: Topology
     command: tuple[str, ...]
+    program: tuple[str, ...]
+    """The script and its arguments."""
     code: Path
     environ: Mapping[str, str]
     variables: Mapping[str, str]
@@ -62,19 +66,22 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
     environ = with_smdistributed(environment, environ, console)
     topology = read_topology(environment)
     with _meeting_port(topology) as port:
-        plan = _planned(environment, topology, port, environ, extra, console.is_terminal)
+        token = job_token(environment)
+        plan = _planned(environment, topology, port, token, environ, extra, console.is_terminal)
         for notice in notices(environment, topology, plan.environ):
             console.say(f"warning: {notice}")
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
-        with gather(topology, timeouts.start) as gathered:
+        with gather(topology, timeouts.start, token) as gathered:
             outcome = _run(plan, gathered, console, timeouts)
             news = gathered.peers.news if gathered.peers else None
-    failure = explain(outcome, plan.topology, plan.code, timeouts, news)
+    failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints)
     if failure is not None:
         console.say(f"\n{failure.screen}")
         write_failure(environment.folders.failure, failure.reason)
         return failure.exit_code
+    if outcome.stop_signal:
+        console.say(f"\n{stop_words(outcome, environment.checkpoints)}")
     return 128 + signal.SIGINT if outcome.stop_signal == signal.SIGINT else 0
 
 
@@ -114,7 +121,12 @@ def notices(environment: Environment, topology: Topology, environ: Mapping[str, 
 
 
 def explain(
-    outcome: Outcome, topology: Topology, code: Path, timeouts: Timeouts, news: News | None = None
+    outcome: Outcome,
+    topology: Topology,
+    code: Path,
+    timeouts: Timeouts,
+    news: News | None = None,
+    checkpoints: Path = Path(),
 ) -> Failure | None:
     """Return why a run failed; None if every rank ended with 0, whatever the exit code of torchrun or mpirun."""
     cut_short = news is not None and any(end.stopped for end in outcome.ends)  # though they may have ended with 0
@@ -124,7 +136,7 @@ def explain(
     if news is not None and (cause is None or cause.culprit.error is None or cause.culprit.is_consequence):
         return peer_failure(news, outcome, topology)
     if outcome.stop_signal and (cause is None or cause.culprit.error is None):
-        return stop_failure(outcome, topology, timeouts.grace)
+        return stop_failure(outcome, topology, timeouts.grace, checkpoints)
     if cause is None:
         return launcher_failure(topology.launcher, outcome, timeouts.start)
     return rank_failure(cause, outcome, topology, code)
@@ -165,6 +177,7 @@ def _planned(
     environment: Environment,
     topology: Topology,
     port: int,
+    token: bytes,
     environ: Mapping[str, str],
     extra: Sequence[str],
     terminal: bool,
@@ -177,25 +190,21 @@ def _planned(
         **platform_variables(environment, topology, arguments),
         **process_variables(environ, topology, environment.num_cpus, has_efa=environment.has_efa),
         **({"SMPKIT_TERMINAL": "1"} if terminal else {}),
+        "SMPKIT_JOB_TOKEN": digest(token, "ranks"),
     }
     if topology.launcher == "mpirun":
         variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
     # torchrun kills its ranks 30 s after SIGTERM unless told otherwise; the time they get is ours to decide.
     full = export(environ, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, variables)
-    program = [*module_command(RANK_MODULE), script, *arguments]
-    return _Plan(topology, tuple(_command(environment, topology, program, full, variables)), code, full, variables)
+    command = _command(environment, topology, token, full)
+    return _Plan(topology, tuple(command), (script, *arguments), code, full, variables)
 
 
-def _command(
-    environment: Environment,
-    topology: Topology,
-    program: Sequence[str],
-    environ: Mapping[str, str],
-    variables: Mapping[str, str],
-) -> list[str]:
+def _command(environment: Environment, topology: Topology, token: bytes, environ: Mapping[str, str]) -> list[str]:
+    program = module_command(RANK_MODULE)
     if topology.launcher == "torchrun":
-        return torchrun_command(topology, program)
-    names = [*variables, ADDRESS_VARIABLE, *(name for name in _ALSO_EXPORTED if name in environ)]
+        return torchrun_command(topology, program, job=digest(token, "agents"))
+    names = [ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]
     return mpirun_command(
         find_mpirun(environ.get("PATH")),
         topology,
@@ -227,6 +236,7 @@ def _run(plan: _Plan, gathered: Gathered, console: Console, timeouts: Timeouts) 
     try:
         return run_host(
             command,
+            program=plan.program,
             ranks=range(first, first + plan.topology.processes_per_host),
             folder=plan.code,
             environ={**plan.environ, **gathered.environ},

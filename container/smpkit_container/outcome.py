@@ -21,6 +21,8 @@ class Timeouts:
     """For ranks that still run to finish writing their stacks, once the last of them has begun."""
     answer: float = 5.0
     """For all of them to begin: a busy machine takes its time, but a rank that cannot write must not delay the end."""
+    watcher: float = 10.0
+    """For the watcher of a rank that has ended to say how: it first ends what the rank left running."""
     end: float = 3.0
     """Between SIGTERM and SIGKILL when a run has failed."""
     grace: float = 110.0

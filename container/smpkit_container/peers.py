@@ -5,36 +5,50 @@ tells none of them about the others. So a host whose rank fails says so, one tha
 connection, and the first host passes both on. Messages are JSON lines::
 
     host i                                   first host
-    hello  host, facts                    ->
-                                          <- welcome  facts            (when all have come)
+                                          <- challenge  nonce
+    hello  host, facts, nonce, proof      ->
+                                          <- welcome  facts, proof     (when all have come)
     stop   number                        <-> (to all, when one is asked to stop)
     done | failed  host, reason           ->
                                           <- done | failed  host, reason
 
-`facts` are what launching needs to know of the other side, such as public keys; nothing secret is sent.
+`facts` are what launching needs to know of the other side, such as public keys; nothing secret is sent. `proof` is a
+digest of the message and the other side's nonce that only hosts of the job can make, since they know its token. Who
+cannot, sends garbage or says nothing, is left out, and nobody waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
+import selectors
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from smpkit.errors import LaunchError
 from smpkit_container.channel import Inbox, packed
+from smpkit_container.token import digest
 from smpkit_container.topology import Topology
 
 __all__ = ["News", "Peers", "meet"]
 
 _RETRY_SECONDS = 0.5
-_MAX_MESSAGE_BYTES = 1 << 20
+_HELLO_SECONDS = 10.0
+"""For whoever connects to say who it is, and for the first host to ask."""
+_MAX_STRANGERS = 256
+_MAX_MESSAGE_BYTES = 1 << 16
 _MAX_REASON_CHARACTERS = 600
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that loses power says nothing: after 30 silent seconds it counts as lost."""
+
+
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 
 
 @dataclass(frozen=True)
@@ -94,17 +108,29 @@ class Peers:
         data = _received(connection)
         if data is None:
             return True
-        for message in peer.inbox.feed(data):
-            if message["type"] == "stop":
-                self.stop(int(message["number"]), source=peer)
-                continue
+        try:
+            for message in peer.inbox.feed(data):
+                self._take_in(peer, message)
+        except (ValueError, RecursionError):
             peer.ended = True
-            if message["type"] == "failed":
-                self._note(peer, News(str(message["host"]), str(message["reason"])))
+            self._note(peer, News(peer.host, "the host was given up: it sent what is no message"))
+            return False
         if not data and not peer.ended:
             peer.ended = True
             self._note(peer, News(peer.host, "the host was lost: its connection broke"))
         return bool(data)
+
+    def _take_in(self, peer: _Peer, message: dict[str, Any]) -> None:
+        match message:
+            case {"type": "stop", "number": int(number)} if number in _STOPS:
+                self.stop(number, source=peer)
+            case {"type": "failed", "host": str(host), "reason": str(reason)}:
+                peer.ended = True
+                self._note(peer, News(host, reason))
+            case {"type": "done"}:
+                peer.ended = True
+            case _:
+                raise ValueError(message)
 
     def conclude(self, reason: str | None) -> None:
         """Tell the others how this host's part ended: `reason` if it failed."""
@@ -131,20 +157,22 @@ class Peers:
 
 
 @contextlib.contextmanager
-def meet(topology: Topology, facts: Mapping[str, Any], seconds: float, port: int) -> Iterator[Peers]:
+def meet(topology: Topology, facts: Mapping[str, Any], seconds: float, port: int, token: bytes) -> Iterator[Peers]:
     """Wait until all hosts of the job have come, exchange `facts`, and stay connected.
 
     Args:
         port: where the first host listens.
+        token: the job's; whoever does not know it is no host of the job.
 
     Raises:
         LaunchError: a host did not come within `seconds`.
     """
     deadline = time.monotonic() + seconds
     if topology.node_rank == 0:
-        peers = _gather(topology, facts, deadline, seconds, port)
+        with contextlib.closing(_Reception(topology, port, token)) as reception:
+            peers = reception.wait(facts, deadline, seconds)
     else:
-        peers = _join(topology, facts, deadline, seconds, port)
+        peers = _join(topology, facts, deadline, seconds, port, token)
     try:
         yield peers
     finally:
@@ -152,37 +180,118 @@ def meet(topology: Topology, facts: Mapping[str, Any], seconds: float, port: int
             connection.close()
 
 
-def _gather(topology: Topology, facts: Mapping[str, Any], deadline: float, seconds: float, port: int) -> Peers:
-    """On the first host: take in one connection from each of the others."""
-    expected = set(topology.hosts[1:])
-    found: dict[str, socket.socket] = {}
-    said: dict[str, Mapping[str, Any]] = {}
-    with socket.create_server(("", port), backlog=len(topology.hosts)) as listener:
-        while expected - set(found):
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = ", ".join(host for host in topology.hosts if host in expected - set(found))
-                raise LaunchError(
-                    f"{topology.host} waited {seconds:g} s for {missing} to come",
-                    hint="look at the log of that host; SMPKIT_START_SECONDS sets how long to wait",
-                ) from None
-            hello = _first_message(connection, min(deadline, time.monotonic() + 10))
-            host = str((hello or {}).get("host"))
-            if hello is None or host not in expected - set(found):
-                connection.close()  # not one of this job
-                continue
-            found[host], said[host] = _kept_alive(connection), hello["facts"]
-    peers = Peers(topology.host, True, {host: found[host] for host in topology.hosts[1:]})
-    peers.facts = said
-    for connection in peers.connections:
-        connection.sendall(packed("welcome", host=topology.host, facts=dict(facts)))
-        connection.setblocking(False)
-    return peers
+@dataclass
+class _Visitor:
+    """Somebody who has connected to the first host."""
+
+    connection: socket.socket
+    deadline: float
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    data: bytes = b""
 
 
-def _join(topology: Topology, facts: Mapping[str, Any], deadline: float, seconds: float, port: int) -> Peers:
+class _Reception:
+    """On the first host: takes in one connection from each of the others, and keeps strangers out."""
+
+    def __init__(self, topology: Topology, port: int, token: bytes) -> None:
+        self._topology = topology
+        self._token = token
+        self._guests: dict[str, tuple[socket.socket, dict[str, Any]]] = {}
+        self._refused: set[str] = set()
+        self._visitors: list[_Visitor] = []
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.create_server(("", port), backlog=len(topology.hosts))
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Send those away who wait, and listen no more."""
+        for visitor in tuple(self._visitors):
+            self._dismiss(visitor)
+        self._listener.close()
+        self._selector.close()
+
+    def wait(self, facts: Mapping[str, Any], deadline: float, seconds: float) -> Peers:
+        """Return when all hosts have come; they have been told `facts`."""
+        while missing := [host for host in self._topology.hosts[1:] if host not in self._guests]:
+            now = time.monotonic()
+            if now >= deadline:
+                for connection, _ in self._guests.values():
+                    connection.close()
+                raise self._nobody_came(missing, seconds)
+            for visitor in [visitor for visitor in self._visitors if now >= visitor.deadline]:
+                self._dismiss(visitor)
+            for key, _ in self._selector.select(min(deadline - now, _RETRY_SECONDS)):
+                if key.data is None:
+                    self._accept()
+                elif key.data in self._visitors:
+                    self._listen(key.data)
+        guests = {host: self._guests[host] for host in self._topology.hosts[1:]}
+        peers = Peers(self._topology.host, True, {host: connection for host, (connection, _) in guests.items()})
+        peers.facts = {host: hello["facts"] for host, (_, hello) in guests.items()}
+        for connection, hello in guests.values():
+            proof = digest(self._token, "welcome", hello["nonce"], facts)
+            with contextlib.suppress(OSError):  # one that is gone shows when its connection is read
+                connection.settimeout(_HELLO_SECONDS)
+                connection.sendall(packed("welcome", facts=dict(facts), proof=proof))
+            connection.setblocking(False)
+        return peers
+
+    def _nobody_came(self, missing: list[str], seconds: float) -> LaunchError:
+        refused = "".join(f"; {host} came and does not know this job's token" for host in sorted(self._refused))
+        return LaunchError(
+            f"{self._topology.host} waited {seconds:g} s for {', '.join(missing)} to come{refused}",
+            hint="look at the log of that host; SMPKIT_START_SECONDS sets how long to wait",
+        )
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            visitor = _Visitor(connection, time.monotonic() + _HELLO_SECONDS)
+            connection.send(packed("challenge", nonce=visitor.nonce))
+            self._visitors.append(visitor)
+            self._selector.register(connection, selectors.EVENT_READ, visitor)
+        if len(self._visitors) > _MAX_STRANGERS:
+            self._dismiss(self._visitors[0])
+
+    def _listen(self, visitor: _Visitor) -> None:
+        data = _received(visitor.connection)
+        if data is None:
+            return
+        visitor.data += data
+        line, end, _ = visitor.data.partition(b"\n")
+        if not end:
+            if not data or len(visitor.data) > _MAX_MESSAGE_BYTES:
+                self._dismiss(visitor)
+            return
+        hello = _parsed(line)
+        match hello:
+            case {"host": str(host), "facts": dict(facts), "nonce": str(nonce), "proof": str(proof)}:
+                known = hmac.compare_digest(
+                    proof.encode(), digest(self._token, visitor.nonce, host, facts, nonce).encode()
+                )
+            case _:
+                host, known = "", False
+        if hello is None or not known or host not in self._topology.hosts[1:]:
+            self._refused.update({host} & set(self._topology.hosts[1:]))
+            self._dismiss(visitor)
+            return
+        self._visitors.remove(visitor)
+        self._selector.unregister(visitor.connection)
+        if host in self._guests:  # its connection broke, and it comes again
+            self._guests[host][0].close()
+        self._guests[host] = (_kept_alive(visitor.connection), hello)
+
+    def _dismiss(self, visitor: _Visitor) -> None:
+        self._visitors.remove(visitor)
+        self._selector.unregister(visitor.connection)
+        visitor.connection.close()
+
+
+def _join(
+    topology: Topology, facts: Mapping[str, Any], deadline: float, seconds: float, port: int, token: bytes
+) -> Peers:
     """On every other host: find the first; its name may not resolve and its port not be open yet."""
     first = topology.hosts[0]
     why: object = "no answer"
@@ -193,32 +302,63 @@ def _join(topology: Topology, facts: Mapping[str, Any], deadline: float, seconds
             why = error
             time.sleep(_RETRY_SECONDS)
             continue
-        connection.sendall(packed("hello", host=topology.host, facts=dict(facts)))
-        welcome = _first_message(connection, deadline)
-        if welcome is not None:
+        theirs = _introduced(connection, topology.host, facts, deadline, token)
+        if theirs is not None:
             peers = Peers(topology.host, False, {first: _kept_alive(connection)})
-            peers.facts = {first: welcome["facts"]}
+            peers.facts = {first: theirs}
             connection.setblocking(False)
             return peers
         connection.close()
-        why = "it closed the connection"
-        time.sleep(_RETRY_SECONDS)
+        why = "it closed the connection, or does not know this job's token"
+        time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise LaunchError(
         f"{topology.host} waited {seconds:g} s for {first}, the first host: {why}",
         hint="look at the log of that host; SMPKIT_START_SECONDS sets how long to wait",
     )
 
 
-def _first_message(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
-    """Read one message; None if what arrives is not one."""
-    connection.settimeout(max(0.01, deadline - time.monotonic()))
-    try:
-        # Without a buffer, so that what comes after this line is left for `Peers.hear`.
-        line = connection.makefile("rb", buffering=0).readline(_MAX_MESSAGE_BYTES)
-        message = json.loads(line)
-    except (OSError, ValueError):
+def _introduced(
+    connection: socket.socket, host: str, facts: Mapping[str, Any], deadline: float, token: bytes
+) -> dict[str, Any] | None:
+    """Prove to the first host that this is one of the job, and check that it is, too; return its facts."""
+    own = secrets.token_hex(16)
+    challenge = _next_message(connection, min(deadline, time.monotonic() + _HELLO_SECONDS))
+    if challenge is None or not isinstance(challenge.get("nonce"), str):
         return None
-    return message if isinstance(message, dict) and isinstance(message.get("facts"), dict) else None
+    proof = digest(token, challenge["nonce"], host, facts, own)
+    try:
+        connection.sendall(packed("hello", host=host, facts=dict(facts), nonce=own, proof=proof))
+    except OSError:
+        return None
+    welcome = _next_message(connection, deadline)
+    match welcome:
+        case {"facts": dict(theirs), "proof": str(proof)}:
+            expected = digest(token, "welcome", own, theirs)
+            return theirs if hmac.compare_digest(proof.encode(), expected.encode()) else None
+    return None
+
+
+def _next_message(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
+    """Read one line, and nothing after it, which is for `Peers.hear`; None if what arrives in time is no message."""
+    line = b""
+    while len(line) <= _MAX_MESSAGE_BYTES and time.monotonic() < deadline:
+        try:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            seen = connection.recv(_MAX_MESSAGE_BYTES, socket.MSG_PEEK)
+            line += connection.recv(seen.find(b"\n") + 1 or len(seen))
+        except OSError:
+            return None
+        if not seen or line.endswith(b"\n"):
+            return _parsed(line)
+    return None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:

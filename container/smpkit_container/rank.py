@@ -1,9 +1,12 @@
-"""Run a script as one rank: `python -m smpkit_container.rank SCRIPT ARGS...`, started by torchrun or mpirun.
+"""Run a script as one rank: `python -m smpkit_container.rank`, started by torchrun or mpirun.
 
 This process becomes the *watcher*: it forks, and the child is the rank. So the rank's exact exit status is known, the
 launcher of the host can signal the rank itself (mpirun and torchrun kill too early), and a rank never outlives its
 watcher. An uncaught exception is reported to the launcher as data instead of being printed, so that the launcher can
-show the first failing rank's traceback once. Without a launcher the script is run as it is, in this very process.
+show the first failing rank's traceback once.
+
+The launcher says what to run when both meet, and not on the command line: torchrun takes a hyperparameter `--log` for
+an option of its own, and mpirun takes a value `:` for the end of the command.
 """
 
 from __future__ import annotations
@@ -37,19 +40,19 @@ _FROM_MPI = {
 }
 
 
-def main(arguments: Sequence[str], environ: dict[str, str] | os._Environ[str]) -> None:
-    """Run `arguments[0]` with the rest as its arguments; returns or raises SystemExit as the script would."""
+def main(environ: dict[str, str] | os._Environ[str]) -> None:
+    """Run the script that the launcher names; returns or raises SystemExit as the script would."""
     address = environ.pop(ADDRESS_VARIABLE, None)  # not for the script: a launcher it starts has ranks of its own
-    name_ranks(environ)
     if not address:
-        os.execv(sys.executable, [sys.executable, *arguments])  # noqa: S606
-    launcher, pipes = _meet_launcher(address, environ)
+        raise SystemExit(f"{ADDRESS_VARIABLE} is not set: this program is started by `python -m smpkit_container`")
+    name_ranks(environ)
+    launcher, pipes, program = _meet_launcher(address, environ)
     watcher = os.getpid()
     pid = os.fork()
     if pid == 0:
         launcher.close()
         _prepare_rank(watcher, pipes)
-        run_script(arguments[0], arguments[1:], pipes[2])
+        run_script(program[0], program[1:], pipes[2])
         return
     for descriptor in pipes:
         os.close(descriptor)
@@ -96,20 +99,27 @@ def die_with_parent(number: int) -> None:
 # ---- the watcher ----------------------------------------------------------------------------------------------
 
 
-def _meet_launcher(address: str, environ: dict[str, str] | os._Environ[str]) -> tuple[socket.socket, list[int]]:
-    """Connect, hand over the reading ends of the pipes, take over the host's variables; return the writing ends."""
+def _meet_launcher(
+    address: str, environ: dict[str, str] | os._Environ[str]
+) -> tuple[socket.socket, list[int], list[str]]:
+    """Connect, hand over the reading ends of the pipes, take over the host's variables.
+
+    Returns:
+        The connection, the writing ends, and the script with its arguments.
+    """
     launcher = socket.socket(socket.AF_UNIX)
     launcher.settimeout(_CONNECT_SECONDS)
     launcher.connect(address)
     ends = [os.pipe() for _ in range(NUM_PIPES)]
     rank, local_rank = (int(environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    hello = packed("hello", rank=rank, local_rank=local_rank)
+    hello = packed("hello", rank=rank, local_rank=local_rank, pid=os.getpid())
     socket.send_fds(launcher, [hello], [reading for reading, _ in ends])
     for reading, _ in ends:
         os.close(reading)
     # mpirun gives every host the variables of the first one (SM_CURRENT_HOST!); the local launcher knows better.
-    environ.update(_welcome(launcher)["variables"])
-    return launcher, [writing for _, writing in ends]
+    welcome = _welcome(launcher)
+    environ.update(welcome["variables"])
+    return launcher, [writing for _, writing in ends], welcome["program"]
 
 
 def _welcome(launcher: socket.socket) -> dict[str, Any]:
@@ -223,4 +233,4 @@ class _Watcher:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], os.environ)
+    main(os.environ)

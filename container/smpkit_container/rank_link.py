@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 from collections import deque
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from smpkit_container.root_cause import RankEnd, RankError
 __all__ = ["RankLink"]
 
 _KEPT_LINES = 20
+_SEND_SECONDS = 5.0
 
 
 class RankLink:
@@ -33,6 +35,16 @@ class RankLink:
         self.status: int | None = None
         self.ended_seconds = 0.0
         self.stopped = False
+        self.watcher = 0
+        """The process of the watcher; 0 before its hello."""
+        self.process = -1
+        """A descriptor that tells the end of the rank's own process; -1 without one."""
+        self.silent_at = float("inf")
+        """When to give up on the watcher, whose rank has ended."""
+        self.is_silent = False
+        """Whether the watcher was asked again how its rank ended."""
+        self.status_is_lost = False
+        """Whether it never said so."""
 
     @property
     def running(self) -> bool:
@@ -54,8 +66,21 @@ class RankLink:
 
     def tell(self, kind: str, **values: Any) -> None:
         """Send one message to the watcher; it may be gone, which its closed connection will tell."""
+        self.send(packed(kind, **values))
+
+    def send(self, message: bytes) -> None:
+        """Send one packed message; a long one needs more than the socket holds, so it waits for the watcher to read."""
         with contextlib.suppress(OSError):
-            self.connection.sendall(packed(kind, **values))
+            self.connection.settimeout(_SEND_SECONDS)
+            self.connection.sendall(message)
+        with contextlib.suppress(OSError):
+            self.connection.setblocking(False)
+
+    def signal_watcher(self, number: int) -> None:
+        """Send a signal to the watcher itself; the open connection shows that its number is not another process's."""
+        if self.watcher and self.connection.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                os.kill(self.watcher, number)
 
     def end(self) -> RankEnd:
         """Return the whole story of the rank."""
@@ -67,6 +92,7 @@ class RankLink:
             stopped=self.stopped,
             last_lines=tuple(self.last_lines),
             stack=self.notes[1].decode("utf-8", errors="replace"),
+            status_is_lost=self.status_is_lost,
         )
 
 

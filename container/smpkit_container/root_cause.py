@@ -70,6 +70,8 @@ class RankEnd:
     last_lines: tuple[str, ...] = ()
     stack: str = ""
     """Where it was when it was asked, or when it crashed: Python frames, innermost first."""
+    status_is_lost: bool = False
+    """Whether nobody knows how it ended, because its watcher was killed for not telling."""
 
     @property
     def failed(self) -> bool:
@@ -101,6 +103,8 @@ class RankEnd:
         """What went wrong, in one line: the exception if there is one, else how the process ended."""
         if self.error is not None and self.error.name != "SystemExit":
             return self.error.message
+        if self.status_is_lost:
+            return "the process ended, and its watcher, which was stopped or hung, did not say how"
         if self.status is None:
             return "the process did not end, not even after SIGKILL"
         if self.status >= 0:

@@ -49,7 +49,6 @@ def process_variables(
         interface = "lo"  # else gloo looks the host name up, which fails in containers and on many laptops
     if interface:
         variables["GLOO_SOCKET_IFNAME"] = interface
-    if interface and not topology.single_host:
         variables["NCCL_SOCKET_IFNAME"] = interface
     if has_efa:
         variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1"}

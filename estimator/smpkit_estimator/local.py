@@ -10,9 +10,10 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -67,6 +68,10 @@ class LocalRun:
     checkpoints: Path | None
     tree: Path | None
     """The temporary tree, if it was kept because something was written to it (or on request)."""
+    stopped: bool = False
+    """Whether a signal asked the run to stop; the launcher has said how that went."""
+    launcher_killed: bool = False
+    """Whether the launcher itself was killed, and could say nothing."""
 
     @property
     def interrupted(self) -> bool:
@@ -128,8 +133,7 @@ def run_local(
 ) -> LocalRun:
     """Run the job and wait for it; its output goes to this process's stdout and stderr.
 
-    The launcher is in this process's group, so Ctrl-C reaches it directly; SIGTERM is passed on. Must be called in the
-    main thread.
+    Ctrl-C, SIGTERM and SIGHUP are passed on to the launcher, which stops the ranks. Must be called in the main thread.
 
     Args:
         arguments: more arguments for the script, after those made of hyperparameters.
@@ -148,8 +152,13 @@ def run_local(
     variables = _environment(plan, tree, os.environ if environ is None else environ)
     if events:
         variables["SMPKIT_EVENTS_DIR"] = str(tree / "output" / "data" / EVENTS)
-    exit_code = _wait_for(command, variables)
-    return _collect(tree, exit_code, time.monotonic() - began, keep)
+    status, signals = _wait_for(command, variables)
+    killed = status < 0 and -status not in signals
+    if killed:
+        _leave_reason(tree, -status)
+    exit_code = status if status >= 0 else 128 - status
+    done = _collect(tree, exit_code, time.monotonic() - began, keep)
+    return replace(done, stopped=bool(signals), launcher_killed=killed)
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------
@@ -301,36 +310,66 @@ def _environment(plan: LocalPlan, tree: Path, environ: Mapping[str, str]) -> dic
     }
 
 
-def _wait_for(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the launcher until it exits. Signals do not end this process first: the launcher handles them, and exits."""
+def _wait_for(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, list[int]]:
+    """Run the launcher until it exits; signals do not end this process first.
+
+    Returns:
+        How the launcher ended, minus the signal's number if one killed it, and the signals that asked it to stop.
+    """
     with _relayed() as relay:
-        process = subprocess.Popen(command, env=environ)
-        relay.append(process)
-        status = process.wait()
-    return status if status >= 0 else 128 - status
+        # In a session of its own: a signal to this process and one to its group both reach the launcher once.
+        relay.process = subprocess.Popen(command, env=environ, start_new_session=True)
+        relay.flush()
+        return relay.process.wait(), relay.received
+
+
+class _Relay:
+    """The launcher, and the signals that asked it to stop."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.received: list[int] = []
+        self._pending: deque[int] = deque()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.received.append(number)
+        self._pending.append(number)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send each signal once, though this may be interrupted by itself; those of the start are sent after it."""
+        while self.process is not None:
+            try:
+                number = self._pending.popleft()
+            except IndexError:
+                return
+            self.process.send_signal(number)  # does nothing if it has ended
 
 
 @contextmanager
-def _relayed() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Ignore SIGINT, which the terminal also sends to the launcher, and forward SIGTERM and SIGHUP to it."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def relay(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        for process in processes:
-            if number != signal.SIGINT and process.poll() is None:
-                process.send_signal(number)
+def _relayed() -> Iterator[_Relay]:
+    """Pass SIGINT, SIGTERM and SIGHUP on to the launcher."""
+    relay = _Relay()
 
     # What is ignored stays so: SIGHUP under nohup, SIGINT of a background job.
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, relay) for number in numbers}
+    previous = {number: signal.signal(number, relay.handle) for number in numbers}
     try:
-        yield processes
+        yield relay
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 # ---- afterwards ----------------------------------------------------------------------------------------------------
+
+
+def _leave_reason(tree: Path, number: int) -> None:
+    """Write why the job failed, for a launcher that was killed and could not."""
+    why = " (the machine may be out of memory)" if number == signal.SIGKILL else ""
+    failure = tree / "output" / "failure"
+    if not failure.exists():
+        failure.write_text(f"the launcher was killed by {signal.Signals(number).name}{why}", encoding="utf-8")
 
 
 def _collect(tree: Path, exit_code: int, seconds: float, keep: bool) -> LocalRun:

@@ -11,13 +11,16 @@ from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, FileSystem, JobConfig
 from smpkit_estimator.hyperparameters import hyperparameters
 
-__all__ = ["CODE_CHANNEL", "SECRETS", "SubmitContext", "TrainingRequest", "build_request"]
+__all__ = ["CODE_CHANNEL", "SECRETS", "TOKEN", "SubmitContext", "TrainingRequest", "build_request"]
 
 CODE_CHANNEL = "code"
 """The channel that brings the sources to a container without network."""
 
 SECRETS = "sagemaker_smpkit_secrets"
 """Says which entries of AWS Secrets Manager the launcher puts into which variables. Ours."""
+
+TOKEN = "sagemaker_smpkit_token"  # noqa: S105 - its name
+"""By which the launchers of several hosts know each other. Ours."""
 
 _ARCHIVE_IN_CONTAINER = f"/opt/ml/input/data/{CODE_CHANNEL}/sourcedir.tar.gz"
 
@@ -36,6 +39,8 @@ class SubmitContext:
     """S3 URI of the packed sources."""
     parameters_file: str | None = None
     """Name of the file in the sources that holds the `mp_parameters`, if they are too long for a hyperparameter."""
+    token: str | None = None
+    """What only the hosts of this job know, so that nobody else joins them; None for a job on one host."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
                 parameters_file=context.parameters_file,
             ),
             **_secrets(job),
+            **({TOKEN: json.dumps(context.token)} if context.token else {}),
         },
         "Environment": dict(job.environment),
         "Tags": [{"Key": key, "Value": value} for key, value in job.tags.items()],

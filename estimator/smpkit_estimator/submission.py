@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def plan_submission(
         output=output,
         source=archive_uri,
         parameters_file=parameters_file,
+        token=secrets.token_hex(16) if job.compute.instance_count > 1 else None,
     )
     problems = _limits(job, context)
     if problems:

@@ -17,6 +17,7 @@ from smpkit.cli import _console
 from smpkit.cli._job import job_arguments, read_job
 from smpkit.cli._time import SECONDS
 from smpkit.cli.image import recipe_from, recipe_options
+from smpkit.config.words import coloured
 from smpkit.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -124,10 +125,10 @@ def _conclude_here(console: _console.Console, done: LocalRun, events: bool) -> N
     """Say how it ended, unless the launcher has done so, and where everything is."""
     from smpkit_container.failure import duration
 
-    if done.exit_code == 0:
+    if done.launcher_killed:
+        _console.print_failure(str(done.failure), "the ranks were ended with it; look at the system's log")
+    elif done.exit_code == 0 and not done.stopped:
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}")
-    elif done.interrupted:
-        console.note(f"{_console.style('Interrupted', 'yellow')} after {duration(done.seconds)}")
     _show_places(console, done.model, done.output_data, done.checkpoints)
     if done.tree is not None:
         console.note(f"kept: {done.tree}")
@@ -174,14 +175,17 @@ def _run_in_docker(job: LoadedJob, arguments: Sequence[str], recipe: Recipe, opt
 
 def _show_line(host: str, stream: str, line: str) -> None:
     colour = _COLOURS[int(host.rpartition("-")[2]) % len(_COLOURS)]
-    click.echo(f"{click.style(f'[{host}]', fg=colour)} {line}", file=sys.stderr if stream == "err" else sys.stdout)
+    shown = f"{click.style(f'[{host}]', fg=colour)} {coloured(line)}"
+    click.echo(shown, file=sys.stderr if stream == "err" else sys.stdout)
 
 
 def _conclude_docker(console: _console.Console, done: DockerRun, options: _DockerOptions) -> None:
     from smpkit_container.failure import duration
 
     if done.interrupted:
-        console.note(f"{_console.style('Interrupted', 'yellow')} after {duration(done.seconds)}")
+        console.note(f"{_console.style('Stopped', 'yellow')} after {duration(done.seconds)}")
+    elif done.exit_code and done.failure is None:
+        _console.print_failure(f"a container ended with exit code {done.exit_code} and left no reason")
     elif done.exit_code == 0:
         after = ", with an interruption" if done.rehearsed else ""
         console.note(f"{_console.style('Finished', 'green')} after {duration(done.seconds)}{after}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from smpkit.config.explain import LocatedProblem
+from smpkit.config.regular_files import read_regular
 from smpkit.config.section import KeyPath
 from smpkit.config.words import printable, quoted, suggestion
 from smpkit.config.yaml_errors import explain_syntax
@@ -113,8 +114,7 @@ def read_document(path: Path, name: str | None = None) -> Document:
     """
     shown = printable(str(path)) if name is None else name
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        data = read_regular(path, _MAX_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         refuse(
             shown,
@@ -183,12 +183,13 @@ class _JsonPositions:
         self._tokens = self._scan()
 
     def _scan(self) -> Iterator[tuple[str, Position]]:
-        line, line_start = 1, 0
+        line, line_start, seen = 1, 0, 0
         for match in self._TOKEN.finditer(self._text):
-            newlines = self._text.count("\n", line_start, match.start())
+            newlines = self._text.count("\n", seen, match.start())
             if newlines:
                 line += newlines
-                line_start = self._text.rindex("\n", line_start, match.start()) + 1
+                line_start = self._text.rindex("\n", seen, match.start()) + 1
+            seen = match.start()
             yield match[0], Position(line, match.start() - line_start + 1)
 
     def value(self, path: KeyPath, depth: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -183,6 +184,18 @@ class LocatedProblem(Problem):
         return "\n".join(lines)
 
 
+@functools.lru_cache(maxsize=8)
+def _lines(text: str) -> Sequence[str]:
+    """Split a text once, not once for each of its problems."""
+    return text.splitlines()
+
+
+@functools.lru_cache(maxsize=128)
+def _shown_line(text: str, line: int) -> str:
+    lines = _lines(text)
+    return hide_in_line(lines[line - 1]) if 1 <= line <= len(lines) else ""
+
+
 def excerpt(text: str, line: int, column: int | None = None) -> str:
     """Show one line of `text` behind its number, with a mark under `column`; empty if there is nothing to show.
 
@@ -193,14 +206,12 @@ def excerpt(text: str, line: int, column: int | None = None) -> str:
             3 | {"microbatches": four}
               |                  ^
     """
-    lines = text.splitlines()
-    if 1 <= line <= len(lines):
-        lines[line - 1] = hide_in_line(lines[line - 1])
-    if not 1 <= line <= len(lines) or not lines[line - 1].strip():
+    whole = _shown_line(text, line)
+    if not whole.strip():
         return ""
     # Long lines (a whole JSON document on one) are cut to the part around the column.
-    start = max(0, (column or 1) - _WIDTH // 2) if len(lines[line - 1]) > _WIDTH else 0
-    shown = lines[line - 1][start : start + _WIDTH]
+    start = max(0, (column or 1) - _WIDTH // 2) if len(whole) > _WIDTH else 0
+    shown = whole[start : start + _WIDTH]
     gutter = f"    {line} | "
     result = gutter + printable(shown).rstrip()
     if column is not None:

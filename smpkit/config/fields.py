@@ -124,6 +124,7 @@ Word = Annotated[str, AfterValidator(_word)]
 
 
 _MAX_DEPTH = 64
+_NUL = "holds a NUL character, which cannot be passed to a process"
 
 
 def _hyperparameter_problems(name: object, value: object) -> Iterable[Problem]:
@@ -134,6 +135,8 @@ def _hyperparameter_problems(name: object, value: object) -> Iterable[Problem]:
     elif name.startswith("sagemaker_") or name == "mp_parameters":
         hint = "use `distribution`" if name == "mp_parameters" else "choose another name"
         yield Problem((name,), "is a name that SageMaker keeps for itself", hint)
+    elif "\0" in name or (isinstance(value, str) and "\0" in value):
+        yield Problem((name,), _NUL, "remove it")
     else:
         yield from _json_problems((name,), value, 0)
 
@@ -157,11 +160,13 @@ def _json_problems(path: KeyPath, value: object, depth: int) -> Iterable[Problem
         yield Problem(path, f"must be something that JSON can hold, got {quoted(value)}")
 
 
-def variable_problems(name: object, _: object) -> Iterable[Problem]:
-    """Say what is wrong with the name of a variable."""
+def variable_problems(name: object, value: object) -> Iterable[Problem]:
+    """Say what is wrong with a variable: with its name, or with a value that no process can be given."""
     if not isinstance(name, str) or re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) is None:
         message = "a variable's name must have at most 512 letters, digits and underscores, and not start with a digit"
         yield Problem((_shown(name),), f"{message}, got {quoted(name)}")
+    elif isinstance(value, str) and "\0" in value:
+        yield Problem((name,), _NUL, "remove it")
 
 
 def channel_problems(name: object, _: object) -> Iterable[Problem]:

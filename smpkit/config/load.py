@@ -133,9 +133,12 @@ def _kind(document: Document) -> Kind:
         return "job"
     if names & {*Distribution.keys(), *Distribution.refused} or names >= {"enabled", "parameters"}:
         return "distribution"
-    if names & {*ModelParallelConfig.keys(), "partitions", *HISTORIC, *V2_KEYS}:
-        return "modelparallel"
-    return "job"
+    return "modelparallel" if names & _parameter_names() else "job"
+
+
+def _parameter_names() -> set[str]:
+    """The names of parameters, today's and those of other versions."""
+    return {*ModelParallelConfig.keys(), "partitions", *HISTORIC, *V2_KEYS}
 
 
 def _checked(kind: Kind, path: Path, sources: Sources) -> Loaded:
@@ -245,14 +248,22 @@ class Sources:
         named_at = self.locate(Problem(path, ""))
         # Whatever the file turns out to be, the path itself is not to be judged as parameters.
         self._put(path, Document(named_at.source, "", {}, {}))
+        elsewhere = not _is_inside(self.folder / name, self.folder)
         try:
             document = read_document(self.folder / name)
         except ConfigError as error:
+            if elsewhere and any(isinstance(each, LocatedProblem) and each.line is not None for each in error.problems):
+                raise _withheld(named_at) from None
             # Say where the file is named if it cannot even be opened, and its own line if it can.
             raise ConfigError([_at(named_at, problem) for problem in error.problems]) from None
+        if elsewhere and (not isinstance(document.value, dict) or not document.value.keys() <= _parameter_names()):
+            raise _withheld(named_at)
         if not isinstance(document.value, dict):
             message = f"{quoted(name)} must hold a mapping of parameters, got {quoted(document.value)}"
             raise ConfigError([replace(named_at, message=message)])
+        if elsewhere:
+            shown = tuple(replace(each, text="") for each in document.problems)
+            document = replace(document, text="", problems=shown)
         self.problems += document.problems
         self._put(path, document)
 
@@ -341,6 +352,23 @@ class Sources:
         return tuple(
             replace(each, exact=each.exact or bool(each.text and shown[each.source, each.line] > 1)) for each in found
         )
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # a null byte, or a loop of links
+        return False
+
+
+def _withheld(place: LocatedProblem) -> ConfigError:
+    """Refuse a file outside the job's folder, such as /etc/shadow, without a word of what it says.
+
+    Who wrote the job file may be allowed to read less than who checks it.
+    """
+    message = "names a file that does not hold parameters alone"
+    hint = "what is wrong in it is shown only if it is below the folder of this file"
+    return ConfigError([replace(place, message=message, hint=hint)])
 
 
 def _at(place: LocatedProblem, problem: Problem) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +32,8 @@ KeyPath = tuple[str | int, ...]
 
 # As deep as required fields are nested in sections.
 _TRIES = 5
+_MAX_UNKNOWN = 100
+"""Unknown fields of a section that are reported each, with a guess what was meant."""
 
 
 class Section(BaseModel):
@@ -109,7 +112,8 @@ class Section(BaseModel):
         try:
             section = handler(known)
         except ValidationError as error:
-            meant = {(closest(str(name), cls.keys()),) for name in prepared if name not in known}
+            unknown = itertools.islice((name for name in prepared if name not in known), _MAX_UNKNOWN)
+            meant = {(closest(str(name), cls.keys()),) for name in unknown}
             found = [cls._with_hint(problem) for problem in explain(error)]
             # A required field whose name is misspelt is reported once, at the name that was written.
             found = [problem for problem in found if problem.message != MISSING or problem.path not in meant]
@@ -153,13 +157,17 @@ class Section(BaseModel):
         keys = set(cls.keys())
         known: dict[str, Any] = {}
         problems: list[Problem | None] = []
+        unknown: list[str] = []
         for name, value in data.items():
             if not isinstance(name, str):
                 problems.append(Problem((quoted(name),), f"a name must be text, got {typed(name)}"))
             elif name in keys:
                 known[name] = value
             else:
-                problems.append(cls.unknown(name, data))
+                unknown.append(name)
+        problems += [cls.unknown(name, data) for name in unknown[:_MAX_UNKNOWN]]
+        if rest := unknown[_MAX_UNKNOWN:]:
+            problems.append(Problem((rest[0],), f"is the first of {len(rest):,} more unknown fields"))
         return known, [problem for problem in problems if problem is not None]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from smpkit.config.confidential import hide_known
 
-__all__ = ["closest", "coloured", "printable", "quoted", "suggestion", "typed"]
+__all__ = ["closest", "coloured", "plain", "printable", "quoted", "suggestion", "typed"]
 
 _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
 _OBEYED = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -77,6 +77,11 @@ def coloured(text: str) -> str:
         return _escaped(text)
     shown = "".join(part if index % 2 else _escaped(part) for index, part in enumerate(parts))
     return shown if parts[-2] in (_RESET, "\x1b[m") else shown + _RESET
+
+
+def plain(text: str) -> str:
+    """Leave colours out and escape all other control sequences, line by line."""
+    return "\n".join(_escaped(_COLOUR.sub("", line)) for line in text.split("\n"))
 
 
 def _escaped(text: str) -> str:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,7 +89,9 @@ def test_bad_configuration_is_exit_code_2_before_anything_starts(tmp_path: Path,
     assert "Running" not in err
 
 
-def test_ctrl_c_stops_the_ranks_and_is_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["group", "pid"])
+def test_ctrl_c_stops_the_ranks_and_is_130(tmp_path: Path, send: Callable[[int, int], None]) -> None:
+    """A terminal sends the signal to the group, `kill -INT` and supervisors to the command alone."""
     source = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (open("saved-" + os.environ["RANK"], "w").close(), sys.exit(0)))
@@ -108,14 +112,73 @@ time.sleep(600)
         while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        send(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=90)
     assert process.returncode == 130
     assert (tmp_path / "saved-0").exists()
     assert (tmp_path / "saved-1").exists()
     assert "SIGINT: asked 2 ranks to end" in err
-    assert "Interrupted after" in err
+    assert re.search(r"^Stopped after [0-9.]+ s$", err, re.MULTILINE)
+    assert "Interrupted" not in err
     assert "Traceback" not in err
+
+
+SAVES = """
+import os, pathlib, signal, time
+def save(*_):
+    folder = pathlib.Path(os.environ["SMPKIT_CHECKPOINT_DIR"])
+    (folder / "newest").write_text("step_7\\x1b[2J_partial")
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(f"ready-{os.environ['RANK']}").touch()
+time.sleep(600)
+"""
+
+
+def await_ranks(folder: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.02)
+
+
+def test_a_run_that_was_asked_to_stop_says_so_with_what_it_saved(tmp_path: Path) -> None:
+    write(tmp_path, SAVES, JOB + "checkpoints: ./kept\n")
+    with start(tmp_path) as process:
+        await_ranks(tmp_path)
+        process.terminate()
+        _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert re.search(r"^Stopped after [0-9.]+ s with checkpoint `step_7\\x1b\[2J`$", err, re.MULTILINE), err
+    assert "Finished" not in err
+
+
+def test_the_signal_to_the_command_alone_kills_the_ranks_when_it_comes_twice(tmp_path: Path) -> None:
+    source = SAVES.replace(
+        "raise SystemExit(0)", "(folder / f'saving-{os.environ[\"RANK\"]}').touch(); time.sleep(600)"
+    )
+    write(tmp_path, source, JOB + "checkpoints: ./kept\n")
+    with start(tmp_path) as process:
+        await_ranks(tmp_path)
+        process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + 90
+        while not all((tmp_path / "kept" / f"saving-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline, "the ranks were not asked to stop"
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=90)
+    assert process.returncode == 130, err
+
+
+def test_a_killed_launcher_leaves_a_reason(tmp_path: Path) -> None:
+    write(tmp_path, SAVES)
+    with start(tmp_path) as process:
+        await_ranks(tmp_path)
+        launcher = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+        os.kill(int(launcher), signal.SIGKILL)
+        _, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "error: the launcher was killed by SIGKILL (the machine may be out of memory)\n" in err
 
 
 def test_killed_command_takes_the_ranks_along(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from smpkit_container.topology import Topology
 ONE_HOST = Topology(("algo-1",), 0, 4, "torchrun", port=9999, interface="eth0")
 TWO_HOSTS = Topology(("algo-1", "algo-2"), 1, 8, "mpirun", interface="eth0")
 TORCHRUN = ["python", "-m", "torch.distributed.run"]
-PROGRAM = ["python", "-m", "smpkit_container.rank", "train.py", "--lr", "0.1"]
+PROGRAM = ["python", "-m", "smpkit_container.rank"]
 
 
 def test_torchrun_on_one_host_needs_no_port_and_no_name() -> None:
     assert torchrun_command(ONE_HOST, PROGRAM, TORCHRUN) == [
         *TORCHRUN,
-        "--standalone", "--local-addr", "127.0.0.1",
+        "--rdzv-id", "none", "--rdzv-backend", "smpkit-loopback",
         "--nproc-per-node", "4", "--max-restarts", "0",
         "--no-python", *PROGRAM,
     ]  # fmt: skip
@@ -26,6 +26,7 @@ def test_torchrun_on_one_host_needs_no_port_and_no_name() -> None:
 def test_torchrun_on_several_hosts_meets_at_the_first() -> None:
     assert torchrun_command(TWO_HOSTS, PROGRAM, TORCHRUN) == [
         *TORCHRUN,
+        "--rdzv-id", "none",
         "--nnodes", "2", "--node-rank", "1", "--master-addr", "algo-1", "--master-port", "7777",
         "--nproc-per-node", "8", "--max-restarts", "0",
         "--no-python", *PROGRAM,

@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import os
 
+import pytest
+
 from smpkit_container.console import Console
 from smpkit_container.lines import Piece
 
@@ -51,6 +53,26 @@ def test_colours_are_on_the_prefix_only_and_repeat() -> None:
     screen.console.show(0, "out", Piece("a"))
     screen.console.show(8, "out", Piece("b"))
     assert screen.text(screen.out) == "\x1b[36m[rank 0] \x1b[0ma\n\x1b[36m[rank 8] \x1b[0mb\n"
+
+
+EVIL = "\x1b]52;c;aWQK\x07\x1b[31mred\x1b[0m\x1b[2J\x9b1m"
+SHOWN = "\\x1b]52;c;aWQK\\x07\x1b[31mred\x1b[0m\\x1b[2J\\x9b1m"
+BARE = "\\x1b]52;c;aWQK\\x07red\\x1b[2J\\x9b1m"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_others_wrote_controls_no_terminal_but_keeps_its_colours(terminal: bool) -> None:
+    screen = Screen(terminal=terminal)
+    screen.console.show(0, "out", Piece(EVIL))
+    screen.console.say(f"failed:\n\n    {EVIL}")
+    assert screen.text(screen.out) == f"[rank 0] {SHOWN}\n"
+    assert screen.text(screen.err) == f"failed:\n\n    {SHOWN}\n"
+
+
+def test_a_progress_line_that_is_cut_to_the_width_has_no_colours() -> None:
+    screen = Screen(terminal=True)
+    screen.console.show(0, "err", Piece(EVIL, passing=True))
+    assert screen.text(screen.err) == f"\r\x1b[K[rank 0] {BARE}"
 
 
 def test_a_reader_that_went_away_is_noticed_and_not_written_to_again() -> None:

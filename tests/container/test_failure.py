@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,13 @@ def test_failure_file_has_at_most_1024_characters_and_still_the_rank(character: 
     assert "\nrank 5 on algo-1, exit 1\n" in reason
     assert "line 41" in reason
     reason.encode("utf-8")
+
+
+def test_failure_file_controls_no_terminal() -> None:
+    text = "ValueError: \x1b[31mred\x1b[0m \x1b]0;title\x07"
+    evil = replace(ERROR, message=text, traceback=text)
+    reason = rank_failure(RootCause(RankEnd(5, 1, 1.0, evil)), outcome(), TOPOLOGY, CODE).reason
+    assert reason.startswith("ValueError: red \\x1b]0;title\\x07\nrank 5 on algo-1, exit 1\n")
 
 
 def test_hint_is_shown_once_in_both_forms() -> None:
@@ -146,7 +154,7 @@ def test_ranks_that_are_late_are_named_with_the_deadline() -> None:
     ids=["no handler", "overdue", "exit code", "starting", "ctrl-c"],
 )
 def test_stops_that_were_not_clean(finished: Outcome, text: str, code: int) -> None:
-    failure = stop_failure(finished, TOPOLOGY, 110)
+    failure = stop_failure(finished, TOPOLOGY, 110, Path("nowhere"))
     assert text in failure.reason
     assert failure.exit_code == code
 

@@ -35,10 +35,17 @@ say("start", pid=os.getpid())
 """
 
 
+STOPPED = WATCHER.replace('"rank": 0,', '"rank": 0, "pid": os.getpid(),').replace(
+    'say("start", pid=os.getpid())',
+    "import subprocess; child = subprocess.Popen(['true'], close_fds=True); say('start', pid=child.pid)",
+)
+
+
 def run(tmp_path: Path, source: str, ranks: int = 1, timeouts: Timeouts = SHORT) -> tuple[Outcome, str]:
     err = io.BytesIO()
     outcome = run_host(
         [sys.executable, "-c", source],
+        program=["train.py", "--log", ":"],
         ranks=range(ranks),
         folder=tmp_path,
         environ=os.environ,
@@ -104,12 +111,33 @@ def test_watcher_that_dies_took_its_rank_along(tmp_path: Path) -> None:
     assert [end.status for end in outcome.ends] == [-signal.SIGKILL]
 
 
-def test_host_variables_are_handed_to_the_rank(tmp_path: Path) -> None:
-    """mpirun would give every host those of the first."""
+def test_watcher_that_is_stopped_is_woken_with_a_word(tmp_path: Path) -> None:
+    """The rank ends, and only its watcher could tell; the run waited for it without end."""
+    source = (
+        STOPPED
+        + "child.wait(); os.kill(os.getpid(), signal.SIGSTOP); say('exit', status=0, seconds=0.0); connection.recv(100)"
+    )
+    outcome, shown = run(tmp_path, source, timeouts=replace(SHORT, watcher=0.2))
+    assert outcome.clean
+    assert shown == "rank 0 ended 0.2 s ago, and its watcher is stopped or hangs: woke it\n"
+
+
+def test_watcher_that_hangs_fails_the_run_with_a_word(tmp_path: Path) -> None:
+    outcome, shown = run(
+        tmp_path, STOPPED + "connection.recv(100); time.sleep(600)", timeouts=replace(SHORT, watcher=0.2)
+    )
+    assert "rank 0 ended 0.2 s ago" in shown
+    assert [end.headline for end in outcome.ends] == [
+        "the process ended, and its watcher, which was stopped or hung, did not say how"
+    ]
+
+
+def test_script_and_variables_are_handed_to_the_rank(tmp_path: Path) -> None:
+    """mpirun would give every host the variables of the first, and both launchers read arguments of the script."""
     source = WATCHER + "print(welcome.decode()); say('exit', status=0, seconds=0.0); connection.recv(100)"
     outcome, _ = run(tmp_path, source)
     assert outcome.clean
-    assert '"variables": {"GREETING": "hello"}' in outcome.launcher_output
+    assert '"program": ["train.py", "--log", ":"], "variables": {"GREETING": "hello"}' in outcome.launcher_output
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
@@ -123,6 +151,7 @@ def test_command_that_cannot_be_started_is_an_os_error_and_leaves_nothing(tmp_pa
     with pytest.raises(FileNotFoundError):
         run_host(
             ["no-such-program-anywhere"],
+            program=[],
             ranks=range(1),
             folder=tmp_path,
             environ={},

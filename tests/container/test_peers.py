@@ -13,12 +13,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from smpkit.errors import LaunchError
-from smpkit_container.peers import meet
+from smpkit_container.channel import packed
+from smpkit_container.environment import Environment, Folders, Resources
+from smpkit_container.peers import Peers, meet
+from smpkit_container.token import TOKEN as TOKEN_NAME
+from smpkit_container.token import job_token
 from smpkit_container.topology import Topology
 
 HOSTS = ["localhost", "127.0.0.2"]
@@ -143,17 +148,110 @@ def test_a_host_that_never_comes_is_named(tmp_path: Path, present: int) -> None:
     assert f"{HOSTS[present]} waited 1 s for {HOSTS[1 - present]}" in err
 
 
-def test_a_stranger_is_not_taken_for_a_host() -> None:
-    topology = Topology(("localhost", "other"), 0, 1, "torchrun")
-    with free_ports() as port, socket.socket() as stranger:
+TOKEN = b"of this job"
+FIRST = Topology(("localhost", "127.0.0.2"), 0, 1, "torchrun")
+SECOND = Topology(("localhost", "127.0.0.2"), 1, 1, "torchrun")
 
-        def knock() -> None:
-            with contextlib.suppress(OSError):  # it comes when nobody waits any longer
-                while stranger.connect_ex(("127.0.0.1", port)):
-                    time.sleep(0.01)
-                stranger.sendall(b'{"type": "hello", "host": "somebody", "facts": {}}\n{"x"')
 
-        thread = threading.Thread(target=knock, daemon=True)
+def knock(port: int, data: bytes) -> socket.socket:
+    """Connect, as soon as somebody listens, and say something."""
+    deadline = time.monotonic() + 60
+    while True:
+        stranger = socket.socket()
+        if stranger.connect_ex(("127.0.0.1", port)) == 0:
+            stranger.sendall(data)
+            return stranger
+        stranger.close()
+        assert time.monotonic() < deadline, "nobody listens"
+        time.sleep(0.01)
+
+
+def hello(**values: object) -> bytes:
+    return packed("hello", **{"host": "127.0.0.2", "facts": {}, "nonce": "n", "proof": "p", **values})
+
+
+STRANGERS = {
+    "another host": hello(host="somebody"),
+    "an impostor": hello(),
+    "no proof": b'{"type": "hello", "host": "127.0.0.2", "facts": {}}\n',
+    "no message": b'{"x"\n',
+    "a list": b"[1]\n",
+    "nested": b"[" * 60_000 + b"\n",
+    "endless": b"x" * 100_000,
+    "binary": b"\xff\xfe\n",
+    "silent": b"",
+}
+
+
+def test_strangers_are_neither_taken_for_a_host_nor_waited_for() -> None:
+    """An impostor took a host's place, and three silent connections held up the meeting until it failed."""
+    with free_ports() as port, contextlib.ExitStack() as stack:
+        come: list[object] = []
+
+        def second() -> None:
+            for data in [*STRANGERS.values(), b"", b"", b""]:
+                stack.callback(knock(port, data).close)
+            with meet(SECOND, {"key": "value"}, 60.0, port, TOKEN) as peers:
+                come.append(peers.facts)
+
+        thread = threading.Thread(target=second, daemon=True)
         thread.start()
-        with pytest.raises(LaunchError, match="waited 3 s for other"), meet(topology, {}, 3.0, port):
+        began = time.monotonic()
+        with meet(FIRST, {"place": "here"}, 60.0, port, TOKEN) as peers:
+            assert peers.facts == {"127.0.0.2": {"key": "value"}}
+            thread.join(60)
+        assert come == [{"localhost": {"place": "here"}}]
+        assert time.monotonic() - began < 50  # each silent one alone was waited for for 10 s
+
+
+@pytest.mark.parametrize("topology", [FIRST, SECOND], ids=["first", "second"])
+def test_hosts_of_two_jobs_do_not_meet(topology: Topology) -> None:
+    with free_ports() as port:
+        other = SECOND if topology is FIRST else FIRST
+
+        def meet_another() -> None:
+            with contextlib.suppress(LaunchError), meet(other, {}, 3.0, port, b"of another job"):
+                pass
+
+        thread = threading.Thread(target=meet_another, daemon=True)
+        thread.start()
+        with pytest.raises(LaunchError, match="this job's token"), meet(topology, {}, 2.0, port, TOKEN):
             pass
+        thread.join(60)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"not json\n",
+        b"[1]\n",
+        b"[" * 100_000 + b"\n",
+        b'{"type": "stop", "number": 999}\n',
+        b'{"type": "failed"}\n',
+        b"\xff\n",
+    ],
+    ids=["text", "list", "nested", "signal", "half", "binary"],
+)
+def test_a_host_that_sends_garbage_is_given_up(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(10)
+        threading.Thread(target=theirs.sendall, args=(data,), daemon=True).start()
+        ours.setblocking(False)
+        peers = Peers("localhost", True, {"other": ours})
+        deadline = time.monotonic() + 60
+        while peers.hear(ours) and peers.news is None:
+            assert time.monotonic() < deadline
+        assert str(peers.news) == "other: the host was given up: it sent what is no message"
+        assert not peers.stop_signal
+
+
+def test_the_token_is_the_same_on_all_hosts_and_random_where_there_is_one() -> None:
+    two = Resources(("algo-1", "algo-2"), "algo-1")
+    job = Environment(Folders(Path("/a")), {"lr": 1}, {"sagemaker_program": "train.py"}, two, job_name="job")
+    other = replace(job, folders=Folders(Path("/b")), resources=Resources(("algo-2", "algo-1"), "algo-2"))
+    assert job_token(job) == job_token(other)
+    assert job_token(job) != job_token(replace(job, hyperparameters={"lr": 2}))
+    assert job_token(replace(job, framework={TOKEN_NAME: "random"})) == b"random"
+    alone = replace(job, resources=Resources())
+    assert job_token(alone) != job_token(alone)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,12 +10,12 @@ from smpkit_container.channel import Inbox, packed
 from smpkit_container.rank import name_ranks
 
 
-def test_without_a_launcher_the_script_just_runs(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import os, sys; print(sys.argv, os.environ['RANK']); sys.exit(3)")
-    command = [sys.executable, "-m", "smpkit_container.rank", str(script), "--lr", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RANK": "5"}, check=False)
-    assert (done.returncode, done.stdout) == (3, f"{[str(script), '--lr', '1']} 5\n")
+def test_without_a_launcher_it_says_who_starts_it() -> None:
+    command = [sys.executable, "-m", "smpkit_container.rank"]
+    environ = {name: value for name, value in os.environ.items() if name != "SMPKIT_LAUNCHER"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "SMPKIT_LAUNCHER is not set: this program is started by `python -m smpkit_container`\n"
 
 
 def test_ranks_of_mpirun_get_torchruns_names() -> None:

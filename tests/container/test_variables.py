@@ -122,6 +122,7 @@ def test_threads_are_shared_among_the_ranks_of_a_host() -> None:
         "OMP_NUM_THREADS": "4",
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
     assert process_variables({}, one_host, 2, "linux")["OMP_NUM_THREADS"] == "1"
 

@@ -130,6 +130,18 @@ class Job:
                 raise AssertionError(f"processes were left behind: {left}")
             time.sleep(0.02)
 
+    def listening(self) -> dict[str, str]:
+        """Return address as the kernel writes it -> command line of every port at which this job listens (Linux)."""
+        sockets: dict[str, str] = {}
+        for table in ("tcp", "tcp6"):
+            rows = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+            sockets |= {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
+        found: dict[str, str] = {}
+        for pid, command in self.processes().items():
+            links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+            found |= {sockets[link]: command for link in links if link in sockets}
+        return found
+
     def processes(self) -> dict[int, str]:
         """Return pid -> command line of every living process of this job (Linux)."""
         found = {}

@@ -133,7 +133,48 @@ def test_ranks_meet_without_a_port_race_or_a_host_name(make_job: MakeJob) -> Non
     assert done.lines(0) == done.lines(1) == ["2.0"]
 
 
+TAKEN = (
+    "log",
+    "local",
+    "master",
+    "node",
+    "rdzv",
+    "nproc",
+    "start",
+    "run",
+    "max",
+    "h",
+    "np",
+    "x",
+    "host",
+    ":",
+    "a b",
+    "*",
+)
+"""Options of torchrun or mpirun, or beginnings of some."""
+
+
+def test_a_local_job_listens_at_the_loopback_address_alone(make_job: MakeJob) -> None:
+    """torchrun's rendezvous listened on every address and unpickled what it read there, from whoever wrote it."""
+    ends = "while not os.path.exists('end'): time.sleep(0.05)\n"
+    job = make_job(f"{RANK}import smpkit.torch as smp\nsmp.init({{'ddp': True}})\n{READY}{ends}")
+    with job.running() as process:
+        listening = job.listening()
+        (job.base / "code" / "end").touch()
+        done = job.finish(process, time.monotonic())
+    assert done.code == 0, done.err
+    # Open MPI's own daemon listens everywhere, and no option of it says otherwise.
+    ours = {address: command for address, command in listening.items() if "prterun" not in command.split()[0]}
+    assert len(ours) > 1
+    assert [command for address, command in ours.items() if not address.startswith("0100007F:")] == []
+
+
 AWKWARD = {
+    **dict.fromkeys(TAKEN, "1"),
+    "colon": ":",
+    "option": "--nproc",
+    "empty": "",
+    "long": "x" * 20_000,
     "apostrophe": "it's",
     "quotes": 'say "hi"',
     "lines": "a\nb",
@@ -159,7 +200,8 @@ if os.environ["RANK"] == "0":
     assert done.code == 0, done.err
     arguments, variables, cwd = json.loads((folder / "code" / "seen.json").read_text())
     pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    expected = {f"--{name}": value for name, value in AWKWARD.items() if isinstance(value, str)}
+    texts = {name: value for name, value in AWKWARD.items() if isinstance(value, str)}
+    expected = {f"-{name}" if len(name) == 1 else f"--{name}": value for name, value in texts.items()}
     assert pairs == expected | {"--nested": '{"a": [1, {"b": null}]}'}
     assert variables["SM_HP_LINES"] == "a\nb"
     assert variables["SM_HP_MP_PARAMETERS"] == '{"ddp":true,"microbatches":4}'
@@ -416,6 +458,16 @@ def test_killed_launcher_leaves_no_rank_behind(make_job: MakeJob) -> None:
         process.kill()
         process.communicate(timeout=60)
     job.assert_nothing_left()
+
+
+def test_stopped_watcher_does_not_keep_a_run_from_ending(make_mpi_job: MakeJob) -> None:
+    """Whoever can stop the watcher, by mistake or to look at it, must not make the launcher wait without end."""
+    job = make_mpi_job(
+        RANK + "import signal\nos.kill(os.getppid(), signal.SIGSTOP)\nif rank: raise ValueError('boo')\n"
+    )
+    done = job.run()
+    assert done.code == 1, done.err
+    assert "ValueError: boo" in done.err
 
 
 def test_killed_torchrun_or_mpirun_ends_the_run(make_job: MakeJob) -> None:

@@ -97,3 +97,12 @@ def test_no_sdk_comes_along_unasked() -> None:
     assert not [name for name in project["dependencies"] if name.startswith("sagemaker")]
     extras = project["optional-dependencies"]
     assert {extra for extra, names in extras.items() if any("sagemaker" in name for name in names)} == {"sdk2", "sdk3"}
+
+
+def test_several_hosts_get_a_token_that_is_sent_and_never_shown() -> None:
+    context = SubmitContext(**{**CONTEXT.__dict__, "token": "0123456789abcdef"})
+    job = job_from_arguments({"entry_point": "train.py", **CASES["no-distribution"][0]}, None)
+    request = build_request(job, context)
+    assert request.body["HyperParameters"]["sagemaker_smpkit_token"] == '"0123456789abcdef"'
+    assert "0123456789abcdef" not in str(request.shown())
+    assert "sagemaker_smpkit_token" not in build_request(job, CONTEXT).body["HyperParameters"]

@@ -75,7 +75,7 @@ def sandbox() -> Iterator[Sandbox]:
 def launch_plan(
     base: Path, environ: Mapping[str, str], extra: list[str], *, num_gpus: int, num_cpus: int, has_efa: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command with which the image's launcher starts ranks, and the variables that it gives them.
+    """Return the command with which the image's launcher starts ranks, what these run, and their variables.
 
     Raises:
         SmpkitError: the job cannot be started as described.
@@ -86,8 +86,8 @@ def launch_plan(
 
     environment = Environment.read(base, environ, num_gpus=num_gpus, num_cpus=num_cpus, has_efa=has_efa)
     topology = read_topology(environment)
-    plan = _planned(environment, topology, topology.port or 7777, environ, extra, False)
-    return _with_plain_python(list(plan.command)), dict(plan.environ)
+    plan = _planned(environment, topology, topology.port or 7777, b"token", environ, extra, False)
+    return _with_plain_python([*plan.command, *plan.program]), dict(plan.environ)
 
 
 def _with_plain_python(command: list[str]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device.build import Unavailable, library
 from tests.ranks import run_ranks
 
-__all__ = ["ORDERS", "needs_sim", "run_on_sim"]
+__all__ = ["ORDERS", "naming", "needs_sim", "run_on_sim"]
 
 ORDERS = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1), ("random", 2))
 """Policies and seeds under which the default suite runs what it checks."""
@@ -45,3 +46,12 @@ def _on_rank(function: Callable[..., Any], args: tuple[Any, ...], devices: int, 
         return function(*args)
     with simulated_device.no_races(*order):
         return function(*args)
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say what was tried if it fails."""
+    try:
+        yield
+    except BaseException as error:
+        raise AssertionError(what) from error

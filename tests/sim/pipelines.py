@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tests.sim.on_sim import naming
 from tests.torch.pipeline.training import Setup, check_same, train, train_plainly
 from tests.transparency.pipeline_models import Case
 
@@ -31,11 +32,9 @@ def on_device(case: Case) -> Case:
 
 
 def train_all(cases: dict[str, Case], setups: tuple[Setup, ...], stages: int) -> int:
-    """Train each case over this pipeline, built on the CPU, and compare it with one that has always been on a device."""
+    """Train each case, built on the CPU, over a pipeline, and compare with one that has always been on a device."""
     for name, case in cases.items():
         for setup in setups:
-            try:
+            with naming(f"`{name}` with {setup}"):
                 check_same(train(case, setup, stages), train_plainly(on_device(case), setup), _TOLERANCE)
-            except BaseException as error:
-                raise AssertionError(f"`{name}` with {setup}") from error
     return len(cases) * len(setups)

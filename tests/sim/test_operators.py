@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from smpkit.testing import simulated_device
-from tests.sim.on_sim import run_on_sim
+from tests.sim.on_sim import naming, run_on_sim
 
 
 def arithmetic() -> None:
@@ -203,17 +202,9 @@ def errors() -> None:
 
 
 CHECKS = [
-    arithmetic, gradients, optimizers, random_numbers, checkpointing, autocast, foreach, views, convolution, moving, saving,
-    attention, errors,
+    arithmetic, gradients, optimizers, random_numbers, checkpointing, autocast, foreach, views, convolution, moving,
+    saving, attention, errors,
 ]  # fmt: skip
-
-
-@contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        raise AssertionError(what) from error
 
 
 def run_all() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints import folder as files
 from smpkit.torch.checkpoints.state_entries import all_or_raise
 from smpkit.torch.core.runtime import state
@@ -60,6 +61,12 @@ def find_file_systems(path: Path, save_id: str, failure: str) -> FileSystems:
 
 
 def _make_folder(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        # `smpkit run` links the checkpoints; `mkdir` says only that the link is there.
+        where = path.readlink()
+        raise CheckpointError(
+            f"the folder {where} is gone: somebody removed it", hint=f"{path} leads to it: make it anew"
+        )
     with files.as_checkpoint_error(f"the folder {path} cannot be made"):
         path.mkdir(parents=True, exist_ok=True)
 

@@ -6,11 +6,12 @@
       {tag}_partial/               one rank's part per file; appears by one rename, with everything in it
           model_{pp}_{tp}.pt  optimizer_{pp}_{tp}.pt  fp16_states_{pp}_{tp}.pt  user_content.pt
           pieces.json              what each file holds of the whole model
-          index.json               degrees, sizes, partition, and which save it was
+          index.json               degrees, sizes, checksums, partition, and which save it was
       {tag}                        full: the model's state dict in one file
       user_content_{tag}           full: the script's own content
       newest                       name of the newest, `{tag}_partial` or `{tag}`
       .{name}.{save id}.tmp        being written, or left over from a job that died; never read
+      .{name}.{save id}.old.tmp    what a save was about to replace when its job died; read if `{name}` is not there
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ import os
 import re
 import secrets
 import shutil
+import stat
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
+from smpkit.config.regular_files import read_regular
+from smpkit.config.words import quoted
 from smpkit.errors import CheckpointError, UsageError
 
 __all__ = [
@@ -33,18 +38,22 @@ __all__ = [
     "NEWEST",
     "PARTIAL",
     "Index",
+    "Survey",
     "as_checkpoint_error",
     "atomic_write",
     "check_tag",
     "complete_partials",
     "find_damage",
+    "folder_of",
     "fsync_write",
     "new_save_id",
     "publish_folder",
     "read_index",
+    "read_json",
     "read_newest",
     "remove_leftovers",
     "staging_folder",
+    "survey",
     "write_index",
 ]
 
@@ -52,6 +61,10 @@ INDEX: Final = "index.json"
 NEWEST: Final = "newest"
 PARTIAL: Final = "_partial"
 _FORMAT: Final = 2
+_CRC: Final = "crc32"
+"""The key in the index of the checksum of all the rest of it."""
+_MAX_JSON_BYTES: Final = 1 << 30
+_MAX_NAME_BYTES: Final = 1 << 12
 _TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{16})(?P<old>\.old)?\.tmp")
 
 
@@ -70,6 +83,7 @@ class Index:
         format: version of this layout.
         random: seed and step of the streams of random numbers, so that dropout continues exactly.
         partition: the assignment of units to pipeline ranks (`Assignment.to_json`); None before the first step.
+        checksums: CRC-32 of the files that carry none themselves.
     """
 
     tag: str
@@ -82,6 +96,18 @@ class Index:
     format: int = _FORMAT
     random: Mapping[str, int] = field(default_factory=dict)
     partition: str | None = None
+    checksums: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a field cannot be what it should: the index may be damaged or forged."""
+        counts = [self.order, *self.degrees.values(), *self.files.values(), *self.checksums.values()]
+        if not all(isinstance(number, int) for number in (*counts, *self.random.values())) or min(counts) < 0:
+            raise ValueError("a size or a count is no whole number")
+        if not all(isinstance(text, str) for text in (self.tag, self.save_id, self.partition or "")):
+            raise ValueError("a name is no text")
+        for name in (*self.files, *self.elsewhere, *self.checksums):
+            if Path(name).name != name or name in ("", "..") or "\0" in name:  # it could name any file of this machine
+                raise ValueError(f"{quoted(name)} is not a file in this folder")
 
 
 def check_tag(tag: object) -> None:
@@ -141,7 +167,8 @@ def staging_folder(path: Path, name: str, save_id: str) -> Path:
 
 def write_index(folder: Path, index: Index) -> None:
     """Write the index of a checkpoint."""
-    text = json.dumps(asdict(index), indent=1)
+    content = asdict(index)
+    text = json.dumps({**content, _CRC: _crc_of(content)}, indent=1)
     fsync_write(folder / INDEX, lambda file: file.write(text.encode()))
     sync_folder(folder)
 
@@ -187,49 +214,180 @@ def remove_leftovers(path: Path, save_id: str) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_index(folder: Path) -> Index:
-    """Return the index of a partial checkpoint; raise CheckpointError if it is missing or cannot be read."""
+class _AnotherFormatError(CheckpointError):
+    """A checkpoint is whole, but not of the format that this version reads."""
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no JSON.
+    """
+    data = read_regular(path, _MAX_JSON_BYTES)
+    if len(data) > _MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {_MAX_JSON_BYTES >> 30} GiB")
     try:
-        index = Index(**json.loads((folder / INDEX).read_text()))
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _crc_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a partial checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another format.
+    """
+    try:
+        content = read_json(folder / INDEX)
+        crc = content.pop(_CRC, None)
+        if crc is not None and crc != _crc_of(
+            content
+        ):  # whatever the format: the bit that flipped may be in its number
+            raise ValueError("its checksum does not fit its content")
+        if content.get("format", _FORMAT) != _FORMAT:
+            raise _another_format(folder, content)
+        return Index(**content)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {INDEX}") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder / INDEX} cannot be read: {error}") from error
-    if index.format != _FORMAT:
-        raise CheckpointError(f"{folder} has format {index.format}, this version reads {_FORMAT}", hint="update smpkit")
-    return index
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: it has no {INDEX}",
+            hint="it was not copied as a whole, or SageMaker's own library wrote it: that can save with partial=False",
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / INDEX} is damaged: {error}") from error
+
+
+def _another_format(folder: Path, content: Mapping[str, Any]) -> _AnotherFormatError:
+    found = content["format"]
+    older = isinstance(found, int) and found < _FORMAT
+    age = "an older" if older else "a newer"
+    export = "with the version that wrote it, save the model with partial=False, and load that file with partial=False"
+    return _AnotherFormatError(
+        f"{folder} has format {quoted(found)}, of {age} smpkit ({quoted(content.get('smpkit'))}); "
+        f"this one reads format {_FORMAT}",
+        hint=f"{export}; or start anew in another folder" if older else "update smpkit to the version that wrote it",
+    )
 
 
 def find_damage(folder: Path, index: Index) -> str | None:
-    """Return what is wrong with the files of a checkpoint; None if they are complete."""
+    """Return what is wrong with the names, kinds and sizes of a checkpoint's files; None if nothing is."""
     for name, size in index.files.items():
         try:
-            found = (folder / name).stat().st_size
+            found = (folder / name).stat()
         except OSError:
             return f"{folder / name} is missing"
-        if found != size:
-            return f"{folder / name} has {found} bytes instead of {size}"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{folder / name} is a folder, a pipe or a device, not a file"
+        if found.st_size != size:
+            return f"{folder / name} has {found.st_size} bytes instead of {size}"
     return None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a folder holds that is, or should be, a checkpoint of one kind.
+
+    Args:
+        usable: complete checkpoints by name with their indices (None: a full one), the newest first: the one that
+            `newest` names, then by age.
+        damaged: what is wrong with the others, by name; with `newest` itself, under its own name.
+        newest: the name in `newest`, None if there is no such file or no name in it.
+    """
+
+    usable: Mapping[str, Index | None]
+    damaged: Mapping[str, str]
+    newest: str | None
+
+
+def survey(path: Path, partial: bool) -> Survey:
+    """Look at all checkpoints of one kind in a folder; sizes are compared, contents are not.
+
+    Raises:
+        CheckpointError: the newest one has another format.
+    """
+    damaged: dict[str, str] = {}
+    try:
+        newest = read_newest(path)
+    except CheckpointError as error:
+        newest, damaged[NEWEST] = None, error.message
+    usable: dict[str, Index | None] = {}
+    if partial:
+        usable |= _survey_partials(path, newest, damaged)
+    elif newest is not None and not newest.endswith(PARTIAL) and (path / newest).is_file():
+        usable[newest] = None
+    # Whatever `newest` names was saved: not to find it is no reason to start anew.
+    if newest is not None and not usable and newest not in damaged:
+        other = newest.endswith(PARTIAL) != partial and (path / newest).exists()
+        kind = "partial" if newest.endswith(PARTIAL) else "full"
+        damaged[newest] = f"it is a {kind} checkpoint: use partial={not partial}" if other else "it is missing"
+    return Survey(usable, damaged, newest)
+
+
+def _survey_partials(path: Path, newest: str | None, damaged: dict[str, str]) -> dict[str, Index]:
+    found: dict[str, Index] = {}
+    names = {each.name for each in path.glob(f"*{PARTIAL}")}
+    if newest is not None and newest.endswith(PARTIAL):
+        names.add(newest)
+    for name in sorted(names):
+        folder = folder_of(path, name)
+        if not folder.exists():
+            damaged[name] = "it is missing"
+            continue
+        try:
+            index = read_index(folder)
+        except _AnotherFormatError as error:
+            if name == newest:
+                raise
+            damaged[name] = error.message
+        except CheckpointError as error:
+            damaged[name] = error.message
+        else:
+            if damage := find_damage(folder, index):
+                damaged[name] = damage
+            else:
+                found[name] = index
+    return dict(sorted(found.items(), key=lambda item: (item[0] != newest, -item[1].order)))
+
+
+def folder_of(path: Path, name: str) -> Path:
+    """Return the folder of a partial checkpoint: where an interrupted replacement has moved it, if it did."""
+    if not (path / name).exists():
+        for moved in path.glob(".*.old.tmp"):
+            ours = _TEMPORARY.fullmatch(moved.name)
+            if ours is not None and ours["name"] == name:
+                return moved
+    return path / name
 
 
 def complete_partials(path: Path) -> list[tuple[str, Index]]:
     """Return the folders of complete partial checkpoints in `path` and their indices, newest first."""
-    found = []
-    for folder in path.glob(f"*{PARTIAL}"):
-        with contextlib.suppress(CheckpointError):
-            index = read_index(folder)
-            if find_damage(folder, index) is None:
-                found.append((folder.name, index))
-    return sorted(found, key=lambda item: item[1].order, reverse=True)
+    return sorted(_survey_partials(path, None, {}).items(), key=lambda item: -item[1].order)
 
 
 def read_newest(path: Path) -> str | None:
-    """Return the name in `newest`; None if there is no such file or no valid name in it."""
+    """Return the name in `newest`; None if there is no such file.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds no name of a checkpoint.
+    """
     try:
-        name = (path / NEWEST).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        name = read_regular(path / NEWEST, _MAX_NAME_BYTES)[:_MAX_NAME_BYTES].decode().strip()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return name if name and "/" not in name and not name.startswith(".") else None
+    except OSError as error:
+        raise CheckpointError(f"{path / NEWEST} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        name = ""
+    if not name or "/" in name or name.startswith(".") or not name.isprintable():
+        raise CheckpointError(f"{path / NEWEST} does not hold the name of a checkpoint")
+    return name
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from smpkit.errors import CheckpointError
 from smpkit.plan.mesh import Coordinates
 from smpkit.torch.checkpoints.file_systems import FileSystems
 from smpkit.torch.checkpoints.folder import as_checkpoint_error
+from smpkit.torch.checkpoints.integrity import add_checksums
 from smpkit.torch.checkpoints.save_load import read_file
 from smpkit.torch.checkpoints.state_entries import (
     MODEL,
@@ -250,6 +251,12 @@ def write_whole_file(path: Path, model: Model, file_systems: FileSystems, failur
     made = all_or_raise(failure, lambda: _make_file(path, model, full_state, others) if file_systems.is_leader else {})
     slots = allgather(made)[file_systems.leaders[state.rank]]
     write_slots(slots, full_state, entries, file_systems, failure)
+    all_or_raise(failure, lambda: _add_checksums(path) if file_systems.is_leader else None)
+
+
+def _add_checksums(path: Path) -> None:
+    with as_checkpoint_error(f"{path.name} cannot be written"):
+        add_checksums(path)
 
 
 def _make_file(path: Path, model: Model, full_state: FullState, others: Mapping[str, Any]) -> dict[str, FileSlot]:

@@ -12,7 +12,6 @@ Files are mapped, not read, so asking for a slice reads a slice. They hold tenso
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 from abc import abstractmethod
@@ -36,7 +35,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smpkit.errors import CheckpointError
-from smpkit.torch.checkpoints.folder import read_index
+from smpkit.torch.checkpoints.folder import Index, find_damage, read_index, read_json
+from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, whole_file
 from smpkit.torch.checkpoints.save_load import read_file
 from smpkit.torch.checkpoints.state_entries import Chunk, StateEntry, view_of
 
@@ -48,6 +48,7 @@ __all__ = [
     "StateReader",
     "Target",
     "describe",
+    "members_in",
     "merge_pieces",
     "metadata_of",
     "only_in_files",
@@ -174,6 +175,9 @@ class CheckpointReader(PieceReader):
 
     Names are `model.` + the parameter's, and `optim.state.` + the parameter's + `.exp_avg`, say.
 
+    Args:
+        verify_checksums: compare the files with the checksums they were saved with, each before it is read from.
+
     Raises:
         CheckpointError: the folder is no complete checkpoint, or is damaged.
     """
@@ -181,15 +185,23 @@ class CheckpointReader(PieceReader):
     _elsewhere: Mapping[str, str] = {}
     _missing: Container[str] | None = None
 
+    def __init__(self, folder: str | os.PathLike[str], verify_checksums: bool = True) -> None:
+        super().__init__(folder)
+        self._verify_checksums = verify_checksums
+        self._verified = set[str]()
+        self._index: Index | None = None
+
     def _describe(self) -> Metadata:
-        index = read_index(self.folder)
-        self._elsewhere, self._missing = index.elsewhere, None
-        files = frozenset(index.files) | index.elsewhere.keys()
+        self._index = index = read_index(self.folder)
+        if damage := find_damage(self.folder, index):
+            raise CheckpointError(damage)
+        self._elsewhere, self._missing, self._verified = index.elsewhere, None, set()
+        self._verify([PIECES])
+        files: dict[str, int | None] = {**dict.fromkeys(index.elsewhere), **index.files}
         try:
-            spec = json.loads((self.folder / PIECES).read_text())
-            return metadata_of(spec, files)
+            return metadata_of(read_json(self.folder / PIECES), files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{self.folder / PIECES} cannot be read: {error!r}") from error
+            raise CheckpointError(f"{self.folder / PIECES} is damaged: {error!r}") from error
 
     def is_missing(self, name: str) -> bool:
         """Return whether a part of a tensor is in a file that is on another host only."""
@@ -209,9 +221,31 @@ class CheckpointReader(PieceReader):
                 hint="when it was saved, hosts had a folder each: copy these files here from there, or resume on the "
                 "same hosts with the same degrees",
             )
+        self._verify(names)
+
+    def _verify(self, names: Iterable[str]) -> None:
+        new = set(names) - self._verified if self._verify_checksums and self._index is not None else set()
+        if self._index is not None and (corruption := find_corruption(members_in(self.folder, self._index, new))):
+            raise CheckpointError(corruption)
+        self._verified |= new
 
     def _open(self, path: Path) -> Any:
         return read_file(path, "cpu", mmap=True)  # mapped: only the slices in use are read
+
+
+def members_in(folder: Path, index: Index, names: Iterable[str]) -> list[Member]:
+    """Return what has a checksum in these files of a partial checkpoint; files on other hosts are left out.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    found: list[Member] = []
+    for name in names:
+        if name in index.checksums:
+            found.append(whole_file(folder / name, index.checksums[name]))
+        elif name in index.files and name.endswith(".pt"):
+            found += members_of(folder / name)
+    return found
 
 
 class StateReader(PieceReader):
@@ -235,7 +269,7 @@ class StateReader(PieceReader):
                 spec[name] = {"dtype": dtype, "shape": value.shape, "pieces": [piece]}
             else:
                 spec[name] = {"pieces": [["", [name]]]}
-        return metadata_of(spec, frozenset({""}))
+        return metadata_of(spec, {"": None})
 
     def _open(self, path: Path) -> Any:
         return self._values
@@ -368,17 +402,23 @@ def _chunk_offsets(piece: Sequence[Any]) -> object:
     return tuple(piece[2]) if len(piece) > 2 else None
 
 
-def metadata_of(spec: Mapping[str, Any], files: frozenset[str]) -> Metadata:
+def metadata_of(spec: Mapping[str, Any], files: Mapping[str, int | None]) -> Metadata:
     """Return the content of `pieces.json` as metadata of torch's distributed checkpoints.
 
+    Args:
+        files: the sizes in bytes of the checkpoint's files, None where that is not known.
+
     Raises:
-        ValueError: a file is not one of `files`, or a dtype not one of torch's.
+        ValueError: a file is not one of `files`, a dtype not one of torch's, or a tensor larger than its files.
         KeyError, TypeError: the content is damaged otherwise.
     """
     items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     pieces: dict[MetadataIndex, Piece] = {}
     for name, each in spec.items():
-        chunks = []
+        dtype = getattr(torch, each["dtype"]) if "shape" in each else None
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{each['dtype']} is no dtype")
+        chunks, num_elements = [], 0
         for file, key, *chunk in each["pieces"]:
             if file not in files:  # damaged or forged: it could name any file of this machine
                 raise ValueError(f"{file} is no file of this checkpoint")
@@ -386,13 +426,20 @@ def metadata_of(spec: Mapping[str, Any], files: frozenset[str]) -> Metadata:
                 pieces[MetadataIndex(name, None)] = Piece(file, tuple(key))
                 continue
             offsets, sizes, local_start = (tuple(map(int, numbers)) for numbers in chunk)
+            # Readers allocate memory by these numbers.
+            room = files[file]
+            if min((*offsets, *sizes, *local_start), default=0) < 0 or (
+                dtype is not None and room is not None and math.prod(sizes) * dtype.itemsize > room
+            ):
+                raise ValueError(f"`{name}` cannot have {list(sizes)} elements in {file}")
             pieces[MetadataIndex(name, offsets)] = Piece(file, tuple(key), local_start)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        if "shape" in each:
-            dtype = getattr(torch, each["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{each['dtype']} is no dtype")
-            items[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(each["shape"]), chunks)
+            num_elements += math.prod(sizes)
+        if dtype is not None:
+            shape = torch.Size(each["shape"])
+            if min(shape, default=0) < 0 or math.prod(shape) > num_elements:
+                raise ValueError(f"`{name}` of shape {list(shape)} has only {num_elements} elements")
+            items[name] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
         else:
             items[name] = BytesStorageMetadata()
     # torch's own tools nest what they read by this: {"model": {"wte.weight": ...}, ...}.

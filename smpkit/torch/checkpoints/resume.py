@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smpkit.errors import CheckpointError
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, share_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
-from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader
+from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in
 from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.checkpoints.save_load import read_file, read_mapped
 from smpkit.torch.checkpoints.state_entries import Model, Optimizer, all_or_raise, wrapped_model
@@ -33,6 +36,7 @@ def resume_from_checkpoint(
     load_optimizer: bool = True,
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    verify_checksums: bool = True,
 ) -> Any:
     """Load a checkpoint into the wrapped model and optimizer; called by all ranks. Return the user content, or `{}`.
 
@@ -40,9 +44,13 @@ def resume_from_checkpoint(
     it holds now. What a rank of a pipeline holds is known in the first step, so parameters without memory
     (`smp.delay_param_initialization`) and the optimizer's states are read then, from the same files.
 
+    Before anything is loaded, the ranks of a file system read all files that they need once, in threads, and compare
+    them with their checksums. Without `tag`, all ranks use the newest checkpoint that is intact on all of them, and
+    warn which newer one is damaged, and how.
+
     Args:
         path: the folder that was given to `save_checkpoint`.
-        tag: the newest one if not given.
+        tag: the newest intact one if not given.
         partial: True: a partial checkpoint. False: one file, `path/tag`, which may be a plain `torch.save` of a state
             dict.
         strict: names must match exactly.
@@ -50,21 +58,23 @@ def resume_from_checkpoint(
         load_sharded_optimizer_state: with sharded data parallelism, False loads only the loss scale of the optimizer,
             as in SMP v1: moments and settings of groups start anew. Without sharded data parallelism it has no effect.
         translate_function: applied to the state dict of a full checkpoint before it is loaded.
+        verify_checksums: False only compares the sizes of files, which saves reading them once before they are loaded.
 
     Raises:
-        CheckpointError: on all ranks, if there is no such checkpoint, it is damaged, it belongs to another model, or it
-            lacks what a rank needs now.
+        CheckpointError: on all ranks, if there is no such checkpoint, it is damaged (without `tag`: all are), it has
+            another format, it belongs to another model, or it lacks what a rank needs now.
         UsageError: there is no model.
     """
     states = load_sharded_optimizer_state or state.cfg.sharded_data_parallel_degree == 1
     model, folder = wrapped_model(), Path(path)
-    name = _choose(folder, tag, partial)
     optimizer = state.optimizer if load_optimizer else None
+    wanted = _Wanted(folder, partial, optimizer is not None, verify_checksums)
+    name = wanted.newest() if tag is None else wanted.tagged(tag)
 
     def load() -> Any:
         drop_deferred_loads()  # of an earlier call, which would overwrite this one's values in the first step
         if partial:
-            return _load_partial(folder / name, model, optimizer, strict, states)
+            return _load_partial(files.folder_of(folder, name), model, optimizer, strict, states)
         return _load_full(folder, name, model, strict, translate_function)
 
     return all_or_raise(f"checkpoint `{name}` in {folder} was not loaded", load)
@@ -78,56 +88,159 @@ def latest_checkpoint(path: str | os.PathLike[str], partial: bool = True) -> str
         if smp.latest_checkpoint(path) is not None:
             content = smp.resume_from_checkpoint(path)
 
-    Local: ranks with different folders may get different answers. When `newest` names an incomplete checkpoint, the
-    newest complete one is returned, with a warning. `partial` as in `resume_from_checkpoint`.
+    Local: ranks with different folders may get different answers. Quick: names and sizes are compared, checksums are
+    not. When `newest` names a damaged checkpoint, the newest complete one is returned, with a warning. `partial` as in
+    `resume_from_checkpoint`.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is complete, or the newest one has another format: to start
+            anew would replace them.
     """
     folder = Path(path)
-    names, newest = list(_usable(folder, partial)), files.read_newest(folder)
-    if not names:
-        return None
-    _warn_if_not_newest(folder, names[0], newest, partial)
-    return names[0]
+    found = files.survey(folder, partial)
+    if found.usable:
+        name = next(iter(found.usable))
+        if found.damaged.keys() & {found.newest, files.NEWEST}:
+            _warn(folder, name, found.damaged)
+        return name
+    if found.damaged:
+        raise _none_usable(folder, found.damaged)
+    return None
 
 
 # --- choosing the checkpoint ------------------------------------------------------------------------------------------
 
 
-def _choose(folder: Path, tag: str | None, partial: bool) -> str:
-    """Return the name of the folder or file to load: the same on all ranks."""
-    if tag is not None:
-        return f"{tag.removesuffix(files.PARTIAL)}{files.PARTIAL}" if partial else tag
-    seen = allgather((_usable(folder, partial), files.read_newest(folder)))
-    # Hosts with folders of their own may have different checkpoints, or different saves under one name.
-    common = [name for name, save in seen[0][0].items() if all(theirs.get(name) == save for theirs, _ in seen)]
-    newest = seen[0][1]
-    lacking = [rank for rank, (theirs, _) in enumerate(seen) if not theirs]
-    if 0 < len(lacking) < len(seen):
+@dataclass(frozen=True)
+class _Wanted:
+    """Which checkpoint to load; all ranks ask for the same.
+
+    Args:
+        with_optimizer: whether the optimizer's files are read.
+    """
+
+    folder: Path
+    partial: bool
+    with_optimizer: bool
+    verify_checksums: bool
+
+    def tagged(self, tag: str) -> str:
+        """Return the name of the checkpoint with this tag; raise CheckpointError if it is damaged."""
+        name = f"{tag.removesuffix(files.PARTIAL)}{files.PARTIAL}" if self.partial else tag
+        failure = f"checkpoint `{name}` in {self.folder} was not loaded"
+        if self.partial:
+            all_or_raise(failure, lambda: files.read_index(files.folder_of(self.folder, name)))
+        if damage := self._find_damage(name):
+            raise CheckpointError(
+                f"{failure}; {damage}",
+                hint="without a tag, the newest checkpoint that is intact is used",
+            )
+        return name
+
+    def newest(self) -> str:
+        """Return the name of the newest checkpoint that is intact on all ranks."""
+        found = all_or_raise("no checkpoint was loaded", lambda: files.survey(self.folder, self.partial))
+        saves = {name: "" if index is None else index.save_id for name, index in found.usable.items()}
+        seen = allgather((saves, dict(found.damaged), found.newest))
+        damaged = {name: text for _, theirs, _ in reversed(seen) for name, text in theirs.items()}
+        lacking = [rank for rank, (usable, _, _) in enumerate(seen) if not usable]
+        if 0 < len(lacking) < len(seen):
+            raise CheckpointError(
+                f"there is no complete checkpoint in {self.folder} on {name_ranks(lacking)}, though there is one on "
+                f"the others{_list(damaged)}",
+                hint="resume on the hosts that saved, or keep checkpoints on a file system that all hosts share",
+            )
+        # Hosts with folders of their own may have different checkpoints, or different saves under one name.
+        common = [name for name, save in seen[0][0].items() if all(usable.get(name) == save for usable, _, _ in seen)]
+        chosen: str
+        for chosen in common:
+            damage = self._find_damage(chosen)
+            if damage is None:
+                self._warn_if_not_newest(chosen, seen[0][2], damaged)
+                return chosen
+            damaged[chosen] = damage
+        if damaged:
+            raise _none_usable(self.folder, damaged)
         raise CheckpointError(
-            f"there is no complete checkpoint in {folder} on {name_ranks(lacking)}, though there is one on the others",
-            hint="resume on the hosts that saved, or keep checkpoints on a file system that all hosts share",
+            f"there is no complete checkpoint in {self.folder}" + (" that all ranks have" if seen[0][0] else ""),
+            hint="ask smp.latest_checkpoint",
         )
-    if not common:
-        raise CheckpointError(f"there is no complete checkpoint in {folder}", hint="ask smp.latest_checkpoint")
-    chosen: str = newest if newest in common else common[0]
-    if state.rank == 0:
-        _warn_if_not_newest(folder, chosen, newest, partial)
-    return chosen
+
+    def _warn_if_not_newest(self, chosen: str, newest: str | None, damaged: Mapping[str, str]) -> None:
+        passed = {name: text for name, text in damaged.items() if name in (newest, files.NEWEST)}
+        of_this_kind = newest is not None and newest.endswith(files.PARTIAL) == self.partial
+        if of_this_kind and newest != chosen and not passed:
+            passed = {str(newest): "not all ranks have it"}
+        if passed and state.rank == 0:
+            _warn(self.folder, chosen, passed, stacklevel=5)
+
+    def _find_damage(self, name: str) -> str | None:
+        """Return how a checkpoint is damaged on some rank; None if it is intact on all. All ranks call this.
+
+        The ranks of a file system divide its files among them.
+        """
+        path = files.folder_of(self.folder, name) if self.partial else self.folder / name
+        known = path / files.INDEX if self.partial else path
+        same = allgather(_identity(known))
+        here = [rank for rank, identity in enumerate(same) if identity == same[state.rank]]
+        found = _damage_of(lambda: self._look(path, here.index(state.rank), len(here)))
+        return next((f"rank {rank}: {damage}" for rank, damage in enumerate(allgather(found)) if damage), None)
+
+    def _look(self, path: Path, position: int, count: int) -> str | None:
+        """Look for damage in this rank's share of a checkpoint; it is one of `count` with the same file system."""
+        if not self.partial:
+            members = members_of(path) if path.is_file() and zipfile.is_zipfile(path) else []
+            return self._corruption(members, position, count)
+        index = files.read_index(path)
+        if damage := files.find_damage(path, index):
+            return damage
+        names = sorted(name for name in index.files if self.with_optimizer or not name.startswith("optimizer_"))
+        if corruption := self._corruption(members_in(path, index, names), position, count):
+            return corruption
+        # These raise if a file makes no sense: not all damage is in what has a checksum.
+        _ = CheckpointReader(path, verify_checksums=False).metadata
+        for name in names[position::count]:
+            if name.endswith(".pt"):
+                read_mapped(path / name)
+        return None
+
+    def _corruption(self, members: Sequence[Member], position: int, count: int) -> str | None:
+        mine = share_of(members, position, count) if self.verify_checksums else []
+        return find_corruption(mine, state.local_size)
 
 
-def _usable(folder: Path, partial: bool) -> dict[str, str]:
-    """Return the names of complete checkpoints with their save ids: `newest` first, then by age."""
-    newest = files.read_newest(folder)
-    if not partial:
-        full = newest is not None and not newest.endswith(files.PARTIAL) and (folder / newest).is_file()
-        return {newest: ""} if newest is not None and full else {}
-    found = [(name, index.save_id) for name, index in files.complete_partials(folder)]
-    return dict(sorted(found, key=lambda item: item[0] != newest))
+def _damage_of(look: Callable[[], str | None]) -> str | None:
+    try:
+        return look()
+    except CheckpointError as error:
+        return error.message
+    except Exception as error:  # of any kind: the other ranks wait for this one's word
+        return f"{type(error).__name__}: {error}"
 
 
-def _warn_if_not_newest(folder: Path, chosen: str, newest: str | None, partial: bool) -> None:
-    if newest is not None and newest != chosen and newest.endswith(files.PARTIAL) == partial:
-        text = f"{folder / files.NEWEST} names `{newest}`, which is missing or incomplete: `{chosen}` is used"
-        warnings.warn(text, UserWarning, stacklevel=4)
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what is the same on all hosts that see the same file, and differs between copies of it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _none_usable(folder: Path, damaged: Mapping[str, str]) -> CheckpointError:
+    return CheckpointError(
+        f"no checkpoint in {folder} can be used{_list(damaged)}",
+        hint="bring back what is missing; to start anew, use another folder or move this one away",
+    )
+
+
+def _list(damaged: Mapping[str, str]) -> str:
+    return "".join(f"; `{name}`: {text}" for name, text in damaged.items())
+
+
+def _warn(folder: Path, chosen: str, damaged: Mapping[str, str], stacklevel: int = 3) -> None:
+    text = f"`{chosen}` in {folder} is used instead of what `{files.NEWEST}` names{_list(damaged)}"
+    warnings.warn(text, UserWarning, stacklevel=stacklevel)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -135,9 +248,7 @@ def _warn_if_not_newest(folder: Path, chosen: str, newest: str | None, partial: 
 
 def _load_partial(folder: Path, model: Model, optimizer: Optimizer | None, strict: bool, states: bool) -> Any:
     index = files.read_index(folder)
-    if problem := files.find_damage(folder, index):
-        raise CheckpointError(problem)
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, verify_checksums=False)  # they have been verified
     content = read_file(folder / USER_CONTENT, "cpu") if USER_CONTENT in index.files else None
     load_model(model, reader, strict)
     if optimizer is not None and states:

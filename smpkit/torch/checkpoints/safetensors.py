@@ -92,7 +92,7 @@ class SafetensorsReader(PieceReader):
             zeros = [0] * len(shape)
             dtype = str(_DTYPES[each["dtype"]]).removeprefix("torch.")
             spec[name] = {"dtype": dtype, "shape": shape, "pieces": [[file, [key], zeros, shape, zeros]]}
-        return metadata_of(spec, frozenset(headers))
+        return metadata_of(spec, dict.fromkeys(headers))  # each header has been compared with its file
 
     def _files(self) -> list[str]:
         if (self.folder / INDEX).is_file():

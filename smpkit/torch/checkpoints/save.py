@@ -21,6 +21,7 @@ import os
 import shutil
 import socket
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -271,7 +272,8 @@ def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
     # Chunks in files of this file system first: of the same chunk the first one counts.
     pieces = json.dumps(merge_pieces([*(part.pieces for part in here), *there])).encode()
     sizes[PIECES] = files.fsync_write(save.staged / PIECES, lambda file: file.write(pieces))
-    files.write_index(save.staged, _index(save, sizes, elsewhere, job))
+    checksums = {PIECES: zlib.crc32(pieces)}  # the other files carry their own
+    files.write_index(save.staged, _index(save, sizes, elsewhere, checksums, job))
     if elsewhere:
         warnings.warn(
             f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
@@ -282,7 +284,9 @@ def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
         )
 
 
-def _index(save: _Save, sizes: Mapping[str, int], elsewhere: Mapping[str, str], job: _Job) -> files.Index:
+def _index(
+    save: _Save, sizes: Mapping[str, int], elsewhere: Mapping[str, str], checksums: Mapping[str, int], job: _Job
+) -> files.Index:
     # A count, not a time: clocks of restarted hosts can go back.
     orders = [index.order for _, index in files.complete_partials(save.path)]
     assignment = job.model.pipeline.assignment if job.model.pipeline is not None else None
@@ -300,6 +304,7 @@ def _index(save: _Save, sizes: Mapping[str, int], elsewhere: Mapping[str, str], 
         elsewhere=elsewhere,
         random=job.model.random_state(),
         partition=None if assignment is None else assignment.to_json(),
+        checksums=checksums,
     )
 
 

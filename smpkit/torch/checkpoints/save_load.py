@@ -20,6 +20,7 @@ import torch
 
 from smpkit.errors import CheckpointError
 from smpkit.torch.checkpoints.folder import atomic_write
+from smpkit.torch.checkpoints.integrity import check_archive
 from smpkit.torch.core.runtime import state
 
 __all__ = ["load", "read_file", "read_mapped", "save", "write_file"]
@@ -83,6 +84,7 @@ def write_file(path: Path, obj: Any, pickle_module: ModuleType = pickle, pickle_
 
 def read_file(path: Path, map_location: Any = None, pickle_module: ModuleType | None = None, **options: Any) -> Any:
     """Read a file of `torch.save`; with `weights_only=True` unless the options or a pickle module override it."""
+    check_archive(path)
     if pickle_module is None:
         options = {"weights_only": True, **options}
     try:

@@ -29,7 +29,7 @@ class Launch:
         local_rank: rank among those of this host.
         local_size: how many ranks this host has.
         launcher: name for messages: `torchrun`, `Open MPI`, `SLURM`, `PMI`, or `no launcher`.
-        job_id: identifies this job on its host, if the launcher has such a variable.
+        job_id: identifies this job, if the launcher has such a variable; smpkit's own has `SMPKIT_JOB_TOKEN`, a secret.
         master_address: where rank 0 listens; None if it is not set.
         master_port: the port there; None if it is not set.
         agent_store: the launcher itself serves the store at that address, so rank 0 must not (torchrun).
@@ -98,7 +98,7 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
         local_rank=local_rank,
         local_size=local_size,
         launcher=launcher.name,
-        job_id=_job_id(environment, launcher),
+        job_id=environment.get("SMPKIT_JOB_TOKEN") or _job_id(environment, launcher),
         master_address=environment.get("MASTER_ADDR"),
         master_port=_port(environment),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -85,11 +85,15 @@ class TensorSpec:
 
 
 _INTERNED: Final[dict[tuple[Any, ...], TensorSpec]] = {}
+MAX_INTERNED: Final = 1 << 12
+"""Specs that are kept, the oldest first to go; a spec that is made a second time is equal, and compared more slowly."""
 
 
 def _interned(*parts: Any) -> TensorSpec:
     spec = _INTERNED.get(parts)
     if spec is None:
+        if len(_INTERNED) >= MAX_INTERNED:
+            del _INTERNED[next(iter(_INTERNED))]
         spec = _INTERNED[parts] = TensorSpec(*parts)
     return spec
 

@@ -2,6 +2,9 @@
 
 Three cases: the launcher serves a store (torchrun); rank 0 serves one at `MASTER_ADDR:MASTER_PORT`; or no address is
 given (`mpirun -np 8 python script.py` on one host), and rank 0 takes a free port and publishes it in a small file.
+
+A store has no authentication. So the one of a job on one host listens at the loopback address alone, nothing in any
+store is unpickled, and every rank checks that the store it has found is its own job's.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from smpkit.torch.core.context import DEFAULT_PORT, Launch
 
 __all__ = ["connect_store", "gather"]
 
+_LOOPBACK: Final = "127.0.0.1"
 _POLL_SECONDS: Final = 0.05
 _CONNECT_SECONDS: Final = 10
 """For a connection to a port of this host."""
@@ -39,21 +43,26 @@ def connect_store(launch: Launch, port: int | None, timeout: timedelta) -> Store
 
     Args:
         launch: who this process is.
-        port: `ddp_port`; overrides `MASTER_PORT`.
+        port: `ddp_port`; overrides `MASTER_PORT`, but not the store of a launcher.
         timeout: how long to look for rank 0.
 
     Raises:
         UsageError: the job has several hosts, and the address of rank 0 is not set.
         DeadlineError: rank 0 did not appear.
-        LaunchError: the port is taken, or the address of rank 0 is not of this host.
+        LaunchError: the port is taken, by another job or another program, or the address of rank 0 is not of its host.
     """
     if launch.world_size == 1:
         return HashStore()
     if launch.master_address is None:
         return _connect_on_this_host(launch, port, timeout)
-    served = launch.agent_store and port is None
-    chosen = port or launch.master_port or DEFAULT_PORT
-    return _tcp_store(launch, launch.master_address, chosen, serve=launch.rank == 0 and not served, timeout=timeout)
+    chosen = launch.master_port or DEFAULT_PORT
+    if launch.agent_store:
+        store = _tcp_store(launch, launch.master_address, chosen, serve=False, timeout=timeout)
+    else:
+        address = _LOOPBACK if launch.single_host else launch.master_address
+        store = _tcp_store(launch, address, port or chosen, serve=launch.rank == 0, timeout=timeout)
+    _check_job(store, launch, timeout)
+    return store
 
 
 def gather(
@@ -110,9 +119,25 @@ def _has(store: Store, key: str) -> bool:
 def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout: timedelta) -> TCPStore:
     """Serve or find the store at `address:port`."""
     try:
-        # Without `wait_for_workers` the server does not block here: `gather` waits, and can name who is missing.
-        return TCPStore(address, port, launch.world_size, serve, timeout, wait_for_workers=False)
-    except dist.DistError as error:
+        listener = _listening(port) if serve and address == _LOOPBACK else None
+        with contextlib.ExitStack() as undo:
+            if listener is not None:
+                undo.callback(listener.close)
+                port = listener.getsockname()[1]
+            # Without `wait_for_workers` the server does not block here: `gather` waits, and can name who is missing.
+            store = TCPStore(
+                address,
+                port,
+                launch.world_size,
+                serve,
+                timeout,
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.fileno(),
+            )
+            if listener is not None:
+                listener.detach()  # the store's from now on
+        return store
+    except (dist.DistError, OSError) as error:
         where = f"{address}:{port}"
         if serve:
             raise LaunchError(
@@ -123,6 +148,32 @@ def _tcp_store(launch: Launch, address: str, port: int, *, serve: bool, timeout:
             f"rank {launch.rank} waited {timeout.total_seconds():g} s for rank 0 at {where}: {_first_line(error)}",
             hint="is MASTER_ADDR the host of rank 0, and can this host reach that port?",
         ) from error
+
+
+def _listening(port: int) -> socket.socket:
+    """Listen on the loopback device: torch's own store does so on every address of the host."""
+    return socket.create_server((_LOOPBACK, port), backlog=socket.SOMAXCONN)
+
+
+def _check_job(store: Store, launch: Launch, timeout: timedelta) -> None:
+    """Check that the store belongs to this job: another one may have been given the same port."""
+    # A digest: the store shows its keys and values to whoever reaches it.
+    job = hashlib.sha256(f"{launch.job_id}\0{launch.world_size}".encode()).hexdigest()
+    try:
+        if launch.rank == 0 or launch.agent_store:
+            found = store.compare_set("smpkit/job", "", job).decode()
+        else:  # only who serves the store may claim it: this may be another job's, which has only just begun to listen
+            store.wait(["smpkit/job"], timeout)
+            found = store.get("smpkit/job").decode()
+    except (dist.DistError, RuntimeError):
+        message = f"rank {launch.rank} waited {timeout.total_seconds():g} s in smp.init() for rank 0"
+        raise DeadlineError(message, hint="was rank 0 started, and does it call smp.init()?") from None
+    if found != job:
+        port = store.port if isinstance(store, TCPStore) else ""
+        raise LaunchError(
+            f"rank {launch.rank} found another job at port {port}",
+            hint="two jobs were given one port: set another MASTER_PORT (or `ddp_port`) for one of them",
+        )
 
 
 def _first_line(error: BaseException) -> str:
@@ -161,7 +212,7 @@ def _address_path(launch: Launch) -> Path:
 
 
 def _serve_on_this_host(launch: Launch, port: int | None, path: Path, timeout: timedelta) -> Store:
-    store = _tcp_store(launch, "127.0.0.1", port or 0, serve=True, timeout=timeout)
+    store = _tcp_store(launch, _LOOPBACK, port or 0, serve=True, timeout=timeout)
     store_address = _StoreAddress(store.port, os.getpid(), secrets.token_hex(16))
     store.set("smpkit/token", store_address.token)
     with _published(path, store_address):
@@ -223,8 +274,8 @@ def _connect(launch: Launch, store_address: _StoreAddress) -> Store | None:
     connect = timedelta(seconds=_CONNECT_SECONDS)
     try:
         # Try the port first: the store's client would retry for seconds on a closed one.
-        socket.create_connection(("127.0.0.1", store_address.port), _CONNECT_SECONDS).close()
-        store = TCPStore("127.0.0.1", store_address.port, launch.world_size, False, connect, wait_for_workers=False)
+        socket.create_connection((_LOOPBACK, store_address.port), _CONNECT_SECONDS).close()
+        store = TCPStore(_LOOPBACK, store_address.port, launch.world_size, False, connect, wait_for_workers=False)
         return store if store.get("smpkit/token").decode() == store_address.token else None
     except (dist.DistError, OSError):
         return None

@@ -26,9 +26,8 @@ import contextvars
 import functools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -48,6 +47,7 @@ from smpkit.torch.pipeline.message_order import P2PTransfer, backward_timetable
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.module_state import gather_conflicts, refuse_kept_graph, warn_of_conflicts
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast, reserve
+from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
 from smpkit.torch.pipeline.replan import Meter, Trial, replan
 from smpkit.torch.pipeline.split_backward import watching
@@ -55,7 +55,12 @@ from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current
 from smpkit.torch.pipeline.step_plan import Policy, StepPlan, graph_of
 
-__all__ = ["ActionRecorder", "Executor", "MicrobatchCoroutine"]
+__all__ = ["MAX_KINDS", "MAX_OUTPUT_SPECS", "ActionRecorder", "Executor", "MicrobatchCoroutine"]
+
+MAX_KINDS: Final = 256
+"""Kinds of step (functions, shapes, modes) whose plans are kept."""
+MAX_OUTPUT_SPECS: Final = 1 << 14
+"""Kinds of call that are kept for a kind of step."""
 
 _LOOKAHEAD: Final = 2
 """Actions whose receives are posted before their turn."""
@@ -72,25 +77,59 @@ ActionRecorder = Callable[[str, int, int, int, int], object]
 """Called with `(kind, segment, microbatch, start_ns, end_ns)`; times are `time.perf_counter_ns()`, waits included."""
 
 
+@dataclass
+class _StepKind:
+    """What is known of a kind of step."""
+
+    output_specs: OutputSpecs
+    is_recorded: bool = False
+    plan: StepPlan | None = None
+    """None: its microbatches run one after the other."""
+    schedule: Schedule | None = None
+    trial: Trial[StepPlan] | None = None
+    num_steps: int = 0
+    num_diverged: int = 0
+    """Steps with microbatches that diverged from the record."""
+    num_conflicting: int = 0
+    footprint: list[int] = field(default_factory=list)
+    """The sizes of the blocks of host memory that one microbatch's activations take."""
+
+
 class Executor:
     """Runs steps on one rank of a pipeline; all its ranks run the same steps in the same order."""
 
     def __init__(self, stage: StageContext, policy: Policy) -> None:
         self.stage = stage
-        self.schedules: dict[Hashable, Schedule] = {}
         self.last_schedule: Schedule | None = None
         """What the latest step followed; None if its microbatches ran straight through."""
         self.recorder: ActionRecorder | None = None
         """Called after every action, in the order in which they ran; None costs nothing."""
         self._policy = policy
-        self._plans: dict[Hashable, StepPlan | None] = {}
-        self._trials: dict[Hashable, Trial[StepPlan]] = {}
-        self._steps: Counter[Hashable] = Counter()
-        self._diverged_steps: Counter[Hashable] = Counter()
-        self._num_conflicting: Counter[Hashable] = Counter()
         self._coroutines: dict[int, MicrobatchCoroutine] = {}
-        self._footprints: dict[Hashable, list[int]] = {}
-        """By kind of step, the sizes of the blocks of host memory that one microbatch's activations take."""
+        self._kinds: dict[Hashable, _StepKind] = {}
+        """What is known of kinds of step, the least recently used first."""
+
+    @property
+    def schedules(self) -> dict[Hashable, Schedule]:
+        """The latest schedule of each kind of step that is known and has one."""
+        return {kind: known.schedule for kind, known in self._kinds.items() if known.schedule is not None}
+
+    def _known(self, kind: Hashable) -> _StepKind:
+        """Return what is known of a kind of step, within bounds: shapes of data may vary without end.
+
+        All ranks run the same steps, so they forget the same: else one would wait for a first result that the other
+        does not broadcast.
+        """
+        known = self._kinds.pop(kind, None) or _StepKind(self.stage.new_output_specs())
+        self._kinds[kind] = known
+        if len(self._kinds) > MAX_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        if len(known.output_specs) > MAX_OUTPUT_SPECS:
+            # Shapes vary within this kind of step. Results are broadcast in program order: record the step again.
+            known.output_specs = self.stage.new_output_specs()
+            known.trial = None
+            known.is_recorded = known.is_recorded and known.plan is None
+        return known
 
     def run(
         self, kind: Hashable, body: Callable[[int], Any], count: int, before_last_backward: Callable[[], None]
@@ -102,11 +141,13 @@ class Executor:
             before_last_backward: called just before this rank's last backward of the step.
         """
         started = time.perf_counter()
-        meter = Meter() if self._steps[kind] == _REPLAN_AFTER - 1 else None
+        known = self._known(kind)
+        self.stage.output_specs = known.output_specs
+        meter = Meter() if known.num_steps == _REPLAN_AFTER - 1 else None
         step = _StepRunner(self.stage, body, count, before_last_backward, self.recorder, meter)
         self._coroutines = step.coroutines
         self.stage.begin_step(step.microbatches)
-        if kind not in self._plans:
+        if not known.is_recorded:
             # Record the first microbatch of this kind: its forward runs straight through all ranks.
             microbatch = step.microbatches[0]
             microbatch.state_tracker = self.stage.track_module_state()
@@ -114,62 +155,57 @@ class Executor:
                 step.run_forward(0)
             # Pin host memory now: that can wait for the whole GPU, which later may wait for other ranks.
             reserve(self.stage, step.outputs[0], count)
-            self._footprints[kind] = offload_hooks.footprint()
-            self._plans[kind] = self._make_plan(kind, microbatch, count)
-            self._reserve_host_memory(kind, self._plans[kind], count)
+            known.footprint = offload_hooks.footprint()
+            known.plan, known.is_recorded = self._make_plan(known, microbatch, count), True
+            self._reserve_host_memory(known, known.plan, count)
             self.stage.transport.connect(microbatch.transfers)
-        trial = self._trials.get(kind)
-        plan = self._plans[kind] if trial is None else trial.next
+        plan = known.plan if known.trial is None else known.trial.next
         self.last_schedule = None if plan is None else plan.schedule
-        self._reserve_host_memory(kind, plan, count)  # a trial may hold more microbatches
+        self._reserve_host_memory(known, plan, count)  # a trial may hold more microbatches
         if plan is None:
             step.run_in_program_order()
         else:
-            self.schedules[kind] = plan.schedule
+            known.schedule = plan.schedule
             step.run_plan(plan)
         assert step.output_broadcast is not None, "forwards are left"
         outputs = step.output_broadcast.finish()
         self.stage.transport.end_step()  # sent tensors may be changed from here on
-        self._steps[kind] += 1
-        if kind in self._trials:
+        known.num_steps += 1
+        if known.trial is not None:
             self.stage.synchronize()  # a trial compares steps: time the GPU's work, not its launch
         if any(microbatch.diverged for microbatch in step.microbatches):
-            self._record_again(kind)
-        elif self._num_conflicting[kind] == 1 and plan is None:
+            self._record_again(known)
+        elif known.num_conflicting == 1 and plan is None:
             # Record the second step too: what modules make only once (a table of positions) is no conflict there.
-            del self._plans[kind]
+            known.is_recorded = False
         elif plan is not None:
-            self._choose_next_plan(kind, plan, meter, time.perf_counter() - started)
+            self._choose_next_plan(known, plan, meter, time.perf_counter() - started)
         return outputs
 
-    def _reserve_host_memory(self, kind: Hashable, plan: StepPlan | None, count: int) -> None:
+    def _reserve_host_memory(self, known: _StepKind, plan: StepPlan | None, count: int) -> None:
         """Reserve host memory for the microbatches that a plan holds at a time; without a plan, for all of them."""
         live = count if plan is None else plan.schedule.peak_live_microbatches[self.stage.rank]
-        offload_hooks.reserve(self._footprints[kind], live)
+        offload_hooks.reserve(known.footprint, live)
 
-    def _record_again(self, kind: Hashable) -> None:
+    def _record_again(self, known: _StepKind) -> None:
         """Record a step again whose microbatches have diverged: perhaps it has changed for good."""
         # Nothing will ever arrive in the receives that were posted for the record's transfers.
         self.stage.transport.abandon(len(self.stage.microbatches))
-        self._trials.pop(kind, None)
-        self._diverged_steps[kind] += 1
-        if self._diverged_steps[kind] < _MAX_DIVERGED_STEPS:
-            del self._plans[kind]
-        else:
-            self._plans[kind] = None
+        known.trial = None
+        known.num_diverged += 1
+        known.plan = None
+        known.is_recorded = known.num_diverged >= _MAX_DIVERGED_STEPS
 
-    def _choose_next_plan(self, kind: Hashable, plan: StepPlan, meter: Meter | None, seconds: float) -> None:
+    def _choose_next_plan(self, known: _StepKind, plan: StepPlan, meter: Meter | None, seconds: float) -> None:
         """Choose the plan of the next step of this kind: the next of a trial, or a new one from measured times."""
-        trial = self._trials.get(kind)
-        if trial is not None:
-            trial.note(seconds)
-            if trial.is_over:
-                self._plans[kind] = trial.winner(self.stage)
-                del self._trials[kind]
+        if known.trial is not None:
+            known.trial.note(seconds)
+            if known.trial.is_over:
+                known.plan, known.trial = known.trial.winner(self.stage), None
         elif meter is not None and self._policy.can_replan(plan.schedule):
             schedule = replan(self.stage, plan.schedule, self._policy.schedule, meter)
             if schedule is not plan.schedule:
-                self._trials[kind] = Trial(plan, replace(plan, schedule=schedule), seconds)
+                known.trial = Trial(plan, replace(plan, schedule=schedule), seconds)
 
     def abandon(self, *, on_all_ranks: bool) -> None:
         """Forget a step that an exception ended.
@@ -180,19 +216,20 @@ class Executor:
         for coroutine in self._coroutines.values():
             coroutine.abandon()
         self._coroutines = {}
-        self._trials.clear()  # the step that was tried has no time: the schedules before it stay
+        for known in self._kinds.values():
+            known.trial = None  # the step that was tried has no time: the schedules before it stay
         Current.microbatch = None
         self.stage.inside_unit = False
         self.stage.transport.abandon(len(self.stage.microbatches), on_all_ranks=on_all_ranks)
 
-    def _make_plan(self, kind: Hashable, microbatch: Microbatch, count: int) -> StepPlan | None:
+    def _make_plan(self, known: _StepKind, microbatch: Microbatch, count: int) -> StepPlan | None:
         """Return the plan of a kind of step from its first microbatch, None if it must run in program order."""
         if microbatch.dynamic:
             return None
         if conflicts := gather_conflicts(microbatch, self.stage):
-            self._num_conflicting[kind] += 1
+            known.num_conflicting += 1
             # Warn the second time only: what changes in the first step may have been made there once and for all.
-            if self._num_conflicting[kind] > 1:
+            if known.num_conflicting > 1:
                 warn_of_conflicts(conflicts)
             return None
         schedule = self._policy.schedule(graph_of(microbatch), count)

@@ -20,6 +20,7 @@ from smpkit.torch.core.tensor_spec import TensorSpec
 
 __all__ = [
     "DIVERGED",
+    "MAX_TRANSFERS",
     "TRANSFERS_PER_MICROBATCH",
     "P2PTransfer",
     "Timetable",
@@ -31,7 +32,9 @@ __all__ = [
 
 TRANSFERS_PER_MICROBATCH: Final = 1 << 12
 DIVERGED: Final = 1 << 11
-"""Added to the transfer numbers of a microbatch that has diverged from the record."""
+"""Added to the transfer numbers of a microbatch that has diverged from the record, which are all below it."""
+MAX_TRANSFERS: Final = DIVERGED - 1
+"""The highest number of all, with `DIVERGED` added, is that of a measurement (`replan.py`)."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,6 @@ class P2PTransfer:
     spec: TensorSpec
     consumer: str = ""
     """What needed the value: a unit or an operation."""
-
-    def __post_init__(self) -> None:
-        assert self.number < TRANSFERS_PER_MICROBATCH, "more transfers in one microbatch than tags"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from smpkit.errors import UsageError
+from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.tensor_spec import (
     NON_TENSOR_TYPES,
     TensorSpec,
@@ -32,7 +32,7 @@ from smpkit.torch.core.tensor_spec import (
     to_layout,
 )
 from smpkit.torch.pipeline.backward import BackwardWork
-from smpkit.torch.pipeline.message_order import DIVERGED, P2PTransfer, TransferRecord
+from smpkit.torch.pipeline.message_order import DIVERGED, MAX_TRANSFERS, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.messages import version_of
 from smpkit.torch.pipeline.mutation import (
     TrackedArguments,
@@ -468,6 +468,13 @@ class Microbatch:
             ):
                 return known
             self._diverge()
+        if number >= MAX_TRANSFERS:
+            raise UnsupportedError(
+                f"one microbatch sends more than {MAX_TRANSFERS:,} values between pipeline ranks, the last for "
+                f"`{self.call_trace[-1] if self.call_trace else 'the step function'}`",
+                hint="put a loop that goes from rank to rank and back (as over time steps) into one torch.nn.Module, "
+                "which is placed as a whole",
+            )
         if self.diverged:
             # Other numbers, hence other tags: receives that were posted for the record's transfers must not match.
             number += DIVERGED

@@ -102,6 +102,10 @@ class OutputSpecs:
         self._known: dict[tuple[Any, ...], tuple[Any, MutationInfo | None]] = {}
         self._latest: dict[Any, CachedCall] = {}
 
+    def __len__(self) -> int:
+        """Return how many kinds of call are known."""
+        return len(self._known)
+
     def find_latest(self, target: Any, mode: _Mode, args: tuple[Any, ...]) -> CachedCall | None:
         """Return the latest call of `target` if its specs match these arguments; None means the slow look-up.
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
 from smpkit.torch.core import devices
 from smpkit.torch.core.microbatches import RootGradients
+from smpkit.torch.core.runtime import state
 from smpkit.torch.pipeline.module_state import ModuleStateTracker
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
@@ -20,6 +24,10 @@ if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
 __all__ = ["StageContext"]
+
+
+_HINT_STEP: Final = 3
+"""The step in which a script is told that it asks for values."""
 
 
 class StageContext:
@@ -54,11 +62,12 @@ class StageContext:
         """By id of a parameter that not every rank holds, the first rank that does."""
         self.root_gradients = RootGradients()
         self.output_specs = OutputSpecs(self.parameter_owners)
-        """Of calls while the same parameters need gradients as now; see `set_trainable`."""
+        """Of calls in steps of the same kind as the one that runs, or ran last."""
         self.inside_unit = False
         """Whether a unit runs here now: calls inside it are not dispatched."""
         self.python_values: dict[str, int] = {}
         """How often Python needed a value, by the function that asked."""
+        self._has_hinted = False
         self.num_steps = 0
         self.microbatches: Sequence[Microbatch] = ()
         """Those of the step that runs, or ran last."""
@@ -72,24 +81,24 @@ class StageContext:
         self.container_modules: set[str] = set()
         """The names of those that lie on several ranks, or hold nothing: code between units runs them on all ranks."""
         self._owners = owners
-        self._output_specs: dict[bytes, OutputSpecs] = {}
+        self._first_trainable: bytes | None = None
         self._trainable_entry = ""
 
     def set_trainable(self, trainable: bytes) -> None:
-        """Select the output specs for the parameters that need gradients, on which results depend.
+        """Note which parameters need gradients.
 
         Args:
             trainable: a byte for each parameter of the model, 1 where it does.
         """
-        known = self._output_specs.get(trainable)
-        if known is None:
-            known = self._output_specs[trainable] = (
-                OutputSpecs(self.parameter_owners) if self._output_specs else self.output_specs
-            )
-        if known is not self.output_specs or self._trainable_entry:
-            self.output_specs = known
+        if self._first_trainable is None:
+            self._first_trainable = trainable
+        if self._trainable_entry or trainable != self._first_trainable:
             # Part of the call trace, so that a rank which freezes other parameters than the rest is reported.
             self._trainable_entry = f"a step with {trainable.count(0)} frozen parameters ({zlib.crc32(trainable):08x})"
+
+    def new_output_specs(self) -> OutputSpecs:
+        """Return an empty table of output specs, for a kind of step that is new."""
+        return OutputSpecs(self.parameter_owners)
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
         """Count a step, and keep its microbatches."""
@@ -124,3 +133,25 @@ class StageContext:
         """Count a value that Python needed: each time, all ranks wait for its owner."""
         name = getattr(func, "__name__", str(func))
         self.python_values[name] = self.python_values.get(name, 0) + 1
+        # Not in the first steps: a script may look at a value once, and look no more.
+        if self.num_steps == _HINT_STEP and not self._has_hinted:
+            self._has_hinted = True
+            self._hint_at_python_values(name)
+
+    def _hint_at_python_values(self, name: str) -> None:
+        """Warn once per job, at the line of the script, what it costs that Python needs values in each step."""
+        if not state.initialized or state.rank:
+            return
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("smpkit", "torch"):
+            frame = frame.f_back
+        if frame is None:
+            return
+        warnings.warn_explicit(
+            f"`{name}` asks for the value of a tensor in each step ({sum(self.python_values.values())} times in "
+            f"{_HINT_STEP} steps so far): every pipeline rank waits for the rank that has it. To train faster, return "
+            "the tensor from the step and look at it afterwards, or put the code into a torch.nn.Module",
+            UserWarning,
+            frame.f_code.co_filename,
+            frame.f_lineno,
+        )

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -120,6 +122,40 @@ def test_a_taken_port_is_said_with_the_variable_to_change() -> None:
         launch = Launch(0, 2, 0, 2, "torchrun", "", "127.0.0.1", taken.getsockname()[1])
         with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 127.0.0.1:\d+"):
             connect_store(launch, None, timedelta(seconds=2))
+
+
+def _listens_at(port: int, address: str) -> bool:
+    import socket
+
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) == 0
+
+
+@pytest.fixture
+def served() -> Iterator[Launch]:
+    """Return rank 1 of a job on this host whose rank 0 serves its store at a port that was given."""
+    launch = Launch(0, 2, 0, 2, "Open MPI", "job-a", "127.0.0.1", _free_port())
+    store = connect_store(launch, None, timedelta(seconds=20))
+    yield replace(launch, rank=1, local_rank=1)
+    del store
+
+
+def test_the_store_of_a_job_on_one_host_listens_at_the_loopback_address_alone(served: Launch) -> None:
+    """Whoever reached any other address of the machine could read and write it. All of 127.0.0.0/8 leads to `lo`."""
+    assert served.master_port is not None
+    assert _listens_at(served.master_port, "127.0.0.1")
+    assert not _listens_at(served.master_port, "127.0.0.2")
+    assert connect_store(served, None, timedelta(seconds=20)).get("smpkit/job")
+
+
+def test_jobs_with_one_port_do_not_mix(served: Launch) -> None:
+    """Rank 1 of the second job joined the first one, which then lost it and died."""
+    stranger = replace(served, job_id="job-b")
+    with pytest.raises(LaunchError, match=r"rank 1 found another job at port \d+\nhint: two jobs were given one port"):
+        connect_store(stranger, None, timedelta(seconds=20))
+    with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 127\.0\.0\.1"):
+        connect_store(replace(stranger, rank=0, local_rank=0), None, timedelta(seconds=20))
+    connect_store(served, None, timedelta(seconds=20))
 
 
 def missing_rank() -> str:

@@ -45,7 +45,8 @@ def told(step: Callable[[], object]) -> list[str]:
 
 
 def split_segments() -> set[int]:
-    return {segment for plan in executor()._plans.values() if plan is not None for segment in plan.split}
+    plans = [known.plan for known in executor()._kinds.values()]
+    return {segment for plan in plans if plan is not None for segment in plan.split}
 
 
 def every_way() -> list[list[str]]:

@@ -1,0 +1,99 @@
+"""Configuration files that somebody else wrote: they cost little, never block, and show nothing of other files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from smpkit.config.load import load
+from smpkit.errors import ConfigError
+
+JOB = """\
+entry_point: train.py
+distribution:
+  smdistributed:
+    modelparallel: {{enabled: true, parameters: {name}}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _deadline() -> Iterator[None]:
+    """Fail instead of waiting for ever, as for a pipe that nobody writes to."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("not done after 60 s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def job(folder: Path, name: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").touch()
+    (folder / "job.yaml").write_text(JOB.format(name=name))
+    return folder / "job.yaml"
+
+
+def refusal(path: Path) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(path, environ={})
+    return caught.value
+
+
+def test_a_pipe_is_refused_as_a_job_and_as_its_parameters(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "cannot be read: is a pipe or a device, not a file" in str(refusal(tmp_path / "pipe"))
+    message = str(refusal(job(tmp_path, "pipe")))
+    assert "job.yaml:4: " in message
+    assert "is a pipe or a device" in message
+
+
+SECRETS = {
+    "shadow": "root:$6$verysecret$:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n",
+    "credentials": "[default]\naws_secret_access_key = verysecret\n",
+    "text": "verysecret",
+    "twice.yaml": "microbatches: 2\nmicrobatches: 3  # verysecret\n",
+    "wrong.json": '{"microbatches": "four", "comment": "verysecret"}',
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_no_line_of_a_file_elsewhere_is_shown(name: str, tmp_path: Path) -> None:
+    secret = tmp_path / name
+    secret.write_text(SECRETS[name])
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "link").symlink_to(secret)
+    for given in (secret, f"../{name}", "link"):
+        message = str(refusal(job(tmp_path / "jobs", given)))
+        assert "verysecret" not in message
+        assert "microbatches: is written twice" in message or "names a file that does not hold parameters" in message
+
+
+def test_lines_of_a_file_beside_the_job_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "wrong.json").write_text('{"microbatches": "four"}')
+    assert '1 | {"microbatches": "four"}' in str(refusal(job(tmp_path, "wrong.json")))
+
+
+@pytest.mark.parametrize("kind", ["yaml", "json", "json on one line"])
+def test_fifty_thousand_unknown_keys_cost_seconds(kind: str, tmp_path: Path) -> None:
+    keys = [f"unknown_{number}" for number in range(50_000)]
+    path = tmp_path / ("job.yaml" if kind == "yaml" else "job.json")
+    between = "\n" if kind == "json" else ""
+    text = "".join(f"{key}: 1\n" for key in keys)
+    json_text = "{" + f",{between}".join(f'"{key}": 1' for key in keys) + "}"
+    path.write_text(text if kind == "yaml" else json_text)
+    began = time.process_time()
+    error = refusal(path)
+    message = str(error)
+    assert time.process_time() - began < 30
+    assert len(error.problems) < 150
+    assert "unknown_0: unknown field" in message
+    assert "unknown_100: is the first of 49,900 more unknown fields" in message

@@ -1,0 +1,360 @@
+"""Damaged, forged and foreign checkpoints: found before anything is loaded, named, and never taken for none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import CheckpointError
+from smpkit.torch import latest_checkpoint, resume_from_checkpoint, save_checkpoint
+from smpkit.torch.checkpoints import integrity
+from smpkit.torch.distributed.init import shutdown
+from tests.ranks import run_ranks
+
+FILES = ["model_0_0.pt", "optimizer_0_0.pt", "user_content.pt", "pieces.json", "index.json"]
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+@contextlib.contextmanager
+def deadline(seconds: int = 20) -> Iterator[None]:
+    """Fail instead of waiting for ever, as for a pipe that nobody writes to."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def make() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2)))
+    return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+
+
+def train(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two checkpoints, of which `two` is the newer, and a model that has been trained on."""
+    smp.init()
+    model, optimizer = make()
+    for step, tag in enumerate(("one", "two"), 1):
+        train(model, optimizer)
+        save_checkpoint(tmp_path, tag, user_content={"step": step, "noise": torch.rand(50)})
+    train(model, optimizer)
+    return tmp_path
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def flip_inside(path: Path) -> None:
+    """Flip a bit in the largest tensor of a file, or in a digit of its JSON."""
+    if path.suffix == ".json":
+        data = path.read_bytes()
+        flip(path, next(at for at in range(len(data) * 2 // 3, len(data)) if chr(data[at]).isdigit()))
+        return
+    with zipfile.ZipFile(path) as archive:
+        tensors = [info for info in archive.infolist() if "/data/" in info.filename]
+        largest = max(tensors, key=lambda info: info.file_size)
+    member = next(each for each in integrity.members_of(path) if each.name == largest.filename)
+    flip(path, member.offset + member.size // 2)
+
+
+def edit_index(folder: Path, **changes: Any) -> None:
+    """Change an index as somebody who may write to the folder could: with a checksum that fits, that is, none."""
+    index = json.loads((folder / "index.json").read_text())
+    index.pop("crc32", None)
+    (folder / "index.json").write_text(json.dumps({**index, **changes}))
+
+
+def without_checksums(folder: Path) -> None:
+    """Make an index as versions wrote it that had no checksums."""
+    edit_index(folder)
+    index = json.loads((folder / "index.json").read_text())
+    del index["checksums"]
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def state_of_model() -> list[torch.Tensor]:
+    optimizer: Any = smp.state.optimizer
+    model: Any = smp.state.model
+    moments = [value for each in optimizer.state_dict()["state"].values() for value in each.values()]
+    return [*(each.detach().clone() for each in model.parameters()), *(each.clone() for each in moments)]
+
+
+# --- nothing usable is not nothing ------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_damaged_checkpoints_is_not_an_empty_one(saved: Path) -> None:
+    for tag in ("one", "two"):
+        os.truncate(saved / f"{tag}_partial" / "model_0_0.pt", 10)
+    for call in (latest_checkpoint, resume_from_checkpoint):
+        with pytest.raises(CheckpointError) as caught:
+            call(saved)
+        for name in ("`one_partial`: ", "`two_partial`: ", "has 10 bytes instead of", "to start anew, use another"):
+            assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("newest", ["gone_partial\n", "gone\n", "", "\x1b[2J", "../elsewhere"], ids=repr)
+@pytest.mark.parametrize("partial", [True, False])
+def test_what_newest_names_is_missed(newest: str, partial: bool, tmp_path: Path) -> None:
+    (tmp_path / "newest").write_text(newest)
+    with pytest.raises(CheckpointError, match=r"can be used; `(gone|gone_partial|newest)`: ") as caught:
+        latest_checkpoint(tmp_path, partial=partial)
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_checkpoint_of_the_other_kind_is_pointed_to(partial: bool, tmp_path: Path) -> None:
+    smp.init()
+    make()
+    save_checkpoint(tmp_path, "one", partial=partial)
+    with pytest.raises(CheckpointError, match=f"`one(_partial)?`: it is a (full|partial) .*use partial={partial}"):
+        latest_checkpoint(tmp_path, partial=not partial)
+
+
+@pytest.mark.parametrize("found", [1, 3])
+def test_another_format_is_refused_with_what_to_do(found: int, saved: Path) -> None:
+    edit_index(saved / "two_partial", format=found)
+    calls = (lambda: latest_checkpoint(saved), lambda: resume_from_checkpoint(saved))
+    for call in (*calls, lambda: resume_from_checkpoint(saved, "two")):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        age, hint = ("an older", "save the model with partial=False") if found == 1 else ("a newer", "update smpkit")
+        assert f"two_partial has format {found}, of {age} smpkit (`0.1.0`); this one reads format 2" in str(
+            caught.value
+        )
+        assert caught.value.hint is not None
+        assert hint in caught.value.hint
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_is_read_where_it_is(saved: Path) -> None:
+    (saved / "two_partial").rename(saved / ".two_partial.0123456789abcdef.old.tmp")
+    assert latest_checkpoint(saved) == "two_partial"
+    assert resume_from_checkpoint(saved)["step"] == 2
+    save_checkpoint(saved, "three")
+    assert sorted(each.name for each in saved.glob("*_partial")) == ["one_partial", "three_partial", "two_partial"]
+
+
+# --- checksums --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_used(name: str, saved: Path) -> None:
+    flip_inside(saved / "two_partial" / name)
+    with pytest.warns(UserWarning, match=rf"`one_partial` in .* is used .*; `two_partial`: .*{name}") as warned:
+        assert resume_from_checkpoint(saved)["step"] == 1
+    assert warned[0].filename == __file__
+    found = state_of_model()
+    resume_from_checkpoint(saved, "one")
+    assert all(map(torch.equal, found, state_of_model()))
+
+
+def test_a_file_of_zeros_of_the_right_size_is_damage(saved: Path) -> None:
+    path = saved / "two_partial" / "model_0_0.pt"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.warns(UserWarning, match=r"`two_partial`: rank 0: .*model_0_0\.pt"):
+        assert resume_from_checkpoint(saved)["step"] == 1
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(saved: Path) -> None:
+    flip_inside(saved / "two_partial" / "optimizer_0_0.pt")
+    with pytest.raises(CheckpointError, match=r"`two_partial` in .* was not loaded; rank 0: .* has the CRC-32"):
+        resume_from_checkpoint(saved, "two")
+    assert resume_from_checkpoint(saved, "two", load_optimizer=False)["step"] == 2  # does not read that file
+
+
+def test_checksums_can_be_left_out(saved: Path) -> None:
+    resume_from_checkpoint(saved)
+    intact = state_of_model()
+    flip_inside(saved / "two_partial" / "model_0_0.pt")
+    assert resume_from_checkpoint(saved, verify_checksums=False)["step"] == 2
+    assert not all(map(torch.equal, intact, state_of_model()))
+
+
+def test_a_checkpoint_of_before_checksums_is_read_and_its_files_are_still_compared(saved: Path) -> None:
+    without_checksums(saved / "two_partial")
+    assert resume_from_checkpoint(saved)["step"] == 2
+    flip_inside(saved / "two_partial" / "model_0_0.pt")
+    with pytest.warns(UserWarning, match="`two_partial`: rank 0: .* has the CRC-32"):
+        assert resume_from_checkpoint(saved)["step"] == 1
+
+
+def test_no_flipped_bit_changes_what_is_loaded(saved: Path) -> None:
+    expected = {}
+    for step, tag in ((1, "one"), (2, "two")):
+        resume_from_checkpoint(saved, tag)
+        expected[step] = state_of_model()
+    chance = random.Random(11)
+    for _ in range(120):
+        path = saved / "two_partial" / chance.choice(FILES)
+        data = path.read_bytes()
+        at, bit = chance.randrange(len(data)), chance.randrange(8)
+        flip(path, at, bit)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step = resume_from_checkpoint(saved)["step"]
+        assert all(map(torch.equal, expected[step], state_of_model())), (path.name, at, bit)
+        path.write_bytes(data)
+
+
+def test_a_full_checkpoint_carries_checksums_too(saved: Path) -> None:
+    save_checkpoint(saved, "whole", partial=False)
+    with zipfile.ZipFile(saved / "whole") as archive:
+        assert archive.testzip() is None
+        assert all(info.CRC for info in archive.infolist())
+    flip_inside(saved / "whole")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* `whole`: rank 0: .* has the CRC-32"):
+        resume_from_checkpoint(saved, partial=False)
+    resume_from_checkpoint(saved, partial=False, verify_checksums=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_loader_is_told_of_a_flipped_bit(saved: Path) -> None:
+    from torch.distributed.checkpoint import state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    flip_inside(saved / "two_partial" / "model_0_0.pt")
+    plain = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2))
+    for verify in (True, False):
+        reader = smp.CheckpointReader(saved / "two_partial", verify_checksums=verify)
+        with pytest.raises(CheckpointException, match="CRC-32") if verify else contextlib.nullcontext():
+            dcp.load({"model": plain.state_dict()}, storage_reader=reader)
+
+
+def test_ranks_divide_the_files_among_them() -> None:
+    members = [integrity.Member(Path("x"), str(size), 0, size, 1) for size in (1, 50, 3, 50, 7, 40, 9)]
+    shares = [integrity.share_of(members, position, 3) for position in range(3)]
+    assert sorted(each.name for share in shares for each in share) == sorted(each.name for each in members)
+    assert max(sum(each.size for each in share) for share in shares) < 60
+
+
+def damage_on_one_host(path: Path) -> tuple[Any, list[str]]:
+    smp.init({"ddp": True})
+    model, optimizer = make()
+    own = path / f"host_{smp.rank() // smp.local_size()}"
+    for step, tag in enumerate(("one", "two", "three"), 1):
+        train(model, optimizer)
+        save_checkpoint(own, tag, user_content={"step": step})
+    if smp.rank() == 3:
+        flip_inside(own / "three_partial" / "model_0_0.pt")
+        os.truncate(own / "two_partial" / "optimizer_0_0.pt", 7)
+    smp.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        content = resume_from_checkpoint(own)
+    return content, [str(each.message) for each in caught if "is used" in str(each.message)]
+
+
+def test_all_ranks_choose_the_newest_checkpoint_that_is_intact_on_all(tmp_path: Path) -> None:
+    results = run_ranks(damage_on_one_host, 4, tmp_path, hosts=2, timeout=120)
+    assert [content for content, _ in results] == [{"step": 1}] * 4
+    assert [len(warned) for _, warned in results] == [1, 0, 0, 0]
+    assert "`three_partial`: rank " in results[0][1][0]
+    assert "has the CRC-32" in results[0][1][0]
+
+
+# --- forged checkpoints -----------------------------------------------------------------------------------------------
+
+
+def test_an_index_names_no_file_outside_its_folder(saved: Path) -> None:
+    outside = saved / "outside.pt"
+    shutil.copy(saved / "two_partial" / "model_0_0.pt", outside)
+    index = json.loads((saved / "two_partial" / "index.json").read_text())
+    for field in ("files", "elsewhere", "checksums"):
+        for name in ("../outside.pt", str(outside), "..", "a/b"):
+            edit_index(saved / "two_partial", **{field: {**index[field], name: outside.stat().st_size}})
+            with pytest.raises(CheckpointError, match=r"index\.json is damaged: `.*` is not a file in this folder"):
+                resume_from_checkpoint(saved, "two")
+        edit_index(saved / "two_partial", **{field: index[field]})
+
+
+@pytest.mark.parametrize("name", ["newest", "index.json", "pieces.json", "model_0_0.pt"])
+def test_a_pipe_is_no_file(name: str, saved: Path) -> None:
+    path = saved / name if name == "newest" else saved / "two_partial" / name
+    path.unlink()
+    os.mkfifo(path)
+    with deadline(), pytest.warns(UserWarning, match="(a pipe|instead of)"):
+        resume_from_checkpoint(saved)
+    if name != "newest":
+        edit_index(saved / "one_partial")
+    with deadline(), pytest.raises(CheckpointError):
+        smp.load(path, partial=False)
+
+
+def test_a_tensor_is_not_larger_than_its_file(saved: Path) -> None:
+    path = saved / "two_partial" / "pieces.json"
+    pieces = json.loads(path.read_text())
+    name = "optim.state.0.weight.exp_avg"
+    file, key, *_ = pieces[name]["pieces"][0]
+    huge = [1 << 20, 1 << 20]
+    for shape, sizes in ((huge, huge), (huge, [40, 6]), ([-1, -1], [40, 6]), ([40, 6], [-40, -6])):
+        spec = {**pieces[name], "shape": shape, "pieces": [[file, key, [0, 0], sizes, [0, 0]]]}
+        path.write_text(json.dumps({**pieces, name: spec}))
+        sizes_of = json.loads((saved / "two_partial" / "index.json").read_text())["files"]
+        edit_index(saved / "two_partial", files={**sizes_of, "pieces.json": path.stat().st_size}, checksums={})
+        with pytest.raises(CheckpointError, match=r"pieces\.json is damaged: .*elements"):
+            resume_from_checkpoint(saved, "two")
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(1 << 22)}, tmp_path / "plain")
+    with (
+        zipfile.ZipFile(tmp_path / "plain") as plain,
+        zipfile.ZipFile(tmp_path / "packed", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for info in plain.infolist():
+            packed.writestr(info.filename, plain.read(info))
+    assert (tmp_path / "packed").stat().st_size < 1 << 17
+    with pytest.raises(CheckpointError, match="compressed member") as caught:
+        smp.load(tmp_path / "packed", partial=False)
+    assert caught.value.hint is not None
+    assert smp.load(tmp_path / "plain", partial=False)["weight"].numel() == 1 << 22
+
+
+def test_members_that_claim_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(1 << 12)}, tmp_path / "plain")
+    data = (tmp_path / "plain").read_bytes()
+    with zipfile.ZipFile(tmp_path / "plain") as archive:
+        start, end = archive.start_dir, data.rindex(b"PK\5\6")
+        entries, count = data[start:end], len(archive.infolist())
+    end_record = bytearray(data[end : end + 22])
+    for at, value, width in ((8, 3 * count, 2), (10, 3 * count, 2), (12, 3 * len(entries), 4)):
+        end_record[at : at + width] = value.to_bytes(width, "little")
+    end_record[16:20] = start.to_bytes(4, "little")
+    (tmp_path / "forged").write_bytes(data[:start] + 3 * entries + end_record)
+    with pytest.raises(CheckpointError, match=r"is damaged: .* is not where the archive's directory says"):
+        smp.load(tmp_path / "forged", partial=False)

@@ -1,0 +1,136 @@
+"""What a pipeline keeps stays bounded however shapes vary, and what it cannot do is said."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.errors import UnsupportedError
+from smpkit.torch.core import tensor_spec
+from smpkit.torch.core.runtime import state
+from smpkit.torch.pipeline import executor as executor_module
+from smpkit.torch.pipeline import message_order, microbatch
+from tests.ranks import run_ranks
+
+
+@smp.step
+def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().sum()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def masked_step(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x)[mask].square().sum()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def asking_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().sum()
+    loss.item()
+    model.backward(loss)
+    return loss
+
+
+def begin() -> Any:
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "auto_partition": False, "default_partition": 0})
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    smp.set_partition(module[1], 1)
+    return smp.DistributedModel(module)
+
+
+def table_sizes() -> tuple[int, int, int]:
+    assert state.model is not None
+    assert state.model.pipeline is not None
+    engine: Any = state.model.pipeline._executor
+    specs = sum(len(known.output_specs) for known in engine._kinds.values())
+    return len(engine._kinds), specs, len(tensor_spec._INTERNED)
+
+
+def many_lengths(count: int, kinds: int) -> tuple[list[tuple[int, int, int]], float]:
+    executor_module.MAX_KINDS = kinds  # type: ignore[misc]  # Final for readers; smaller, so that steps are few
+    tensor_spec.MAX_INTERNED = 32  # type: ignore[misc]
+    model = begin()
+    sizes = []
+    for length in range(1, count + 1):
+        loss = train_step(model, torch.ones(length, 2)).reduce_mean()
+        if length % (count // 4) == 0:
+            sizes.append(table_sizes())
+    known = train_step(model, torch.ones(1, 2)).reduce_mean()  # forgotten meanwhile, on all ranks
+    assert torch.isfinite(known)
+    return sizes, float(loss)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.full)])
+def test_many_lengths_leave_tables_of_one_size(count: int) -> None:
+    results = run_ranks(many_lengths, 2, count, 8, timeout=300)
+    assert results[0][0] == results[1][0]
+    assert results[0][1] == results[1][1]
+    sizes = results[0][0]
+    assert sizes[1] == sizes[-1]
+    assert sizes[-1][0] == 8
+    assert sizes[-1][2] <= 32
+
+
+def many_masks() -> tuple[list[int], list[float], list[float]]:
+    executor_module.MAX_OUTPUT_SPECS = 12  # type: ignore[misc]
+    model = begin()
+    counts, losses, expected = [], [], []
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for step in range(40):
+        x, mask = torch.arange(80.0).view(40, 2) / 40, torch.arange(40) < step + 1
+        losses.append(float(masked_step(model, x, mask).reduce_mean()))
+        counts.append(table_sizes()[1])
+        plain.load_state_dict(model.state_dict())
+        expected.append(float(plain(x)[mask].square().sum()))
+    return counts, losses, expected
+
+
+def test_a_mask_of_another_count_in_each_step_leaves_the_table_bounded_and_the_loss_right() -> None:
+    for counts, losses, expected in run_ranks(many_masks, 2, timeout=120):
+        assert max(counts) < 12 + 12
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def too_many_transfers() -> str:
+    microbatch.MAX_TRANSFERS = 1  # type: ignore[attr-defined]
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True, "auto_partition": False, "default_partition": 0})
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    smp.set_partition(module[1], 1)
+    with pytest.raises(UnsupportedError) as caught:
+        train_step(smp.DistributedModel(module), torch.ones(2, 2))
+    smp.barrier()  # or the other rank hears of this one's end first
+    return str(caught.value)
+
+
+def test_too_many_values_between_ranks_are_an_error_with_a_way_out() -> None:
+    for message in run_ranks(too_many_transfers, 2):
+        assert "one microbatch sends more than 1 values between pipeline ranks, the last for `2`" in message
+        assert "hint: put a loop" in message
+    assert 2 * message_order.DIVERGED == message_order.TRANSFERS_PER_MICROBATCH
+    assert message_order.MAX_TRANSFERS - 1 + message_order.DIVERGED < message_order.TRANSFERS_PER_MICROBATCH - 1
+
+
+def asks_in_each_step() -> list[tuple[str, str]]:
+    model = begin()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            asking_step(model, torch.ones(2, 2))
+    return [(str(each.message), each.filename) for each in caught if "asks for the value" in str(each.message)]
+
+
+def test_values_that_python_needs_in_each_step_are_reported_once_at_the_line_of_the_script() -> None:
+    warned, others = run_ranks(asks_in_each_step, 2)
+    assert others == []
+    assert [name for _, name in warned] == [__file__]
+    assert "`item` asks for the value of a tensor in each step (3 times in 3 steps so far)" in warned[0][0]
