@@ -112,8 +112,17 @@ def checked() -> Iterator[None]:
         return
     policy, _, seed = os.environ[TESTS_ON_SIM].partition(":")
     gpu()
-    with simulated_device.no_races(policy, int(seed or 0)):
+    simulated_device.races()
+    simulated_device.set_policy(policy, int(seed or 0))
+    try:
         yield
+    except Exception as error:
+        if (found := simulated_device.races()) and hasattr(error, "add_note"):
+            error.add_note(str(simulated_device.RaceFound(found)))
+        raise
+    # Without waiting for the device: where another rank has failed, this one's messages never arrive.
+    if found := simulated_device.races():
+        raise simulated_device.RaceFound(found)
 
 
 # --- streams and time -------------------------------------------------------------------------------------------------

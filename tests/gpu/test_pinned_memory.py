@@ -119,7 +119,7 @@ def test_a_forward_returns_while_the_device_is_busy(training: bool) -> None:
 
 def test_an_update_leaves_the_forward_before_it_alone() -> None:
     model = OffloadModel(network(), gpu(), num_slices=4)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=10.0)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     x = torch.randn(64, _WIDTH, device=gpu())
     for _ in range(3):
         with torch.no_grad():
