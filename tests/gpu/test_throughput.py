@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
 from tests.gpu.device import gpu, in_device_time, new_event, new_stream, on_stream, scaled, synchronize
 
-_WIDTH, _LAYERS, _TOKENS = scaled(2048), 16, scaled(16384)
+_WIDTH, _LAYERS, _TOKENS = 2048, 16, 16384
 
 Note = Callable[[str, Any], None]
 
@@ -37,7 +38,7 @@ def seconds_of(step: Callable[[], object], warm_up: int = 2, steps: int = 5) -> 
     return sorted(times[warm_up:])[steps // 2]
 
 
-@in_device_time()
+@pytest.mark.real_gpu("compares with the time that the optimizer takes on a real host")
 def test_throughput_beside_the_plain_model(record_property: Note) -> None:
     plain = layers().to(torch.bfloat16)
     x = torch.randn(_TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
@@ -87,8 +88,9 @@ def gigabytes_per_second(copy_once: Callable[[], object], num_bytes: int, times:
 @in_device_time()
 def test_small_copies_behind_large_ones(record_property: Note) -> None:
     """Copy engines do not preempt: how long 4 MiB wait behind 1 GiB of the same direction, whole and in chunks."""
-    large = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    small = torch.empty(4 << 20, dtype=torch.uint8, pin_memory=True)
+    most = scaled(1 << 30, to=16)
+    large = torch.empty(most, dtype=torch.uint8, pin_memory=True)
+    small = torch.empty(scaled(4 << 20, to=16), dtype=torch.uint8, pin_memory=True)
     there, little = torch.empty_like(large, device=gpu()), torch.empty_like(small, device=gpu())
     lanes = [new_stream(), new_stream()]
 
@@ -105,17 +107,17 @@ def test_small_copies_behind_large_ones(record_property: Note) -> None:
         synchronize()
         return float(first.elapsed_time(last))
 
-    for name, chunk in (("whole", 1 << 30), ("64 MiB", 64 << 20), ("32 MiB", 32 << 20)):
+    for name, chunk in (("whole", most), ("64 MiB", most // 16), ("32 MiB", most // 32)):
         record_property(f"ms for 4 MiB behind 1 GiB, {name}", min(waited(chunk) for _ in range(5)))
-    record_property("GB/s in", gigabytes_per_second(lambda: there.copy_(large, non_blocking=True), 1 << 30))
-    record_property("GB/s out", gigabytes_per_second(lambda: large.copy_(there, non_blocking=True), 1 << 30))
+    record_property("GB/s in", gigabytes_per_second(lambda: there.copy_(large, non_blocking=True), most))
+    record_property("GB/s out", gigabytes_per_second(lambda: large.copy_(there, non_blocking=True), most))
 
 
 @in_device_time()
 def test_pinned_memory_is_as_fast_as_torchs(record_property: Note) -> None:
     from smpkit.torch.offload.accelerator import pinned_memory
 
-    num_bytes = 1 << 30
+    num_bytes = scaled(1 << 30, to=16)
     start = time.perf_counter()
     ours, release = pinned_memory(gpu(), num_bytes)
     record_property("seconds to pin 1 GiB", time.perf_counter() - start)

@@ -63,7 +63,7 @@ def train_plain_style(accumulation: int, overlap: bool) -> Trace:
         for turn in range(accumulation):
             tokens, targets = batch(step * accumulation + turn)
             mine = slice(smp.dp_rank(), None, smp.dp_size())
-            loss = loss_of(model, tokens[mine], targets[mine])
+            loss = loss_of(model, tokens[mine], targets[mine].to(smp.state.device))  # only a step moves them
             (loss / accumulation).backward()
             losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
         optimizer.step()
