@@ -63,7 +63,8 @@ def train_plain_style(accumulation: int, overlap: bool) -> Trace:
         for turn in range(accumulation):
             tokens, targets = batch(step * accumulation + turn)
             mine = slice(smp.dp_rank(), None, smp.dp_size())
-            loss = loss_of(model, tokens[mine], targets[mine].to(smp.state.device))  # only a step moves them
+            here = [each[mine].to(smp.state.device) for each in (tokens, targets)]  # only a step moves them by itself
+            loss = loss_of(model, *here)
             (loss / accumulation).backward()
             losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
         optimizer.step()

@@ -125,8 +125,10 @@ struct Call {
       made = {meta_of(), seen_by_cpu(t)};
       uses.push_back(use_of(t, writes));
     } else {
-      TORCH_CHECK(!t.dim() || t.device().type() != c10::kCPU || op.schema().operator_name().name.rfind("aten::index", 0) == 0 ||
-                      op.schema().operator_name().name.rfind("aten::_index", 0) == 0,
+      // As on CUDA: `x[indices]` takes indices of the host, `index_select` and the others do not.
+      static const std::set<std::string> take_host_indices{"aten::index", "aten::index_put", "aten::index_put_",
+                                                           "aten::_index_put_impl_"};
+      TORCH_CHECK(!t.dim() || t.device().type() != c10::kCPU || take_host_indices.count(op.schema().operator_name().name),
                   op.schema().operator_name().name, ": Expected all tensors to be on the same device, but found sim and cpu");
       // Of the host: its value now. A meta kernel in Python may give its copy a PyObject; what is queued must have none.
       auto value = [&] {
