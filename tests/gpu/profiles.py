@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.activation_offload.idle import length, union
+from smpkit.testing import simulated_device
+from tests.gpu.device import IS_SIMULATED, synchronize
 
 __all__ = ["Overlap", "overlap_in", "overlap_of"]
 
@@ -42,14 +43,28 @@ class Overlap:
 
 def overlap_of(work: Callable[[], object]) -> Overlap:
     """Profile a piece of work until the device is idle."""
-    torch.cuda.synchronize()
+    synchronize()
+    if IS_SIMULATED:
+        return overlap_in(_simulated_events(work))
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         work()
-        torch.cuda.synchronize()
+        synchronize()
     events = profiler.events()
     assert events is not None
     there = [each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
     return overlap_in([(each.name, each.time_range.start, each.time_range.end) for each in there])
+
+
+def _simulated_events(work: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Return what the simulated device does, named as the profiler names it."""
+    names = {"copy to the host": "Memcpy DtoH", "copy to the device": "Memcpy HtoD"}
+    simulated_device.configure(traced=True)
+    simulated_device.timeline()
+    work()
+    synchronize()
+    found = simulated_device.timeline()
+    simulated_device.configure()
+    return [(names.get(each.what, each.what), each.begin * 1e6, each.end * 1e6) for each in found]
 
 
 def overlap_in(events: Sequence[tuple[str, float, float]]) -> Overlap:

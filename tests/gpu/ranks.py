@@ -1,25 +1,43 @@
-"""Ranks that share the GPU: processes of their own, gloo between them, or a NCCL that allows it."""
+"""Ranks that share the GPU: processes of their own, gloo between them, or a NCCL that allows it.
+
+On the simulated device each has a device of its own, and the process group for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.on_gpu.parts import NCCL
+from tests.gpu.device import IS_SIMULATED, checked, gpu, synchronize
 from tests.ranks import run_ranks
 
 __all__ = ["run_on_gpu"]
 
 
-def run_on_gpu(function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = 120) -> list[Any]:
+def run_on_gpu(
+    function: Callable[..., Any],
+    *args: Any,
+    size: int = 2,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
     """Call `function(*args)` on ranks and return their results, tensors on the host; see `tests.ranks.run_ranks`."""
-    env = {"SMPKIT_SHARED_GPU_NCCL": "1"} if os.environ.get(NCCL) == "1" else {}
-    return run_ranks(_with_gpu, size, function, args, timeout=timeout, env=env)
+    shared = {"SMPKIT_SHARED_GPU_NCCL": "1"} if os.environ.get(NCCL) == "1" else {}
+    return run_ranks(_with_gpu, size, function, args, timeout=timeout, env={**shared, **(env or {})})
 
 
 def _with_gpu(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    assert torch.cuda.is_available(), "this rank sees no GPU"
-    return function(*args)
+    with checked():
+        assert torch.get_device_module(gpu()).is_available(), "this rank sees no GPU"
+        found = function(*args)
+        if IS_SIMULATED:
+            # What others still receive must have left before this rank ends; where one has failed, nothing arrives.
+            with contextlib.suppress(dist.DistBackendError):
+                synchronize()
+        return found

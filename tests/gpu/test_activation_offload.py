@@ -12,22 +12,23 @@ from benchmarks.activation_offload.stage import run_stage
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload import activations
 from smpkit.torch.offload.engine import make_engine
+from tests.gpu.device import allocated_bytes, gpu, in_device_time, peak_bytes, reset_peak, scaled, synchronize
 
-_WIDTH, _TOKENS, _LAYERS = 1024, 2048, 8
+_WIDTH, _TOKENS, _LAYERS = scaled(1024), scaled(2048), 8
 _BOUNDARY = 2 * _WIDTH * _TOKENS
 
 
 @pytest.fixture
 def model() -> Decoder:
     torch.manual_seed(0)
-    made = Decoder(_WIDTH, 16, _LAYERS).to("cuda", torch.bfloat16)
+    made = Decoder(_WIDTH, 16, _LAYERS).to(gpu(), torch.bfloat16)
     made.is_checkpointed = True
     return made
 
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    return torch.randn(1, _TOKENS, _WIDTH, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
 
 
 def test_gradients_are_the_same_bits(model: Decoder, x: torch.Tensor) -> None:
@@ -41,13 +42,14 @@ def test_gradients_are_the_same_bits(model: Decoder, x: torch.Tensor) -> None:
     offload.close()
 
 
+@in_device_time()
 def test_boundaries_are_not_on_the_device_after_forward(model: Decoder, x: torch.Tensor) -> None:
     def held(offload: contextlib.AbstractContextManager[object]) -> int:
-        before = torch.cuda.memory_allocated()
+        before = allocated_bytes()
         with offload:
             y = model(x)
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated() - before
+        synchronize()
+        held = allocated_bytes() - before
         y.float().square().mean().backward()
         model.zero_grad(set_to_none=True)
         return held
@@ -62,22 +64,24 @@ def test_boundaries_are_not_on_the_device_after_forward(model: Decoder, x: torch
 
 
 @pytest.mark.parametrize("horizon", [1, 4, None])
+@in_device_time()
 def test_a_stage_of_a_pipeline_needs_less_memory(horizon: int | None) -> None:
     torch.manual_seed(0)
-    layers = [Block(_WIDTH, 16).to("cuda", torch.bfloat16) for _ in range(4)]
+    layers = [Block(_WIDTH, 16).to(gpu(), torch.bfloat16) for _ in range(4)]
     actions = one_f_one_b(4, 8).actions[0]
-    engine = make_engine(torch.device("cuda"), horizon=horizon, min_bytes=0)
+    engine = make_engine(gpu(), horizon=horizon, min_bytes=0)
 
     def make_input() -> torch.Tensor:
-        return torch.ones(1, _TOKENS, _WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return torch.ones(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16, requires_grad=True)
 
     def step(*, offloads: bool) -> tuple[int, list[torch.Tensor]]:
         for layer in layers:
             layer.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         run_stage(actions, layers, make_input, engine if offloads else None)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(), [each for layer in layers for each in gradients_of(layer)]
+        synchronize()
+        # Copies on the host: on the device they would count in the next step's peak.
+        return peak_bytes(), [each.cpu() for layer in layers for each in gradients_of(layer)]
 
     plain_peak, expected = step(offloads=False)
     for _ in range(3):

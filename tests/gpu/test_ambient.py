@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload import activations
+from tests.gpu.device import current_stream, default_stream, gpu, new_stream, on_stream, sleep, synchronize
 from tests.gpu.ranks import run_on_gpu
 
-_GPU = torch.device("cuda")
 _CYCLES = 400_000_000
 """Of the GPU's clock: a fifth of a second."""
 _WIDTH = 256
@@ -67,7 +67,7 @@ def weights_of_a_pipeline(default: str | None, options: dict[str, Any]) -> dict[
     ids=["", "virtual stages", "zero bubble", "offload", "bf16"],
 )
 def test_the_gpu_as_default_device_changes_nothing(options: dict[str, Any]) -> None:
-    ours = run_on_gpu(weights_of_a_pipeline, "cuda", options)
+    ours = run_on_gpu(weights_of_a_pipeline, gpu().type, options)
     for found, expected in zip(ours, run_on_gpu(weights_of_a_pipeline, None, options), strict=True):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -75,11 +75,11 @@ def test_the_gpu_as_default_device_changes_nothing(options: dict[str, Any]) -> N
 
 
 def test_offloading_works_where_the_gpu_is_the_default_device() -> None:
-    plain, x = layers(), batch(0).to(_GPU)
-    with _GPU:
-        model = OffloadModel(copy.deepcopy(plain), _GPU, num_slices=4)
+    plain, x = layers(), batch(0).to(gpu())
+    with gpu():
+        model = OffloadModel(copy.deepcopy(plain), gpu(), num_slices=4)
         optimizer = OffloadOptimizer(model, lr=1e-2, max_grad_norm=1.0)
-        offloaded = copy.deepcopy(plain).to(_GPU)
+        offloaded = copy.deepcopy(plain).to(gpu())
         offload = activations(offloaded, min_bytes=0)
         for _ in range(2):
             loss = model(x).square().mean()
@@ -100,18 +100,18 @@ def test_offloading_works_where_the_gpu_is_the_default_device() -> None:
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 def test_an_offloaded_model_has_taken_what_the_caller_overwrites(checkpoint: bool) -> None:
     """The GPU is behind when the model is called, and the input is another batch's by the time it gets there."""
-    model = OffloadModel(layers(), _GPU, num_slices=4, checkpoint_activation=checkpoint)
+    model = OffloadModel(layers(), gpu(), num_slices=4, checkpoint_activation=checkpoint)
 
     def passed(x: Tensor, other: Tensor, *, refills: bool) -> list[Tensor]:
         """Return the output without gradients, that of training, and gradients."""
         model.zero_grad()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_CYCLES)
+        synchronize()
+        sleep(_CYCLES)
         with torch.no_grad():
             plain = model(x)
         if refills:
             x.fill_(float("nan"))
-        torch.cuda._sleep(_CYCLES)
+        sleep(_CYCLES)
         y = model(other)
         y.square().mean().backward()
         if refills:  # not before: backward reads it again, and says so if it has changed
@@ -130,7 +130,7 @@ def losses_of_refilled_memory(degree: int) -> list[list[float]]:
     x, outputs = torch.empty(16, _WIDTH, pin_memory=True), []
     for step in range(3):
         x.copy_(batch(step))
-        torch.cuda._sleep(_CYCLES)
+        sleep(_CYCLES)
         outputs.append(train_step(model, x))
         x.fill_(float("nan"))
     found = [output.reduce_mean().item() for output in outputs]
@@ -151,16 +151,16 @@ def gradients_on(side: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Run steps under a stream of the script's own, or not; the stream is behind when the step is called."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True, **options})
     model = smp.DistributedModel(layers())
-    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    stream = new_stream() if side else current_stream()
     losses = []
     for step in range(4):
         model.zero_grad()
-        stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(_CYCLES // 4)
-            x = batch(step).to(_GPU, non_blocking=True) * 1
+        stream.wait_stream(default_stream())
+        with on_stream(stream):
+            sleep(_CYCLES // 4)
+            x = batch(step).to(gpu(), non_blocking=True) * 1
             loss = train_step(model, x).reduce_mean()
-        torch.cuda.default_stream().wait_stream(stream)
+        default_stream().wait_stream(stream)
         losses.append(loss.item())
     held = {name: each.grad.clone() for name, each in model.local_named_parameters() if each.grad is not None}
     smp.shutdown()

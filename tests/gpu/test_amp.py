@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
+from tests.gpu.device import gpu
 from tests.gpu.ranks import run_on_gpu
 from tests.torch.test_amp import INIT, batch, build, overflow_on_the_last_rank, spoil, spoils
 
-_GPU = torch.device("cuda")
 _SCALES = [INIT, INIT / 2, INIT / 4, INIT / 4, INIT / 2, INIT / 2]
 
 
 def train_plainly(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
-    model = build().to(_GPU)
+    model = build().to(gpu())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=INIT, growth_interval=2)
+    scaler = torch.amp.GradScaler(gpu().type, init_scale=INIT, growth_interval=2)
     scales = []
     for step in range(6):
         optimizer.zero_grad()
         spoil(model, spoils(step))
-        for part in batch(step).to(_GPU).chunk(2):
-            with torch.autocast("cuda", dtype):
+        for part in batch(step).to(gpu()).chunk(2):
+            with torch.autocast(gpu().type, dtype):
                 loss = model(part).float().square().mean()
             (scaler.scale(loss) / 2).backward()
         scaler.step(optimizer)
@@ -38,7 +38,7 @@ def train_plainly(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
 
 @smp.step
 def train_step(model: Any, inputs: Tensor, scaler: Any, dtype: torch.dtype) -> Tensor:
-    with torch.autocast("cuda", dtype):
+    with torch.autocast(gpu().type, dtype):
         loss = model(inputs).float().square().mean()
     model.backward(scaler.scale(loss))
     return loss
@@ -132,14 +132,14 @@ def test_masters_learn_what_float32_learns(degree: int, half: str) -> None:
 
 
 def test_an_offload_optimizer_skips_what_overflows_and_goes_on() -> None:
-    model = OffloadModel(net(), _GPU, num_slices=3)
+    model = OffloadModel(net(), gpu(), num_slices=3)
     optimizer = OffloadOptimizer(model, lr=1e-2)
-    scaler = smp.amp.GradScaler(2.0**24, growth_interval=100, device="cuda")
-    x = torch.randn(32, 64, device=_GPU, generator=torch.Generator(_GPU).manual_seed(1))
+    scaler = smp.amp.GradScaler(2.0**24, growth_interval=100, device=gpu().type)
+    x = torch.randn(32, 64, device=gpu(), generator=torch.Generator(gpu()).manual_seed(1))
     losses = []
     for _ in range(30):
         optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
+        with torch.autocast(gpu().type, torch.float16):
             loss = (model(x).float() - x[:, :1].sin()).square().mean()
         scaler.scale(loss).backward()
         scale, before = scaler.get_scale(), [each.detach().clone() for each in model.parameters()]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload import activations
+from tests.gpu.device import cannot_be_used, gpu
 
 _WIDTH, _BATCH = 256, 64
 
@@ -31,7 +32,7 @@ class Rows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         assert os.getpid() != self.owner
-        assert not torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
+        assert cannot_be_used()
         return torch.randn(_WIDTH, generator=torch.Generator().manual_seed(index))
 
 
@@ -45,7 +46,7 @@ def loader(**options: Any) -> DataLoader[Tensor]:
 
 
 def offloaded_activations() -> tuple[Callable[[Tensor], list[Tensor]], Callable[[], object]]:
-    model = layers().cuda()
+    model = layers().to(gpu())
     offload = activations(model, min_bytes=0)
 
     def step(x: Tensor) -> list[Tensor]:
@@ -59,7 +60,7 @@ def offloaded_activations() -> tuple[Callable[[Tensor], list[Tensor]], Callable[
 
 
 def offloaded_model() -> tuple[Callable[[Tensor], list[Tensor]], Callable[[], object]]:
-    model = OffloadModel(layers(), "cuda", num_slices=2, checkpoint_activation=True)
+    model = OffloadModel(layers(), gpu(), num_slices=2, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, lr=0.0, overlap="forward")
 
     def step(x: Tensor) -> list[Tensor]:
@@ -75,10 +76,10 @@ def offloaded_model() -> tuple[Callable[[Tensor], list[Tensor]], Callable[[], ob
 def test_loaders_fork_in_the_middle_of_training(make: Any) -> None:
     step, end = make()
     batches = [torch.stack([row(index) for index in range(n * _BATCH, (n + 1) * _BATCH)]) for n in range(8)]
-    expected = [step(x.cuda()) for x in batches]
+    expected = [step(x.to(gpu())) for x in batches]
     for _ in range(2):  # the second time the parent has pinned more
         for x, wanted in zip(loader(pin_memory=True), expected, strict=True):
-            assert all(map(torch.equal, step(x.cuda(non_blocking=True)), wanted))
+            assert all(map(torch.equal, step(x.to(gpu(), non_blocking=True)), wanted))
     end()
 
 
@@ -88,7 +89,7 @@ def row(index: int) -> Tensor:
 
 def test_a_child_that_exits_leaves_the_parents_pinned_memory_pinned() -> None:
     step, end = offloaded_activations()
-    x = torch.ones(_BATCH, _WIDTH, device="cuda")
+    x = torch.ones(_BATCH, _WIDTH, device=gpu())
     expected = step(x)
     child = os.fork()
     if child == 0:

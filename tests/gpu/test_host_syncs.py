@@ -1,14 +1,7 @@
-"""No step makes the host wait for the GPU where nothing needs it; `torch.cuda.set_sync_debug_mode` tells where it does.
-
-It finds reads of values, copies from and to memory that is not pinned, and waits for streams; not waits for events.
-"""
+"""No step makes the host wait for the GPU where nothing needs it."""
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,30 +9,29 @@ import torch
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
-from tests.ranks import run_ranks
+from tests.gpu.device import (
+    IS_SIMULATED,
+    current_stream,
+    gpu,
+    new_stream,
+    on_stream,
+    sleep,
+    synchronize,
+    waiting_is_an_error,
+    waits_of,
+)
+from tests.gpu.ranks import run_on_gpu
 from tests.torch.small_steps import KINDS, Block, batch, begin
 
 _WARM = 8  # steps, in which memory is pinned, kernels are loaded and schedules are tried
 
 
-@contextlib.contextmanager
-def sync_debug_mode(mode: str) -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says once that not all waits are found
-        torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def strict_step(name: str, on_host: bool) -> bool:
     with begin(KINDS[name]) as trained:
         for number in range(_WARM):
-            trained.step(batch(number).to("cpu" if on_host else "cuda"))
-        x = batch(_WARM).to("cpu" if on_host else "cuda")
-        with sync_debug_mode("error"):
+            trained.step(batch(number).to("cpu" if on_host else gpu()))
+        x = batch(_WARM).to("cpu" if on_host else gpu())
+        with waiting_is_an_error():
             loss = trained.step(x)
         return bool(loss.isfinite())
 
@@ -47,7 +39,7 @@ def strict_step(name: str, on_host: bool) -> bool:
 @pytest.mark.parametrize("on_host", [False, True], ids=["batch on the GPU", "batch on the host"])
 @pytest.mark.parametrize("name", ["plain", "activations offloaded"])
 def test_a_step_never_waits(name: str, on_host: bool) -> None:
-    assert run_ranks(strict_step, 1, name, on_host, timeout=170) == [True]
+    assert run_on_gpu(strict_step, name, on_host, size=1, timeout=170) == [True]
 
 
 def places_of_syncs(name: str) -> list[str]:
@@ -56,43 +48,42 @@ def places_of_syncs(name: str) -> list[str]:
     Not what gloo does in its own threads with tensors of a GPU that ranks share.
     """
     product = Path(smp.__file__).parent
-    found: list[str] = []
 
-    def note(message: object, category: object, *_: object, **__: object) -> None:
-        frames = [each for each in traceback.extract_stack() if Path(each.filename).is_relative_to(product)]
-        found.append(f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else str(message))
+    def place(frames: list[tuple[str, str]], what: str) -> str:
+        ours = [f"{Path(file).stem}.{function}" for file, function in frames if Path(file).is_relative_to(product)]
+        return ours[0] if ours else what
 
     with begin(KINDS[name]) as trained:
         for number in range(_WARM):
-            trained.step(batch(number).cuda())
-        x = batch(_WARM).cuda()
-        with sync_debug_mode("warn"), warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = note
-            trained.step(x)
+            trained.step(batch(number).to(gpu()))
+        x = batch(_WARM).to(gpu())
+        found = waits_of(lambda: trained.step(x), place)
     return sorted(set(found))
 
 
 @pytest.mark.parametrize("name", ["data", "tensor", "data, sharded state"])
 def test_parallel_steps_never_wait(name: str) -> None:
-    assert run_ranks(places_of_syncs, 2, name, timeout=170) == [[], []]
+    assert run_on_gpu(places_of_syncs, name, timeout=170) == [[], []]
 
 
 @pytest.mark.parametrize("name", ["pipeline", "interleaved"])
 def test_a_pipelined_step_waits_only_where_values_go_through_the_hosts(name: str) -> None:
-    """Two ranks on one GPU have no lanes: each value is copied to the host before it is sent."""
-    for places in run_ranks(places_of_syncs, 2, name, timeout=170):
-        assert places
+    """Two ranks on one GPU have no lanes: each value is copied to the host before it is sent.
+
+    Simulated ranks have a device each, and lanes.
+    """
+    for places in run_on_gpu(places_of_syncs, name, timeout=170):
+        assert bool(places) != IS_SIMULATED, places
         assert all(place.startswith("transport.") for place in places), places
 
 
 def test_fp16_reads_once_whether_a_gradient_has_overflowed() -> None:
-    (places,) = run_ranks(places_of_syncs, 1, "fp16", timeout=170)
+    (places,) = run_on_gpu(places_of_syncs, "fp16", size=1, timeout=170)
     assert places == ["master_weights.unscale_gradients"]
 
 
 def test_flags_of_unused_parameters_are_read_once() -> None:
-    for places in run_ranks(places_of_syncs, 2, "data, one parameter unused", timeout=170):
+    for places in run_on_gpu(places_of_syncs, "data, one parameter unused", timeout=170):
         assert places == ["reducer._flags_of"]
 
 
@@ -100,15 +91,15 @@ def test_flags_of_unused_parameters_are_read_once() -> None:
 def test_an_offload_model_s_forward_and_backward_never_wait(checkpoint: bool) -> None:
     torch.manual_seed(0)
     module = torch.nn.Sequential(*[Block() for _ in range(4)])
-    model = OffloadModel(module, torch.device("cuda"), num_slices=4, checkpoint_activation=checkpoint)
+    model = OffloadModel(module, gpu(), num_slices=4, checkpoint_activation=checkpoint)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
-    x = batch(0).cuda()
+    x = batch(0).to(gpu())
     for _ in range(_WARM):
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
     optimizer.zero_grad()
-    with sync_debug_mode("error"):
+    with waiting_is_an_error():
         model(x).square().mean().backward()
     optimizer.step()
 
@@ -120,7 +111,7 @@ def refilled() -> list[float]:
         with begin(KINDS["plain"]) as trained:
             trained.step(batch(0))
             x = batch(1).pin_memory()
-            torch.cuda._sleep(1_000_000_000)  # the copy comes behind this, half a second late
+            sleep(1_000_000_000)  # the copy comes behind this, half a second late
             loss = trained.step(x)
             if refill:
                 x.fill_(float("nan"))
@@ -129,24 +120,24 @@ def refilled() -> list[float]:
 
 
 def test_a_pinned_batch_may_be_refilled_as_soon_as_the_call_is_over() -> None:
-    (losses,) = run_ranks(refilled, 1)
+    (losses,) = run_on_gpu(refilled, size=1)
     assert losses[0] == losses[1]
 
 
 def on_a_side_stream(side: bool) -> list[float]:
     """Return the losses of a pipeline with virtual stages, called on a stream that is far behind the default one."""
     losses = []
-    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
-    with begin(KINDS["interleaved"]) as trained, torch.cuda.stream(stream):
+    stream = new_stream() if side else current_stream()
+    with begin(KINDS["interleaved"]) as trained, on_stream(stream):
         for number in range(_WARM):
-            x = torch.zeros(16, 16, device="cuda")
-            torch.cuda._sleep(100_000_000)
+            x = torch.zeros(16, 16, device=gpu())
+            sleep(100_000_000)
             x.copy_(batch(number).pin_memory(), non_blocking=True)
             losses.append(trained.step(x))
-        torch.cuda.synchronize()
+        synchronize()
         return [loss.item() for loss in losses]
 
 
 def test_parked_microbatches_run_on_the_caller_s_stream() -> None:
-    for side, plain in zip(run_ranks(on_a_side_stream, 2, True), run_ranks(on_a_side_stream, 2, False), strict=True):
+    for side, plain in zip(run_on_gpu(on_a_side_stream, True), run_on_gpu(on_a_side_stream, False), strict=True):
         assert side == plain

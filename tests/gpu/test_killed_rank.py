@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.device import sleep, synchronize
 from tests.gpu.ranks import run_on_gpu
 from tests.transparency.test_pipeline_failures import MANY_SECONDS, begin, data, die, fail, told, train_step
 
@@ -13,7 +14,7 @@ _CYCLES = 4_000_000_000
 
 
 def die_while_the_gpu_is_busy() -> None:
-    torch.cuda._sleep(_CYCLES)
+    sleep(_CYCLES)
     message, seconds = die()
     raise AssertionError(f"{message} after {seconds:.0f} s")
 
@@ -39,8 +40,8 @@ def raise_while_the_other_waits_in_cuda() -> tuple[str, float]:
     if torch.distributed.get_rank() == 0:
 
         def wait_and_train() -> None:
-            torch.cuda._sleep(_CYCLES)
-            torch.cuda.synchronize()
+            sleep(_CYCLES)
+            synchronize()
             train_step(model, *data())
 
         return told(wait_and_train)

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
+from tests.gpu.device import allocated_bytes, gpu, in_device_time, peak_bytes, reserved_bytes, reset_peak, scaled
 from tests.gpu.workspaces import workspace_bytes
 
-_WIDTH, _LAYERS, _BATCH = 1024, 12, 64
+_WIDTH, _LAYERS, _BATCH = scaled(1024), 12, scaled(64)
 _SLICE_BYTES = 4 * _WIDTH * _WIDTH
 
 
@@ -27,7 +28,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, width: int = _WIDTH, ste
     torch.manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(_BATCH, width, device="cuda")).square().mean().backward()
+        model(torch.randn(_BATCH, width, device=gpu())).square().mean().backward()
         optimizer.step()
 
 
@@ -35,8 +36,8 @@ def train(model: Any, optimizer: torch.optim.Optimizer, width: int = _WIDTH, ste
 @pytest.mark.parametrize("overlap", ["torch", "forward", "backward"])
 def test_weights_after_five_steps_are_the_plain_models(checkpoint: bool, overlap: Any) -> None:
     plain = make_model(256)
-    model = OffloadModel(copy.deepcopy(plain), torch.device("cuda"), num_slices=5, checkpoint_activation=checkpoint)
-    plain.to("cuda")
+    model = OffloadModel(copy.deepcopy(plain), gpu(), num_slices=5, checkpoint_activation=checkpoint)
+    plain.to(gpu())
     options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
     train(plain, torch.optim.AdamW(plain.parameters(), **options), 256)
     optimizer = (
@@ -49,22 +50,23 @@ def test_weights_after_five_steps_are_the_plain_models(checkpoint: bool, overlap
         torch.testing.assert_close(actual, expected.cpu(), rtol=0, atol=1e-5)
 
 
+@in_device_time()
 def test_two_slices_of_weights_and_gradients_are_on_the_device() -> None:
     peaks = {}
     workspace_bytes()  # those of cuBLAS are taken once, and stay
     for checkpoint in (False, True):
         gc.collect()
-        others = torch.cuda.memory_allocated()
+        others = allocated_bytes()
         model = OffloadModel(
-            make_model(), torch.device("cuda"), num_slices=_LAYERS, checkpoint_activation=checkpoint, num_microbatches=4
+            make_model(), gpu(), num_slices=_LAYERS, checkpoint_activation=checkpoint, num_microbatches=4
         )
         optimizer = OffloadOptimizer(model, max_grad_norm=1.0)
         train(model, optimizer, steps=1)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_reserved()
+        reset_peak()
+        before = reserved_bytes()
         train(model, optimizer, steps=3)
-        peaks[checkpoint] = torch.cuda.max_memory_allocated() - others
-        assert torch.cuda.memory_reserved() == before  # no stream has memory of its own, so nothing creeps
+        peaks[checkpoint] = peak_bytes() - others
+        assert reserved_bytes() == before  # no stream has memory of its own, so nothing creeps
         assert model.device_buffer_bytes == 4 * _SLICE_BYTES
         del model, optimizer
     assert peaks[True] <= peaks[False]

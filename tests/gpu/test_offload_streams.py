@@ -23,15 +23,15 @@ from smpkit.torch.offload.accelerator import pinned_memory
 from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.engine import DEBUG, ActivationEngine
 from smpkit.torch.offload.link import link_for
+from tests.gpu.device import current_stream, gpu, new_stream, on_stream, scaled, select, sleep, synchronize
 
-_WIDTH, _BATCH = 256, 2048
+_WIDTH, _BATCH = scaled(256), scaled(2048)
 _BYTES = 1 << 20
-_GPU = torch.device("cuda")
 
 
 def blocks() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(6)]).to(_GPU)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(6)]).to(gpu())
 
 
 def gradients(model: nn.Module, x: Tensor, context: AbstractContextManager[object]) -> list[Tensor]:
@@ -45,20 +45,21 @@ def gradients(model: nn.Module, x: Tensor, context: AbstractContextManager[objec
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(_BATCH, _WIDTH, device=_GPU, generator=torch.Generator(_GPU).manual_seed(1))
+    return torch.randn(_BATCH, _WIDTH, device=gpu(), generator=torch.Generator(gpu()).manual_seed(1))
 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Be a world of one rank."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    select()
+    backend = dist.Backend.default_device_backend_map[gpu().type]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 
 
 def divided(model: nn.Sequential) -> nn.Module:
-    mesh = init_device_mesh("cuda", (1,))
+    mesh = init_device_mesh(gpu().type, (1,))
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -90,7 +91,7 @@ def test_16_casts_that_autocast_keeps(x: Tensor) -> None:
         return gradients(model, x, autocast)
 
     model = blocks()
-    autocast: AbstractContextManager[object] = torch.autocast("cuda", torch.bfloat16)
+    autocast: AbstractContextManager[object] = torch.autocast(gpu().type, torch.bfloat16)
     expected = cast(copy.deepcopy(model))
     offload = activations(model, lead=2, min_bytes=0)
     for _ in range(3):
@@ -100,6 +101,7 @@ def test_16_casts_that_autocast_keeps(x: Tensor) -> None:
     offload.close()
 
 
+@pytest.mark.real_gpu("captures a graph")
 def test_20_what_is_on_its_way_does_not_spoil_a_capture(x: Tensor) -> None:
     """Events must not be asked for while a graph is captured: with graphs alive there is something to ask for."""
     model = blocks()
@@ -121,12 +123,12 @@ def test_25_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_n
     x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA keeps a failed call as the thread's last error, which torch would take for that of its next kernel."""
-    link = link_for(_GPU, 60.0)
+    link = link_for(gpu(), 60.0)
     mapping = mmap.mmap(-1, _BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     monkeypatch.setattr(mmap, "mmap", lambda *_, **__: mapping)
-    _, release = pinned_memory(torch.device("cuda"), _BYTES)
-    with pytest.raises(OSError, match="cudaHostRegister"):  # nothing is pinned twice
-        pinned_memory(torch.device("cuda"), _BYTES)
+    _, release = pinned_memory(gpu(), _BYTES)
+    with pytest.raises(OSError, match=r"cudaHostRegister|is registered already"):  # nothing is pinned twice
+        pinned_memory(gpu(), _BYTES)
     assert torch.equal(x * 2, x + x)
     engine = ActivationEngine(link, Arena(memory=lambda _: pinned_memory(x.device, _BYTES)), lead=1, min_bytes=0)
     z = x.clone().requires_grad_()
@@ -136,7 +138,7 @@ def test_25_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_n
     assert engine.stats.kept_bytes == x.nbytes
     assert z.grad is not None
     assert torch.equal(z.grad, 2 * x)
-    torch.cuda.synchronize()
+    synchronize()
     engine.close()
     release()
 
@@ -144,15 +146,15 @@ def test_25_memory_that_cannot_be_pinned_is_a_spent_budget_and_no_error_of_the_n
 def test_measuring_the_link_disturbs_no_work_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that it measures with may be memory that the computing stream is still reading."""
     monkeypatch.setattr("smpkit.torch.offload.accelerator._speeds", {})  # measured once for a device
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        source = torch.full((32 << 20,), 3, dtype=torch.uint8, device=_GPU)
-        torch.cuda._sleep(50_000_000)
+    side = new_stream()
+    side.wait_stream(current_stream())
+    with on_stream(side):
+        source = torch.full((32 << 20,), 3, dtype=torch.uint8, device=gpu())
+        sleep(50_000_000)
         kept = source.clone()
         del source  # its memory is the next one's of the same size on this stream
-        link = link_for(_GPU, 60.0)
-    torch.cuda.current_stream().wait_stream(side)
+        link = link_for(gpu(), 60.0)
+    current_stream().wait_stream(side)
     assert bool((kept == 3).all())
     assert link.out_bytes_per_second > 0
     link.close()

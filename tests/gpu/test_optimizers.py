@@ -13,12 +13,13 @@ from torch import Tensor, nn
 import smpkit.torch as smp
 from benchmarks.activation_offload.blocks import Decoder, gradients_of, train_step
 from smpkit.torch.offload import activations
+from tests.gpu.device import gpu
 
 _SHAPES = [(257, 33), (5,), (64, 64, 3), (1,)]
 _STEPS = 10
 
 
-def train(make: Any, device: str, dtype: torch.dtype) -> list[Tensor]:
+def train(make: Any, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def drawn() -> list[Tensor]:
@@ -37,8 +38,8 @@ def train(make: Any, device: str, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_fused_adam_is_torchs(dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-    ours = train(lambda weights: smp.optimizers.FusedAdam(weights, **options), "cuda", dtype)
-    theirs = train(lambda weights: torch.optim.AdamW(weights, **options), "cuda", dtype)
+    ours = train(lambda weights: smp.optimizers.FusedAdam(weights, **options), gpu(), dtype)
+    theirs = train(lambda weights: torch.optim.AdamW(weights, **options), gpu(), dtype)
     for left, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(left, right)
 
@@ -46,7 +47,7 @@ def test_fused_adam_is_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
 def test_they_do_on_a_gpu_what_they_do_on_a_cpu(name: str) -> None:
     make = getattr(smp.optimizers, name)
-    ours, theirs = [train(lambda w: make(w, lr=1e-2, weight_decay=0.1), to, torch.float64) for to in ("cuda", "cpu")]
+    ours, theirs = [train(lambda w: make(w, lr=1e-2, weight_decay=0.1), to, torch.float64) for to in (gpu(), "cpu")]
     for left, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
 
@@ -55,7 +56,7 @@ def test_they_do_on_a_gpu_what_they_do_on_a_cpu(name: str) -> None:
 def test_parameters_of_several_types_are_updated_together(name: str) -> None:
     torch.manual_seed(0)
     kinds = (torch.float32, torch.bfloat16, torch.float16)
-    weights = [nn.Parameter(torch.randn(65, 3, device="cuda").to(dtype)) for dtype in kinds for _ in range(2)]
+    weights = [nn.Parameter(torch.randn(65, 3, device=gpu()).to(dtype)) for dtype in kinds for _ in range(2)]
     before = [each.detach().clone() for each in weights]
     optimizer = getattr(smp.optimizers, name)(weights, lr=0.5)
     for weight in weights:
@@ -66,17 +67,18 @@ def test_parameters_of_several_types_are_updated_together(name: str) -> None:
         assert not weight.equal(old)
 
 
+@pytest.mark.real_gpu("compiles kernels of Triton")
 @pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("cc")), reason="needs a C compiler, for Triton")
 @pytest.mark.timeout(160)
 def test_compiled_layers_offload_the_same_gradients() -> None:
     torch.manual_seed(0)
-    plain = Decoder(256, 4, 4).to("cuda", torch.bfloat16)
+    plain = Decoder(256, 4, 4).to(gpu(), torch.bfloat16)
     plain.is_checkpointed = True
     model = copy.deepcopy(plain)
     for each in (plain, model):
         for layer in each.layers:
             layer.compile()
-    x = torch.randn(1, 2048, 256, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, 2048, 256, device=gpu(), dtype=torch.bfloat16)
     loss = train_step(plain, x, torch.enable_grad)
     offload = activations(model, min_bytes=0)
     for _ in range(3):

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import smpkit.torch as smp
 from smpkit.torch.core.runtime import state
+from tests.gpu.device import CPU_ONLY, gpu
 from tests.gpu.ranks import run_on_gpu
 from tests.ranks import run_ranks
 
@@ -82,8 +83,8 @@ def cut(delayed: bool, half: bool, options: dict[str, Any]) -> tuple[str, dict[s
 @pytest.mark.parametrize("options", [{}, {"memory_weight": 1.0, "optimize": "memory"}], ids=["speed", "memory"])
 def test_the_partition_is_that_of_a_job_on_cpus(delayed: bool, options: dict[str, Any]) -> None:
     ours = run_on_gpu(cut, delayed, False, options)
-    theirs = run_ranks(cut, 2, delayed, False, options, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert {device for device, _, _ in ours} == {"cuda"}
+    theirs = run_ranks(cut, 2, delayed, False, options, env=CPU_ONLY)
+    assert {device for device, _, _ in ours} == {gpu().type}
     assert {device for device, _, _ in theirs} == {"cpu"}
     assert ours[0][1] == ours[1][1] == theirs[0][1]
     assert not [line for _, _, lines in ours for line in lines if "tracing" in line]

@@ -15,10 +15,21 @@ from torch import Tensor, nn
 from benchmarks.activation_offload.blocks import Decoder, train_step
 from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload import activations
+from tests.gpu.device import (
+    allocated_bytes,
+    gpu,
+    in_device_time,
+    memory_stats,
+    peak_bytes,
+    reserved_bytes,
+    reset_peak,
+    scaled,
+    synchronize,
+)
 from tests.gpu.ranks import run_on_gpu
 from tests.gpu.workspaces import workspace_bytes
 
-_WIDTH, _TOKENS, _LAYERS = 1024, 4096, 12
+_WIDTH, _TOKENS, _LAYERS = scaled(1024), scaled(4096), 12
 _BOUNDARY = 2 * _WIDTH * _TOKENS
 _STEPS = 50
 
@@ -28,20 +39,21 @@ Note = Callable[[str, Any], None]
 def peak_of(step: Callable[[], object]) -> int:
     """Return the most that is allocated in a step, above what is when it begins."""
     gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    before = allocated_bytes()
+    reset_peak()
     step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    synchronize()
+    return peak_bytes() - before
 
 
 @pytest.mark.parametrize("lead", [1, 2, 4])
+@in_device_time()
 def test_no_more_boundaries_are_there_than_are_on_their_way(lead: int, record_property: Note) -> None:
     torch.manual_seed(0)
-    model = Decoder(_WIDTH, 16, _LAYERS).to("cuda", torch.bfloat16)
+    model = Decoder(_WIDTH, 16, _LAYERS).to(gpu(), torch.bfloat16)
     model.is_checkpointed = True
-    x = torch.randn(1, _TOKENS, _WIDTH, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
 
     def plain() -> None:
         train_step(model, x, contextlib.nullcontext)
@@ -63,16 +75,17 @@ def test_no_more_boundaries_are_there_than_are_on_their_way(lead: int, record_pr
 
 
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
+@in_device_time()
 def test_an_offloaded_model_takes_two_slices_and_what_it_computes(checkpoint: bool, record_property: Note) -> None:
     workspaces = workspace_bytes()
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = allocated_bytes()
     torch.manual_seed(0)
     sizes = (1024, 2048, 1024, 4096, 1024, 1024)  # the largest slice has 1024 x 4096 weights
     layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)]
-    model = OffloadModel(nn.Sequential(*layers), "cuda", num_slices=len(layers), checkpoint_activation=checkpoint)
+    model = OffloadModel(nn.Sequential(*layers), gpu(), num_slices=len(layers), checkpoint_activation=checkpoint)
     optimizer = OffloadOptimizer(model, lr=1e-4)
-    x = torch.randn(128, 1024, device="cuda")
+    x = torch.randn(128, 1024, device=gpu())
     activation_bytes = 4 * 128 * sum(sizes)
 
     def step() -> None:
@@ -81,11 +94,11 @@ def test_an_offloaded_model_takes_two_slices_and_what_it_computes(checkpoint: bo
 
     for _ in range(2):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    reset_peak()
     step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    synchronize()
+    peak = peak_bytes() - before
     largest = 4 * 1024 * 4096
     record_property("cuBLAS workspaces MiB", workspaces / 2**20)
     record_property("peak MiB", peak / 2**20)
@@ -96,18 +109,19 @@ def test_an_offloaded_model_takes_two_slices_and_what_it_computes(checkpoint: bo
 
 
 def stats() -> tuple[int, int]:
-    found = torch.cuda.memory_stats()
-    return torch.cuda.memory_reserved(), found["inactive_split_bytes.all.peak"]
+    found = memory_stats()
+    return reserved_bytes(), found["inactive_split_bytes.all.peak"]
 
 
 @pytest.mark.parametrize("kind", ["activations", "model"])
+@in_device_time()
 def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property: Note) -> None:
     torch.manual_seed(0)
-    x = torch.randn(1, _TOKENS, _WIDTH, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, _TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
     inner = Decoder(_WIDTH, 16, 6)
     inner.is_checkpointed = True
     if kind == "activations":
-        decoder = inner.to("cuda", torch.bfloat16)
+        decoder = inner.to(gpu(), torch.bfloat16)
         offload = activations(decoder)
 
         def step() -> None:
@@ -115,7 +129,7 @@ def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property
 
     else:
         model = OffloadModel(
-            nn.Sequential(*inner.layers), "cuda", num_slices=6, checkpoint_activation=True, dtype=torch.bfloat16
+            nn.Sequential(*inner.layers), gpu(), num_slices=6, checkpoint_activation=True, dtype=torch.bfloat16
         )
         optimizer = OffloadOptimizer(model, lr=1e-4)
 
@@ -125,17 +139,18 @@ def test_reserved_memory_is_constant_over_fifty_steps(kind: str, record_property
 
     for _ in range(5):
         step()
-    torch.cuda.synchronize()
+    synchronize()
     reserved = []
     for _ in range(_STEPS):
         step()
         reserved.append(stats()[0])
-    torch.cuda.synchronize()
+    synchronize()
     record_property("reserved MiB", reserved[-1] / 2**20)
     record_property("inactive split MiB", stats()[1] / 2**20)
     assert set(reserved) == {reserved[0]}
 
 
+@in_device_time()
 def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Return what is reserved, and the peak of what is allocated, after each step of a pipeline."""
     import smpkit.torch as smp
@@ -152,14 +167,14 @@ def reserved_over_steps(options: dict[str, Any]) -> tuple[list[int], list[int]]:
         return loss
 
     reserved, peaks = [], []
-    x = torch.randn(1024, 1024, device="cuda")
+    x = torch.randn(1024, 1024, device=gpu())
     for _ in range(_STEPS):
-        torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         optimizer.zero_grad()
         train(model, x)
         optimizer.step()
-        reserved.append(torch.cuda.memory_reserved())
-        peaks.append(torch.cuda.max_memory_allocated())
+        reserved.append(reserved_bytes())
+        peaks.append(peak_bytes())
     smp.shutdown()
     return reserved, peaks
 

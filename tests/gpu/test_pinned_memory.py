@@ -18,8 +18,8 @@ from smpkit import OffloadModel, OffloadOptimizer
 from smpkit.torch.offload import activations
 from smpkit.torch.offload.accelerator import pinned_memory
 from smpkit.torch.offload.arena import LARGE_PAGE
+from tests.gpu.device import current_stream, gpu, in_device_time, new_stream, on_stream, scaled, sleep, synchronize
 
-_GPU = torch.device("cuda")
 _WIDTH = 256
 _LONG = 1_000_000_000
 """Cycles: about half a second."""
@@ -31,16 +31,17 @@ def network(num_layers: int = 4) -> nn.Sequential:
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     run()
-    torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
+@in_device_time()
 def test_large_memory_is_pinned_aligned_exact_and_copied_at_full_speed(record_property: Callable[..., None]) -> None:
-    num_bytes = (1 << 30) + 5000
-    there = torch.empty(num_bytes, dtype=torch.uint8, device=_GPU)
+    num_bytes = scaled(1 << 30, to=64) + 5000
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=gpu())
     made = list[tuple[Tensor, Callable[[], object]]]()
     record_property("seconds to pin 1 GiB", seconds_of(lambda: made.append(pinned_memory(there.device, num_bytes))))
     ours, release = made[0]
@@ -64,18 +65,18 @@ def test_large_memory_is_pinned_aligned_exact_and_copied_at_full_speed(record_pr
 
 def test_memory_of_an_object_that_is_gone_is_unpinned_only_after_its_copies() -> None:
     """Its copies wait behind half a second of other work; who looks at the memory then must find it pinned."""
-    model = network().to(_GPU)
-    x = torch.randn(8192, _WIDTH, device=_GPU)
+    model = network().to(gpu())
+    x = torch.randn(scaled(8192), _WIDTH, device=gpu())
     for _ in range(3):
         offload = activations(model, min_bytes=0)
-        torch.cuda._sleep(_LONG)
+        sleep(_LONG)
         with offload:
             y = model(x)
         engine = weakref.ref(offload._engine)
         del y, offload
         gc.collect()
         assert engine() is None
-    torch.cuda.synchronize()
+    synchronize()
     assert torch.equal(model(x), model(x))
 
 
@@ -87,10 +88,10 @@ def test_an_input_may_be_filled_anew_when_the_call_has_returned(pinned: bool, nu
     expected = plain(x)
     expected.square().sum().backward()
     model = OffloadModel(
-        copy.deepcopy(plain), _GPU, num_slices=4, checkpoint_activation=True, num_microbatches=num_microbatches
+        copy.deepcopy(plain), gpu(), num_slices=4, checkpoint_activation=True, num_microbatches=num_microbatches
     )
     given = x.pin_memory() if pinned else x.clone()
-    torch.cuda._sleep(_LONG)
+    sleep(_LONG)
     y = model(given)
     given.numpy()[:] = float("nan")  # no version counts this
     torch.testing.assert_close(y.cpu(), expected.detach(), rtol=0, atol=1e-4)
@@ -101,31 +102,31 @@ def test_an_input_may_be_filled_anew_when_the_call_has_returned(pinned: bool, nu
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_forward_returns_while_the_device_is_busy(training: bool) -> None:
-    model = OffloadModel(network(), _GPU, num_slices=4, checkpoint_activation=True)
+    model = OffloadModel(network(), gpu(), num_slices=4, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    x = torch.randn(64, _WIDTH, device=_GPU)
+    x = torch.randn(64, _WIDTH, device=gpu())
     model(x).sum().backward()  # kernels are loaded, buffers made
     optimizer.step()
     model.synchronize()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_LONG)
+    synchronize()
+    sleep(_LONG)
     with torch.set_grad_enabled(training):
         model(x)
-    assert not torch.cuda.current_stream().query()
+    assert not current_stream().query()
     model.synchronize()  # what reads the weights is over
-    torch.cuda.synchronize()
+    synchronize()
 
 
 def test_an_update_leaves_the_forward_before_it_alone() -> None:
-    model = OffloadModel(network(), _GPU, num_slices=4)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=10.0)
-    x = torch.randn(64, _WIDTH, device=_GPU)
+    model = OffloadModel(network(), gpu(), num_slices=4)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    x = torch.randn(64, _WIDTH, device=gpu())
     for _ in range(3):
         with torch.no_grad():
             expected = model(x).cpu()
         model(x).sum().backward()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_LONG)
+        synchronize()
+        sleep(_LONG)
         with torch.no_grad():
             y = model(x)
         optimizer.step()
@@ -134,26 +135,26 @@ def test_an_update_leaves_the_forward_before_it_alone() -> None:
 
 
 def test_memory_of_a_stream_that_counts_on_the_graph_is_not_used_too_early() -> None:
-    model = network().to(_GPU)
+    model = network().to(gpu())
     offload = activations(model, lead=1, min_bytes=0)
-    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    side, main = new_stream(), current_stream()
 
     def gradients(*, offloaded: bool) -> list[Tensor]:
         model.zero_grad()
-        loss = torch.zeros((), device=_GPU)
+        loss = torch.zeros((), device=gpu())
         kept = list[Tensor]()
         if offloaded:
             offload.__enter__()
         for number, layer in enumerate(model):
-            with torch.cuda.stream(side):
-                x = torch.full((4096, _WIDTH), float(number + 1), device=_GPU)
+            with on_stream(side):
+                x = torch.full((scaled(4096), _WIDTH), float(number + 1), device=gpu())
             main.wait_stream(side)
-            torch.cuda._sleep(_LONG // 20)
+            sleep(_LONG // 20)
             loss = loss + layer(x).square().mean()
             kept += [] if offloaded else [x]
             del x
-            with torch.cuda.stream(side):
-                torch.full((4096, _WIDTH), -7.0, device=_GPU)  # takes the memory at once, if it is free
+            with on_stream(side):
+                torch.full((scaled(4096), _WIDTH), -7.0, device=gpu())  # takes the memory at once, if it is free
         if offloaded:
             offload.__exit__(None, None, None)
         loss.backward()
@@ -166,11 +167,12 @@ def test_memory_of_a_stream_that_counts_on_the_graph_is_not_used_too_early() -> 
     offload.close()
 
 
+@pytest.mark.real_gpu("captures a graph")
 def test_20_a_storage_that_was_saved_before_a_capture_is_saved_again_inside() -> None:
-    model = network().to(_GPU)
+    model = network().to(gpu())
     offload = activations(model, min_bytes=0)
-    x = torch.randn(4096, _WIDTH, device=_GPU)
-    weight = torch.randn(_WIDTH, _WIDTH, device=_GPU, requires_grad=True)
+    x = torch.randn(4096, _WIDTH, device=gpu())
+    weight = torch.randn(_WIDTH, _WIDTH, device=gpu(), requires_grad=True)
     with offload:
         alive = (x @ weight).square().sum()
     graph = torch.cuda.CUDAGraph()
@@ -186,7 +188,7 @@ def test_20_a_storage_that_was_saved_before_a_capture_is_saved_again_inside() ->
 
 
 def test_13_workers_of_a_data_loader_are_forked_beside_pinned_memory() -> None:
-    model = OffloadModel(network(), _GPU, num_slices=2)
+    model = OffloadModel(network(), gpu(), num_slices=2)
     data = TensorDataset(torch.randn(64, _WIDTH))
     for _ in range(2):
         for (x,) in DataLoader(data, batch_size=16, num_workers=2, multiprocessing_context="fork"):

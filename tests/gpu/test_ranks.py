@@ -14,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from smpkit.torch.core.devices.backends import nccl_version
+from tests.gpu.device import IS_SIMULATED
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
@@ -54,6 +55,7 @@ INIT = """
 """
 
 
+@pytest.mark.real_gpu("CUDA_VISIBLE_DEVICES, and what torch's CUDA build says")
 def test_a_rank_that_cannot_see_the_gpu_refuses_to_train_on_the_cpu(tmp_path: Path) -> None:
     (blind,) = run(INIT, tmp_path, CUDA_VISIBLE_DEVICES="9", SM_NUM_GPUS="1")
     assert blind.returncode == 1
@@ -78,6 +80,7 @@ AFFINITY = """
 """
 
 
+@pytest.mark.real_gpu("looks at the PCI bus")
 def test_a_rank_runs_on_the_cores_beside_its_gpu(tmp_path: Path) -> None:
     (rank,) = run(AFFINITY, tmp_path)
     assert rank.returncode == 0, rank.stderr
@@ -88,7 +91,8 @@ def test_a_rank_runs_on_the_cores_beside_its_gpu(tmp_path: Path) -> None:
 
 
 FAILS = """
-    import time
+    from tests.gpu.device import gpu
+    gpu()
     import torch, torch.distributed as dist
     import smpkit.torch as smp
     smp.init({"ddp": True, "timeout_seconds": 600})
@@ -104,7 +108,8 @@ FAILS = """
 
 
 @pytest.mark.skipif(
-    torch.cuda.device_count() < 2 and nccl_version() < (2, 30), reason="needs two GPUs, or NCCL 2.30 or newer"
+    not IS_SIMULATED and torch.cuda.device_count() < 2 and nccl_version() < (2, 30),
+    reason="needs two GPUs, or NCCL 2.30 or newer",
 )
 def test_a_rank_that_waits_for_a_kernel_hears_who_failed(tmp_path: Path) -> None:
     shared = {"SMPKIT_SHARED_GPU_NCCL": "1"} if torch.cuda.device_count() < 2 else {}

@@ -20,9 +20,10 @@ from smpkit import OffloadModel
 from smpkit.torch.offload import activations
 from smpkit.torch.offload.accelerator import AcceleratorLink
 from smpkit.torch.offload.engine import DEBUG
+from tests.gpu.device import gpu, on_stream, scaled, sleep
 
-_STEPS = 200
-_WIDTH, _TOKENS, _LAYERS = 512, 2048, 6
+_STEPS = scaled(200)
+_WIDTH, _TOKENS, _LAYERS = scaled(512), scaled(2048), 6
 _MOST_CYCLES = 2_000_000
 """Of the GPU's clock: a millisecond, longer than a layer or a copy of these sizes."""
 
@@ -33,10 +34,10 @@ class Late:
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
 
-    def __call__(self, *_: Any, stream: torch.cuda.Stream | None = None) -> None:
+    def __call__(self, *_: Any, stream: Any = None) -> None:
         if self.dice.random() < 0.25:
-            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-                torch.cuda._sleep(self.dice.randrange(_MOST_CYCLES))
+            with on_stream(stream) if stream is not None else contextlib.nullcontext():
+                sleep(self.dice.randrange(_MOST_CYCLES))
 
 
 @pytest.fixture
@@ -71,8 +72,8 @@ def gradients(model: nn.Module, x: Tensor, scope: Any) -> list[Tensor]:
 @pytest.mark.parametrize("debug", ["1", "0"], ids=["checked", "bare"])
 def test_offloaded_activations(late: Late, debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEBUG, debug)
-    model = layers().cuda()
-    x = torch.randn(_TOKENS, _WIDTH, device="cuda")
+    model = layers().to(gpu())
+    x = torch.randn(_TOKENS, _WIDTH, device=gpu())
     expected = gradients(model, x, contextlib.nullcontext())
 
     def both_ways(_module: nn.Module, _args: Any, y: Tensor) -> None:
@@ -94,8 +95,8 @@ def test_offloaded_activations(late: Late, debug: str, monkeypatch: pytest.Monke
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["graph", "checkpoint"])
 def test_an_offloaded_model(late: Late, checkpoint: bool) -> None:
-    model = OffloadModel(layers(), "cuda", num_slices=3, checkpoint_activation=checkpoint, num_microbatches=2)
-    x = torch.randn(64, _WIDTH, device="cuda")
+    model = OffloadModel(layers(), gpu(), num_slices=3, checkpoint_activation=checkpoint, num_microbatches=2)
+    x = torch.randn(64, _WIDTH, device=gpu())
     expected = gradients(model, x, contextlib.nullcontext())
     for piece in model.model_slices:
         piece.register_forward_hook(lambda *_: late())
@@ -104,6 +105,7 @@ def test_an_offloaded_model(late: Late, checkpoint: bool) -> None:
         assert all(map(torch.equal, found, expected)), f"step {step}"
 
 
+@pytest.mark.real_gpu("runs compute-sanitizer")
 @pytest.mark.timeout(170)
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 def test_memcheck_finds_nothing() -> None:

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from smpkit import OffloadModel, OffloadOptimizer
+from tests.gpu.device import gpu, in_device_time, new_event, new_stream, on_stream, scaled, synchronize
 
 _WIDTH, _LAYERS, _TOKENS = 2048, 16, 16384
 
@@ -20,7 +22,7 @@ Note = Callable[[str, Any], None]
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     grow, shrink = (_WIDTH, 4 * _WIDTH), (4 * _WIDTH, _WIDTH)
-    with torch.device("cuda"):
+    with gpu():
         made = [nn.Sequential(nn.Linear(*grow), nn.GELU(), nn.Linear(*shrink)) for _ in range(_LAYERS)]
     return nn.Sequential(*made)
 
@@ -28,17 +30,18 @@ def layers() -> nn.Sequential:
 def seconds_of(step: Callable[[], object], warm_up: int = 2, steps: int = 5) -> float:
     times = []
     for _ in range(warm_up + steps):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        synchronize()
         times.append(time.perf_counter() - start)
     return sorted(times[warm_up:])[steps // 2]
 
 
+@pytest.mark.real_gpu("compares with the time that the optimizer takes on a real host")
 def test_throughput_beside_the_plain_model(record_property: Note) -> None:
     plain = layers().to(torch.bfloat16)
-    x = torch.randn(_TOKENS, _WIDTH, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(_TOKENS, _WIDTH, device=gpu(), dtype=torch.bfloat16)
 
     def plain_step() -> None:
         plain.zero_grad()
@@ -53,7 +56,7 @@ def test_throughput_beside_the_plain_model(record_property: Note) -> None:
     num_bytes = sum(each.nbytes for each in plain.parameters())
     model = OffloadModel(
         copy.deepcopy(plain).cpu().float(),
-        "cuda",
+        gpu(),
         num_slices=_LAYERS,
         checkpoint_activation=True,
         num_microbatches=2,
@@ -82,41 +85,44 @@ def gigabytes_per_second(copy_once: Callable[[], object], num_bytes: int, times:
     return num_bytes / seconds_of(copy_once, 1, times) / 1e9
 
 
+@in_device_time()
 def test_small_copies_behind_large_ones(record_property: Note) -> None:
     """Copy engines do not preempt: how long 4 MiB wait behind 1 GiB of the same direction, whole and in chunks."""
-    large = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    small = torch.empty(4 << 20, dtype=torch.uint8, pin_memory=True)
-    there, little = torch.empty_like(large, device="cuda"), torch.empty_like(small, device="cuda")
-    lanes = [torch.cuda.Stream(), torch.cuda.Stream()]
+    most = scaled(1 << 30, to=16)
+    large = torch.empty(most, dtype=torch.uint8, pin_memory=True)
+    small = torch.empty(scaled(4 << 20, to=16), dtype=torch.uint8, pin_memory=True)
+    there, little = torch.empty_like(large, device=gpu()), torch.empty_like(small, device=gpu())
+    lanes = [new_stream(), new_stream()]
 
     def waited(chunk: int) -> float:
-        torch.cuda.synchronize()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(lanes[0]):
+        synchronize()
+        first, last = (new_event() for _ in range(2))
+        with on_stream(lanes[0]):
             for start in range(0, large.numel(), chunk):
                 there[start : start + chunk].copy_(large[start : start + chunk], non_blocking=True)
-        with torch.cuda.stream(lanes[1]):
+        with on_stream(lanes[1]):
             first.record()
             little.copy_(small, non_blocking=True)
             last.record()
-        torch.cuda.synchronize()
+        synchronize()
         return float(first.elapsed_time(last))
 
-    for name, chunk in (("whole", 1 << 30), ("64 MiB", 64 << 20), ("32 MiB", 32 << 20)):
+    for name, chunk in (("whole", most), ("64 MiB", most // 16), ("32 MiB", most // 32)):
         record_property(f"ms for 4 MiB behind 1 GiB, {name}", min(waited(chunk) for _ in range(5)))
-    record_property("GB/s in", gigabytes_per_second(lambda: there.copy_(large, non_blocking=True), 1 << 30))
-    record_property("GB/s out", gigabytes_per_second(lambda: large.copy_(there, non_blocking=True), 1 << 30))
+    record_property("GB/s in", gigabytes_per_second(lambda: there.copy_(large, non_blocking=True), most))
+    record_property("GB/s out", gigabytes_per_second(lambda: large.copy_(there, non_blocking=True), most))
 
 
+@in_device_time()
 def test_pinned_memory_is_as_fast_as_torchs(record_property: Note) -> None:
     from smpkit.torch.offload.accelerator import pinned_memory
 
-    num_bytes = 1 << 30
+    num_bytes = scaled(1 << 30, to=16)
     start = time.perf_counter()
-    ours, release = pinned_memory(torch.device("cuda"), num_bytes)
+    ours, release = pinned_memory(gpu(), num_bytes)
     record_property("seconds to pin 1 GiB", time.perf_counter() - start)
     theirs = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=gpu())
     found = {}
     for name, host in (("ours", ours), ("torch's", theirs)):
         found[name] = speeds(host, there)

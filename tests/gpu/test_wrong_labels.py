@@ -12,6 +12,8 @@ import torch
 
 from tests.wrong_labels import assertions_in, error_in, train
 
+pytestmark = pytest.mark.real_gpu("assertions of kernels, after which the driver refuses the process")
+
 SECONDS = 100.0
 """For a rank to end. Their waits have 600: who needs that has heard nothing."""
 

@@ -7,6 +7,8 @@ import gc
 import torch
 from torch import nn
 
+from tests.gpu.device import allocated_bytes, gpu, synchronize
+
 __all__ = ["workspace_bytes"]
 
 
@@ -17,11 +19,11 @@ def workspace_bytes(dtype: torch.dtype = torch.float32) -> int:
     and for autograd's. They stay, so call this before what is measured.
     """
     gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    layer = nn.Linear(256, 256, device="cuda", dtype=dtype)
-    layer(torch.ones(64, 256, device="cuda", dtype=dtype)).sum().backward()
+    synchronize()
+    before = allocated_bytes()
+    layer = nn.Linear(256, 256, device=gpu(), dtype=dtype)
+    layer(torch.ones(64, 256, device=gpu(), dtype=dtype)).sum().backward()
     del layer
     gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated() - before
+    synchronize()
+    return allocated_bytes() - before

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smpkit.torch as smp
 from smpkit.torch.core import devices
+from tests.gpu.device import sleep
 from tests.ranks import run_ranks
 from tests.transparency.models import Trace, assert_same, batch, build, loss_of, optimizer_of, record, train_plainly
 
@@ -62,7 +63,8 @@ def train_plain_style(accumulation: int, overlap: bool) -> Trace:
         for turn in range(accumulation):
             tokens, targets = batch(step * accumulation + turn)
             mine = slice(smp.dp_rank(), None, smp.dp_size())
-            loss = loss_of(model, tokens[mine], targets[mine])
+            here = [each[mine].to(smp.state.device) for each in (tokens, targets)]  # only a step moves them by itself
+            loss = loss_of(model, *here)
             (loss / accumulation).backward()
             losses.append(sum(smp.allgather(loss.item(), smp.DP_GROUP)) / smp.dp_size())
         optimizer.step()
@@ -137,7 +139,7 @@ def late_hook(devices_seen: list[str], bucket: Any) -> torch.futures.Future[torc
         made = buffer / (HOOKED_MICROBATCHES * dist.get_world_size())
         dist.all_reduce(made)
         if asynchronous:
-            torch.cuda._sleep(LATE_CYCLES)
+            sleep(LATE_CYCLES)
         future.set_result(made * 1)  # behind the sleep; without the wait the user finds memory that nobody has written
     return future
 

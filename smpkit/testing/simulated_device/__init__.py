@@ -50,6 +50,7 @@ __all__ = [
     "Span",
     "Speeds",
     "Unavailable",
+    "Wait",
     "configure",
     "host_access",
     "load",
@@ -164,6 +165,21 @@ class Span:
     stream: int
     begin: float
     end: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A place at which the host waits for the device.
+
+    Attributes:
+        what: `item`, the operator, `copy to the host`, `copy to the device`, `stream` or `device`.
+        lines: where in Python, as in `Access`.
+        times: how often.
+    """
+
+    what: str
+    lines: tuple[str, ...]
+    times: int
 
 
 def load(devices: int = 1) -> torch.device:
@@ -296,10 +312,16 @@ def sleep(seconds: float) -> None:
     torch.ops.sim.sleep(seconds)
 
 
-def waits() -> dict[str, int]:
-    """Return how often the host has waited for the device: `item`, and operators whose shapes hang on the data."""
-    pairs = (text.rpartition("=") for text in torch.ops.sim.counts(True))
-    return {name: int(count) for name, _, count in pairs}
+def waits() -> list[Wait]:
+    """Return where the host has waited for the device until now, as `torch.cuda.set_sync_debug_mode` tells of CUDA.
+
+    Those are reads of values, operators whose shapes hang on values, copies that block, and waits for streams and
+    devices; not waits for events.
+    """
+    return [
+        Wait(what, tuple(filter(None, where.split("\n"))), n)
+        for what, where, n in zip(*torch.ops.sim.waits(), strict=True)
+    ]
 
 
 def host_access(tensor: torch.Tensor, *, writes: bool, what: str = "host code") -> None:

@@ -62,19 +62,26 @@ def make(num_devices: int) -> types.ModuleType:
         state: torch.Tensor = ops.get_rng_state(index_of(device))
         return state
 
+    def default_stream(device: Any = None) -> torch.Stream:
+        kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+        return torch.Stream(stream_id=0, device_index=index_of(device), device_type=kind)
+
     def stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if stream is None else stream
+
+    owner = os.getpid()  # a fork has no threads that would carry messages, and its locks may be held by nobody
 
     module = types.ModuleType("torch.sim", __doc__)
     contents: dict[str, Any] = {
         "Event": torch.Event,
         "Stream": torch.Stream,
         "_initialized": True,
-        "_is_in_bad_fork": lambda: False,
+        "_is_in_bad_fork": lambda: os.getpid() != owner,
         "_lazy_init": lambda: None,
         "current_device": torch.accelerator.current_device_index,
         "current_stream": torch.accelerator.current_stream,
         "default_generators": generators,
+        "default_stream": default_stream,
         "device": Device,
         "device_count": lambda: num_devices,
         "get_amp_supported_dtype": lambda: dtypes,
@@ -97,7 +104,10 @@ def make(num_devices: int) -> types.ModuleType:
         "synchronize": torch.accelerator.synchronize,
     }
     for name in _of_torch(
-        ("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats")
+        (
+            *("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+            *("memory_stats", "reset_peak_memory_stats"),
+        )
     ):
         contents[name] = getattr(torch.accelerator, name)
     module.__dict__.update(contents)

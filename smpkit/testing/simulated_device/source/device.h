@@ -44,12 +44,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const Stream& s) const override {
     auto& w = world();
+    const auto here = where();
     Lock lock(w.monitor);
+    ++w.waited[{"stream", here}];
     settle(w, mark(w, lane_of(s)));
   }
   void synchronizeDevice(const DeviceIndex device) const override {
     auto& w = world();
+    const auto here = where();
     Lock lock(w.monitor);
+    ++w.waited[{"device", here}];
     for (size_t i = 0; i < w.lanes.size(); ++i) {
       if (device < 0 || w.lanes[i].device == device) settle(w, mark(w, i));
     }

@@ -114,11 +114,12 @@ TORCH_LIBRARY(sim, m) {
       return sum;
     });
   });
-  m.def("counts(bool waited) -> str[]", [](bool waited) {
-    return locked([&](auto& w) {
-      Strings all;
-      for (auto& [name, n] : waited ? w.waited_for : w.queued) all.push_back(name + "=" + std::to_string(n));
-      return all;
+  m.def("waits() -> (str[] what, str[] where, int[] times)", [] {
+    return locked([](auto& w) {
+      Strings what, where;
+      std::vector<int64_t> times;
+      for (auto& [each, n] : w.waited) what.push_back(each.first), where.push_back(each.second), times.push_back(n);
+      return std::make_tuple(what, where, times);
     });
   });
   m.def("sleep(float seconds) -> ()", &sim::sleep);

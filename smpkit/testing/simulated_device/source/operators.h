@@ -125,8 +125,10 @@ struct Call {
       made = {meta_of(), seen_by_cpu(t)};
       uses.push_back(use_of(t, writes));
     } else {
-      TORCH_CHECK(!t.dim() || t.device().type() != c10::kCPU || op.schema().operator_name().name.rfind("aten::index", 0) == 0 ||
-                      op.schema().operator_name().name.rfind("aten::_index", 0) == 0,
+      // As on CUDA: `x[indices]` takes indices of the host, `index_select` and the others do not.
+      static const std::set<std::string> take_host_indices{"aten::index", "aten::index_put", "aten::index_put_",
+                                                           "aten::_index_put_impl_"};
+      TORCH_CHECK(!t.dim() || t.device().type() != c10::kCPU || take_host_indices.count(op.schema().operator_name().name),
                   op.schema().operator_name().name, ": Expected all tensors to be on the same device, but found sim and cpu");
       // Of the host: its value now. A meta kernel in Python may give its copy a PyObject; what is queued must have none.
       auto value = [&] {
@@ -258,7 +260,7 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
   };
   if (!queued) {
     Lock lock(w.monitor);
-    ++w.waited_for[name];
+    ++w.waited[{name, at_line}];
     settle(w, give(w, lane, {.what = name, .where = at_line, .uses = call.uses, .marks = true, .seconds = seconds()}));
     Below below;
     run(call.exec);
@@ -377,7 +379,9 @@ inline void queue_copy(const Tensor& self, const Tensor& dst, bool non_blocking)
                  .where = at_line, .uses = uses,
                  .seconds = w.speeds.latency + bytes / (out ? w.speeds.out : w.speeds.back), .engine = out ? kOut : kBack});
   if (pinned) host_memory().record_event(host.unsafeGetTensorImpl()->mutable_data(), nullptr, current_stream(current_device));
-  if (!non_blocking || (!pinned && out)) settle(w, mark(w, lane));
+  if (non_blocking && (pinned || !out)) return;
+  ++w.waited[{out ? "copy to the host" : "copy to the device", at_line}];
+  settle(w, mark(w, lane));
 }
 
 inline Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
@@ -394,7 +398,7 @@ inline at::Scalar item(const Tensor& self) {
   auto& w = world();
   const auto at_line = where();
   Lock lock(w.monitor);
-  ++w.waited_for["item"];
+  ++w.waited[{"item", at_line}];
   settle(w, give(w, lane_of(self), {.what = "item", .where = at_line, .uses = {use_of(self, false)}, .marks = true,
                                     .seconds = w.speeds.latency}));
   Below below;

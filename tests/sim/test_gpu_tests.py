@@ -1,0 +1,61 @@
+"""The tests of tests/gpu that need no real GPU pass on the simulated device, without a race.
+
+Each group runs in a process of its own, which has loaded the device from the beginning, as one has a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.device import TESTS_ON_SIM
+from tests.sim.on_sim import needs_sim
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
+QUICK = (
+    "test_offload_streams.py::test_10_wrappers_with_streams_of_their_own[1-divided]",
+    "test_pinned_memory.py::test_an_input_may_be_filled_anew_when_the_call_has_returned",
+    "test_offload_model.py::test_weights_after_five_steps_are_the_plain_models[backward-checkpoint]",
+    "test_host_syncs.py::test_parallel_steps_never_wait[tensor]",
+)
+"""Streams of others, memory that is filled again, an optimizer beside the device, waits of the host."""
+ORDERS = ("lazy:0", "copies:0", "random:1")
+
+
+def run(tests: tuple[str, ...], order: str, seconds: float) -> str:
+    """Run tests of tests/gpu in this order; fail if one fails, and return pytest's last line."""
+    needs_sim()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
+    done = subprocess.run(
+        [*command, "-m", "not real_gpu", *(f"tests/gpu/{test}" for test in tests)],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, TESTS_ON_SIM: order, "OMP_NUM_THREADS": "1"},
+    )
+    no_tests = 5  # all of a file need a real GPU
+    assert done.returncode in (0, no_tests), f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert "skipped" not in done.stdout, done.stdout[-2000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_some_of_each_kind() -> None:
+    found = re.match(r"(\d+) passed", run(QUICK, "lazy:0", 170))
+    assert found
+    assert int(found[1]) >= len(QUICK)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("file", FILES)
+def test_all_that_need_no_real_gpu(file: str, order: str) -> None:
+    run((file,), order, 1100)
