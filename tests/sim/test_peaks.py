@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 
 from benchmarks.activation_offload.simulated import BOUNDARY, WORKING, Stage, measure
+from benchmarks.offload_model.simulated import Cell
+from benchmarks.offload_model.simulated import measure as measure_model
 from smpkit.plan.offload.work import Window
 from smpkit.plan.schedule.templates import one_f_one_b
 from tests.plan.offload.formulas import peak_bound_bytes
@@ -45,3 +47,28 @@ def activations_as_planned() -> None:
 
 def test_activation_offload_is_as_planned() -> None:
     run_on_sim(activations_as_planned, order=None)
+
+
+def model_as_planned() -> None:
+    for num_rows, num_microbatches, load in (
+        (32, 1, 0.262),  # 32k tokens on an H200: `430e12 / (32768 * 50e9)`
+        (8, 1, 1.05),  # 8k: the forward waits for weights
+        (2, 1, 4.2),  # 2k: the backward, too
+        (32, 2, 0.262),
+        (16, 4, 0.262),
+    ):
+        cell = Cell(5, num_rows, num_microbatches, _FORWARD, load * _FORWARD)
+        found = measure_model(cell)
+        where = (num_rows, num_microbatches, load)
+        assert found.peak_bytes == cell.planned_peak_bytes(), where
+        assert found.seconds == pytest.approx(cell.planned_seconds, rel=1e-9), where
+        assert found.compute_seconds == pytest.approx(cell.compute_seconds, rel=1e-9), where
+        exposed = found.seconds - found.compute_seconds
+        if load < 1:  # nothing but the first load and the last gradient
+            assert exposed == pytest.approx(2 * cell.load_seconds, rel=1e-6), where
+        else:
+            assert exposed > 2 * cell.load_seconds, where
+
+
+def test_an_offloaded_model_is_as_planned() -> None:
+    run_on_sim(model_as_planned, order=None)
