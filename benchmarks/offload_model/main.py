@@ -1,6 +1,4 @@
-"""OffloadModel beside FairScale's, its optimizer beside torch's and DeepSpeed's, steps in virtual time, and large models
-on a GPU.
-"""
+"""OffloadModel beside FairScale, its optimizer beside torch's and DeepSpeed's; steps in virtual time; large models."""
 
 from __future__ import annotations
 
