@@ -69,10 +69,10 @@ def test_time_of_a_link_bound_step_is_that_of_its_bytes() -> None:
     machine = Machine(1e18, in_bytes_per_second=1e9, out_bytes_per_second=1e18, updated_parameters_per_second=1e18)
     # Weights twice but for the last two of four slices, and one border: the first input is the caller's, the last
     # slice's stays, and another comes while that computes.
-    assert step_time(model, machine).total_seconds == pytest.approx(1.5 * 2 + 200_000 / 1e9)
+    assert step_time(model, machine).total_seconds == pytest.approx(1.5 * 2 + 200_000 / 1e9, rel=1e-5)
     many = replace(model, num_microbatches=4)
     # Every border in the forward; in the backward two gradients of borders as well.
-    assert step_time(many, machine).total_seconds == pytest.approx(1.5 * 2 + (3 + 1 + 2) * 200_000 / 1e9)
+    assert step_time(many, machine).total_seconds == pytest.approx(1.5 * 2 + (3 + 1 + 2) * 200_000 / 1e9, rel=1e-5)
     both = replace(machine, in_bytes_per_second=1e18, both_bytes_per_second=1e9)
     assert step_time(model, both).total_seconds == pytest.approx((0.75 + 0.5 + 0.75) * 2 + 3 * 200_000 / 1e9)
 
