@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.activation_offload.blocks import Block
 from benchmarks.activation_offload.stage import run_stage
 from benchmarks.activation_offload.training import Sizes, training_rows
-from smpkit.plan.offload.simulate import Rules, peak_without_offloading, simulate_offload
+from smpkit.plan.offload.simulate import ON_A_GPU, peak_without_offloading, simulate_offload
 from smpkit.plan.offload.work import LayerCost, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.schedule.templates import one_f_one_b
 from smpkit.torch.offload.engine import make_engine
@@ -23,7 +23,6 @@ __all__ = ["gpu_tables"]
 _MIB: Final = 1 << 20
 _WIDTH, _HEADS = 4096, 32
 _RANKS, _MICROBATCHES, _STAGE_LAYERS, _STAGE_TOKENS = 8, 16, 8, 8 << 10
-_RING: Final = 2
 
 Row = dict[str, Any]
 
@@ -140,7 +139,7 @@ def _pipeline(link: LinkSpeed) -> Iterator[Row]:
     for horizon in (1, 2, 4, 8, None):
         seconds, peak = measured(horizon, offloads=True)
         window = auto_window(work, link, Window(horizon=horizon))
-        timeline = simulate_offload(work, link, window, rules=Rules(ring=_RING))
+        timeline = simulate_offload(work, link, window, rules=ON_A_GPU)
         yield {
             "table": title,
             "horizon": horizon or "auto",

@@ -1,7 +1,8 @@
 """Take activations to the host in several ways, in turns, on the same model; write the tables of README.md.
 
 Parts: `bytes` counts what moves per block, `python` times the hooks, `link` compares steps over an emulated link with
-the simulator; `gpu` (where there is one) times training steps and one stage of a pipeline.
+the simulator, `simulated` steps on the simulated accelerator, in virtual time; `gpu` (where there is one) times
+training steps and one stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.activation_offload.counted import bytes_table
 from benchmarks.activation_offload.emulated import link_table
 from benchmarks.activation_offload.gpu import gpu_tables
 from benchmarks.activation_offload.overhead import overhead_table
+from benchmarks.activation_offload.simulated import simulated_table
 from benchmarks.activation_offload.training import FULL, TINY
 
 HERE: Final = Path(__file__).parent
@@ -43,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = replace(sizes, tokens=tuple(options.tokens))
     if unknown := sorted(set(options.parts) - _PARTS.keys()):
         parser.error(f"no part `{unknown[0]}`; there are {', '.join(_PARTS)}")
-    chosen = options.parts or [each for each in _PARTS if each != "gpu" or torch.cuda.is_available()]
+    # A process has one accelerator: a simulated one would take the place of a real one.
+    left_out = "simulated" if torch.cuda.is_available() else "gpu"
+    chosen = options.parts or [each for each in _PARTS if each != left_out]
     for name in chosen:
         make, show = _PARTS[name]
         rows = gpu_tables(sizes, only_steps=options.only_steps) if make is None else make()
@@ -113,6 +117,20 @@ def _link_cells(row: Row) -> list[str]:
     return [row["order"], f"{row['copy']:g}", str(row["lead"]), f"{ratio:.3f}", stall, peak]
 
 
+def _simulated(rows: Sequence[Row]) -> str:
+    heads = ["order", "copy / forward", "", "step", "stall", "planned", "copies hidden", "inputs held", "planned"]
+    heads += ["step on a GPU", "inputs held on a GPU"]
+    return table(heads, [_simulated_cells(row) for row in rows])
+
+
+def _simulated_cells(row: Row) -> list[str]:
+    seconds = [f"{1e3 * row['seconds']:.1f} ms", f"{max(0.0, 1e3 * row['stall']):.1f} ms"]
+    planned = f"{1e3 * row['predicted']:.1f} ms" if "predicted" in row else "-"
+    hidden = "-" if row["overlap"] is None else f"{100 * row['overlap']:.0f} %"
+    held = [f"{row['boundaries']:.0f}", f"{row.get('predicted boundaries', '-'):.0f}" if "predicted" in row else "-"]
+    return [row["order"], f"{row['copy']:.2f}", row["name"], *seconds, planned, hidden, *held, "", ""]
+
+
 def _gpu(rows: Sequence[Row]) -> str:
     parts = []
     for title in dict.fromkeys(row["table"] for row in rows):
@@ -130,6 +148,7 @@ _PARTS: Final[Mapping[str, tuple[Callable[[], list[Row]] | None, Callable[[Seque
     "bytes": (bytes_table, _bytes),
     "python": (overhead_table, _python),
     "link": (link_table, _link),
+    "simulated": (simulated_table, _simulated),
     "gpu": (None, _gpu),  # takes sizes
 }
 

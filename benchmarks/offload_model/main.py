@@ -1,4 +1,4 @@
-"""OffloadModel beside FairScale's, its optimizer beside torch's and DeepSpeed's, and large models on a GPU."""
+"""OffloadModel beside FairScale, its optimizer beside torch's and DeepSpeed's; steps in virtual time; large models."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.offload_model import deepspeed_adam, optimizers, sizes
+from benchmarks.offload_model.simulated import simulated_rows
 from smpkit.plan.offload.model import Machine
 
 HERE = Path(__file__).parent
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes; the README stays as it is")
     parser.add_argument("--dry", action="store_true", help="the README stays as it is")
-    parser.add_argument("--only", choices=["optimizer", "words", "sizes"], help="run one part")
+    parser.add_argument("--only", choices=["optimizer", "words", "simulated", "sizes"], help="run one part")
     parser.add_argument("--fairscale-python", default=sys.executable, help="a Python that has fairscale 0.4.13")
     parser.add_argument("--build-seconds", type=float, default=60, help="the most that compiling DeepSpeed may take")
     parser.add_argument("--width", type=int, help="of FairScale's model; 2048 on a GPU, 512 without one")
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="that are timed, behind two that warm up")
     parser.add_argument("--models", nargs="+", choices=[*sizes.SIZES], help="of sizes; all if not given")
     parser.add_argument("--tokens", type=int, nargs="+", help=f"of a step of sizes, in place of {sizes.TOKENS}")
+    parser.add_argument("--results", type=Path, help="also write the rows of simulated to this folder")
     options = parser.parse_args(arguments)
     save = not (options.quick or options.dry)
     if options.only in (None, "optimizer"):
@@ -54,6 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report("sizes", sizes_table(chosen, [1024] if options.quick else options.tokens or sizes.TOKENS), save=save)
         else:
             print("the large models are left out: torch sees no GPU")
+    # Last, and not beside a GPU: a process has one accelerator, and a simulated one would take the place of a real one.
+    if options.only == "simulated" or (options.only is None and not torch.cuda.is_available()):
+        rows = simulated_rows()
+        report("simulated", simulated_table(rows), save=save)
+        if options.results is not None:
+            options.results.mkdir(parents=True, exist_ok=True)
+            content = {"environment": environment(), "rows": rows}
+            (options.results / "simulated.json").write_text(json.dumps(content, indent=2) + "\n")
     return 0
 
 
@@ -113,6 +123,21 @@ def words_table(width: int, rounds: int, steps: int, fairscale_python: str) -> s
         f"Width {width}, 10 layers, 3 slices, 1 microbatch, fp32, Adam; {steps} steps, {rounds} times.\n\n"
         + "\n".join(lines)
     )
+
+
+def simulated_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    heads = ("tokens", "", "step", "stall", "planned", "copies hidden", "device peak", "planned")
+    lines = [f"| {' | '.join(heads)} | step on a GPU | peak on a GPU |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        planned = f"{1e3 * row['planned stall']:.1f} ms" if "planned stall" in row else "-"
+        hidden = "-" if row["overlap"] is None else f"{100 * row['overlap']:.0f} %"
+        peaks = [f"{row['slices']:.2f}", f"{row['planned slices']:.2f}" if "planned slices" in row else "-"]
+        lines.append(
+            f"| {row['tokens']} | {row['name']} | {1e3 * row['seconds']:.1f} ms "
+            f"| {max(0.0, 1e3 * row['stall']):.1f} ms | {planned} | {hidden} | {' | '.join(peaks)} | | |"
+        )
+    return "Eight slices, one microbatch; peaks in units of a slice's weights.\n\n" + "\n".join(lines)
 
 
 def sizes_table(models: Mapping[str, tuple[int, int]], tokens: Sequence[int]) -> str:

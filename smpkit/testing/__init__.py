@@ -44,6 +44,16 @@ overlap and stalls show on any machine::
 the engine of `smpkit.testing.checked_offload`: it raises `RaceError` where no event orders two accesses to the same
 bytes, where bytes come back changed, and where host memory is left over. Slow.
 
+**A simulated accelerator.** `smpkit.testing.simulated_device` makes a torch device that runs on any CPU and finds races
+between streams, in your code as in smpkit's (`docs/how-to/check-async-code.md`). It needs `smpkit[torch]` and a C++
+compiler::
+
+    from smpkit.testing import simulated_device
+
+    device = simulated_device.load()
+    with simulated_device.no_races("lazy"):     # raises RaceFound, with both lines
+        train_step(model.to(device), data)
+
 smpkit itself does not import this package. Only `--backend fake` and `SMPKIT_OFFLOAD_DEBUG=1` load it, by name. Names
 are loaded when first used, so the fake service needs no torch and the engine no botocore.
 """

@@ -9,7 +9,13 @@ from math import inf
 from typing import Final, Literal
 
 from smpkit.plan.memory import ModelFacts
-from smpkit.plan.offload.simulate import OffloadTimeline, Rules, peak_without_offloading, simulate_offload
+from smpkit.plan.offload.simulate import (
+    ON_A_GPU,
+    ON_A_GPU_ALONE,
+    OffloadTimeline,
+    peak_without_offloading,
+    simulate_offload,
+)
 from smpkit.plan.offload.work import LayerCost, LayerTask, LinkSpeed, Window, auto_window, layer_tasks
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.plan.schedule.graph import Kind
@@ -17,8 +23,6 @@ from smpkit.plan.schedule.simulate import Timeline
 
 __all__ = ["Forecast", "Speed", "forecast", "layers_of"]
 
-_RING: Final = 2
-"""How many boundaries the engine lets wait for the link of a GPU before compute waits too."""
 _MOST_LEAD: Final = 16
 """How many layers ahead the engine loads at most."""
 _WORTH: Final = 1e-3
@@ -149,7 +153,6 @@ def _rate(forward: LayerTask, link: LinkSpeed) -> float:
 def _simulated(
     tasks: Sequence[LayerTask], ready: Sequence[float], horizon: int | None, link: LinkSpeed, num_ranks: int
 ) -> OffloadTimeline:
-    """Simulate the engine as it runs on a GPU; with a single rank it has no list of actions to plan from."""
+    """Simulate the engine as it runs on a GPU."""
     window = auto_window(tasks, link, Window(_MOST_LEAD, horizon))
-    rules = Rules(ring=_RING) if num_ranks > 1 else Rules(is_planned=False, ring=max(_RING, window.lead or 1))
-    return simulate_offload(tasks, link, window, ready, rules)
+    return simulate_offload(tasks, link, window, ready, ON_A_GPU if num_ranks > 1 else ON_A_GPU_ALONE)

@@ -1,8 +1,10 @@
 """How long a step of an OffloadModel takes, and what it holds on the device and on the host, before it is built.
 
-Weights come to the device slice by slice, in the forward and again in the backward, but for the last slice, which
-stays between them; gradients leave once; slice borders leave in the forward and come back. All of that, compute and
-the optimizer on the host overlap, so the slowest of them gives the time (a roofline).
+Weights come to the device slice by slice, in the forward and again in the backward, but for the last two slices, which
+stay between them; gradients leave once; slice borders leave in the forward and come back. A slice is loaded while the
+one before computes, so in each phase the slowest of compute and copies gives the time, and what nothing can hide comes
+on top. With equal slices and one microbatch that is exact, as far as compute and copies do not slow each other; several
+microbatches over a link that cannot keep up take somewhat longer.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ _BLOCK_PARAMETERS: Final = 12.25
 _SAVED_UNITS: Final = 25.04
 """What a dense block keeps for its backward, in tokens * width * bytes of a number (counted on such a block)."""
 _MASTER_BYTES: Final = 4
+_ON_DEVICE: Final = 2
+"""Up to this many microbatches leave slice borders on the device for the next slice."""
 
 WORKSPACE_BYTES: Final = 2 * (32 << 20)
 """What cuBLAS takes of the memory of a Hopper GPU for itself, through torch's allocator: as much for the thread of
@@ -154,26 +158,26 @@ class StepTime:
 
 
 def step_time(model: OffloadedModel, machine: Machine, update: Update = Update.OVERLAPPED) -> StepTime:
-    """Return the time of a step that is bounded by its slowest part."""
-    phases = _forward(model, machine), _backward(model, machine)
-    forward, backward = phases
+    """Return the time of a step, each phase of it bounded by its slowest part."""
+    forward, backward, slices = _forward(model, machine), _backward(model, machine), model.num_slices
     seconds = _update_seconds(model, machine)
-    whole = _Phase(*(a + b for a, b in zip(forward.parts, backward.parts, strict=True)))
+    phases = forward.seconds + backward.seconds
+    # Nothing hides the first load, and the last gradient, update and load of the slice that is last in the backward.
+    tail = (seconds + _in(machine, model.weights_bytes) + _out(machine, model.weights_bytes)) / slices
     if update is Update.OVERLAPPED:
-        # The slice that is last in the backward is updated and loaded when nothing is left to hide it.
-        tail = (seconds + model.weights_bytes / machine.in_bytes_per_second) / model.num_slices
-        total = max(whole.seconds, seconds, _host_seconds(model, machine)) + tail
+        total = max(phases, seconds, _host_seconds(model, machine)) + tail
     elif update is Update.JUST_IN_TIME:
-        total = backward.seconds + max(forward.seconds, seconds) + seconds / model.num_slices
+        total = backward.seconds + max(forward.seconds, seconds) + tail
     else:
-        total = forward.seconds + backward.seconds + seconds
-    causes = {"compute": whole.compute, "link": whole.link, "optimizer": seconds}
+        total = phases + seconds * (1 - 1 / slices) + tail
+    compute = forward.compute + backward.compute
+    causes = {"compute": compute, "link": forward.link + backward.link, "optimizer": seconds}
     causes["host memory"] = _host_seconds(model, machine)
     return StepTime(
         forward_seconds=forward.compute,
         backward_seconds=backward.compute,
-        in_seconds=whole.into,
-        out_seconds=whole.out,
+        in_seconds=forward.into + backward.into + _in(machine, model.weights_bytes / slices),
+        out_seconds=forward.out + backward.out + _out(machine, model.weights_bytes / slices),
         update_seconds=seconds,
         total_seconds=total,
         bound=max(causes, key=lambda cause: causes[cause]),
@@ -183,16 +187,16 @@ def step_time(model: OffloadedModel, machine: Machine, update: Update = Update.O
 
 @dataclass(frozen=True)
 class _Phase:
-    """What a forward or a backward needs of each part of the machine, in seconds."""
+    """What a forward or a backward needs of each part of the machine, in seconds, without copies that nothing hides."""
 
     compute: float
+    alone: float
+    """The part of compute before which nothing that it hides can be loaded: the buffers are full."""
     into: float
     out: float
     both: float
-
-    @property
-    def parts(self) -> tuple[float, float, float, float]:
-        return self.compute, self.into, self.out, self.both
+    lead: float
+    """Compute before the first copy out."""
 
     @property
     def link(self) -> float:
@@ -200,23 +204,51 @@ class _Phase:
 
     @property
     def seconds(self) -> float:
-        return max(self.compute, self.link)
+        return max(self.compute, self.alone + self.into, self.lead + self.out, self.alone + self.both)
 
 
 def _forward(model: OffloadedModel, machine: Machine) -> _Phase:
-    return _phase(model, machine, 2, model.weights_bytes, model.num_slices * model.border_bytes)
+    """Load each slice but the first while the one before computes; borders wait on the host if backward needs them."""
+    slices = model.num_slices
+    compute = 2 * model.num_parameters * model.num_tokens / machine.flops_per_second
+    borders = model.border_bytes * (slices - 1)
+    into = model.weights_bytes * (1 - 1 / slices) + (0 if _is_few(model) else borders)
+    out = borders - (model.border_bytes if model.num_microbatches == 1 and slices > 1 else 0)
+    both = _both(machine, into + out)
+    each = compute / slices
+    return _Phase(compute, each, _in(machine, into), _out(machine, out), both, each)
 
 
 def _backward(model: OffloadedModel, machine: Machine) -> _Phase:
-    again = model.weights_bytes * (1 - 1 / model.num_slices)
-    return _phase(model, machine, 6, again + model.num_slices * model.border_bytes, model.weights_bytes)
+    """Begin with the two slices that are there; the slice before the last finds its input loaded, too."""
+    slices = model.num_slices
+    compute = 6 * model.num_parameters * model.num_tokens / machine.flops_per_second
+    there = min(2, slices)
+    borders = model.border_bytes * max(0, slices - 3)
+    into, out = model.weights_bytes * (1 - there / slices) + borders, model.weights_bytes * (1 - 1 / slices)
+    if not _is_few(model):  # then the borders' gradients wait on the host as well
+        into += model.border_bytes * max(0, slices - 2)
+        out += model.border_bytes * (slices - 1)
+    alone = compute * there / slices
+    both = _both(machine, into + out)
+    return _Phase(compute, alone, _in(machine, into), _out(machine, out), both, compute / slices)
 
 
-def _phase(model: OffloadedModel, machine: Machine, operations: int, into: float, out: float) -> _Phase:
-    """Make a phase of operations per parameter and token, and of the bytes that go each way."""
-    compute = operations * model.num_parameters * model.num_tokens / machine.flops_per_second
-    both = 0.0 if machine.both_bytes_per_second is None else (into + out) / machine.both_bytes_per_second
-    return _Phase(compute, into / machine.in_bytes_per_second, out / machine.out_bytes_per_second, both)
+def _is_few(model: OffloadedModel) -> bool:
+    """Return whether borders may stay on the device for the slice that comes next."""
+    return model.num_microbatches <= _ON_DEVICE
+
+
+def _in(machine: Machine, num_bytes: float) -> float:
+    return num_bytes / machine.in_bytes_per_second
+
+
+def _out(machine: Machine, num_bytes: float) -> float:
+    return num_bytes / machine.out_bytes_per_second
+
+
+def _both(machine: Machine, num_bytes: float) -> float:
+    return 0.0 if machine.both_bytes_per_second is None else num_bytes / machine.both_bytes_per_second
 
 
 def _update_seconds(model: OffloadedModel, machine: Machine) -> float:
@@ -226,20 +258,27 @@ def _update_seconds(model: OffloadedModel, machine: Machine) -> float:
 def _host_seconds(model: OffloadedModel, machine: Machine) -> float:
     if machine.host_bytes_per_second is None:
         return 0.0
-    weights_and_gradients = model.weights_bytes * (3 - 1 / model.num_slices)
-    borders = 2 * model.num_slices * model.border_bytes
+    weights_and_gradients = model.weights_bytes * (3 - min(2, model.num_slices) / model.num_slices)
+    borders = (2 if _is_few(model) else 5) * (model.num_slices - 1) * model.border_bytes
     return (model.update_bytes + weights_and_gradients + borders) / machine.host_bytes_per_second
 
 
-def device_peak_bytes(model: OffloadedModel) -> float:
-    """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, two borders.
+def device_peak_bytes(model: OffloadedModel, in_slice_bytes: float | None = None) -> float:
+    """Return what the device holds: two slices' weights and gradients, one microbatch in one slice, and borders.
 
-    A model of one slice has one of each. On a GPU `WORKSPACE_BYTES` come on top.
+    Two borders that left are held until the host can know that they are copied, and one is loaded ahead; with several
+    microbatches its gradient, too. A model of one slice has one slice's weights and gradients. On a GPU
+    `WORKSPACE_BYTES` come on top, and what you hold: the model's input and output, and the output's gradient.
+
+    Args:
+        in_slice_bytes: what one microbatch needs in one slice, with its input and output; None: that of dense blocks.
     """
     slice_bytes = model.imbalance * model.weights_bytes / model.num_slices
     border = model.border_bytes / model.num_microbatches
-    in_slice = _SAVED_UNITS * border * model.layers / model.num_slices
-    return 2 * min(2, model.num_slices) * slice_bytes + in_slice + 2 * border
+    if in_slice_bytes is None:
+        in_slice_bytes = _SAVED_UNITS * border * model.layers / model.num_slices
+    num_borders = 0 if model.num_slices == 1 else 3 if model.num_microbatches == 1 else 4
+    return 2 * min(2, model.num_slices) * slice_bytes + in_slice_bytes + num_borders * border
 
 
 def host_peak_bytes(model: OffloadedModel, update: Update = Update.OVERLAPPED) -> float:

@@ -6,7 +6,7 @@ complete.
 
 As in the engine of `smpkit.torch.offload`, a boundary leaves when the forward of its layer begins, whose input it is.
 The memory of a load is taken when it is issued. A boundary that is still on the device when its load is due stays
-there. Device memory that was copied is given back when the next layer begins.
+there. Device memory that was copied is given back when the next layer begins (but see `Rules.ring`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from smpkit.plan.offload.work import LayerTask, LinkSpeed, Window, needs_back
 from smpkit.plan.schedule.graph import Kind
 
 __all__ = [
+    "ON_A_GPU",
+    "ON_A_GPU_ALONE",
     "Copy",
     "CopyStream",
     "CopyStreams",
@@ -121,15 +123,20 @@ class Rules:
     """The actions are known beforehand. Otherwise loads begin with the backward, and the latest boundaries, as many as
     the window leads, are copied but held, because the backward could begin any time."""
     ring: int | None = None
-    """Compute waits until of all boundaries that leave only the latest so many are not copied; None: they pile up."""
+    """The host runs ahead of the device, so it cannot know when a copy has ended: all boundaries that leave but the
+    latest so many are given back, and compute waits for their copies. None: each is given back when it is copied."""
 
 
 _ENGINE: Final = Rules()
+ON_A_GPU: Final = Rules(ring=2)
+"""The engine on a device that runs behind the host, in a pipeline."""
+ON_A_GPU_ALONE: Final = Rules(is_planned=False, ring=2)
+"""The same without a pipeline: there is no list of actions to plan from."""
 
 
 @dataclass(frozen=True)
 class LoadStall:
-    """A time in which compute waits: a backward for its load, or a forward for earlier copies (`Rules.ring`)."""
+    """A time in which compute waits: a backward for its load, or for copies whose memory is given back."""
 
     task: LayerTask
     start_seconds: float
@@ -242,6 +249,10 @@ class _Simulator:
         self._on_host: set[tuple[int, int, int]] = set()
         self._on_device: set[tuple[int, int, int]] = set()
         """Those that backward can read."""
+        self._owed: set[tuple[int, int, int]] = set()
+        """Given back before they are copied: compute waits for that."""
+        self._issues = False
+        """Whether the present layer task has yet to issue its loads."""
         self._kept: list[LayerTask] = []
         self._stalls: list[LoadStall] = []
         self._device, self._host = _Memory(), _Memory()
@@ -299,7 +310,13 @@ class _Simulator:
         if self._makes(present):
             self._made += 1
         self._release()
-        if self._rules.is_planned or needs_back(present):
+        self._issues = self._rules.is_planned or needs_back(present)
+        self._issue_present(present)
+
+    def _issue_present(self, present: LayerTask) -> None:
+        """Issue the loads of the present layer task: behind the copies that compute waits for, as streams have it."""
+        if self._issues and not self._owed:
+            self._issues = False
             self._issue(present)
 
     def _makes(self, task: LayerTask) -> bool:
@@ -314,7 +331,7 @@ class _Simulator:
                 self._to_issue.pop()
                 continue
             leaving = next((each for each in self._leaving if each[1].boundary == need.boundary), None)
-            if leaving is None and need.boundary not in self._on_host:
+            if leaving is None and need.boundary not in self._on_host | self._owed:
                 return  # Not made yet: it will be needed so soon that it stays.
             self._to_issue.pop()
             if leaving is not None:
@@ -327,12 +344,13 @@ class _Simulator:
     def _start_task(self) -> None:
         """Begin the present layer task if nothing holds it back."""
         present = self._present
-        if present is None or self._runs or self._turn > self._now or self._waits(present):
+        if present is None or self._runs or self._turn > self._now:
+            return
+        self._issue_present(present)
+        if self._waits(present):
             return
         if self._now > self._turn:
             self._stalls.append(LoadStall(present, self._turn, self._now))
-            if self._rules.ring is not None:
-                self._release()
         self._starts.append(self._now)
         if present.action.kind is Kind.FORWARD:
             self._device.take(present.num_bytes)
@@ -340,12 +358,10 @@ class _Simulator:
                 self._leave(present)
 
     def _waits(self, present: LayerTask) -> bool:
-        if needs_back(present):
-            return present.boundary not in self._on_device
-        if self._rules.ring is None or not self._makes(present):
-            return False
-        last = self._made - self._rules.ring
-        return any(number <= last and not self._is_copied(each) for number, each in self._leaving)
+        if self._owed or (needs_back(present) and present.boundary not in self._on_device):
+            return True
+        # A backward gives its boundary back, and where the host is ahead the copy out has to be over before that.
+        return self._rules.ring is not None and needs_back(present) and self._is_queued(present)
 
     def _end_task(self) -> None:
         """End the present layer task if its time is over."""
@@ -373,21 +389,21 @@ class _Simulator:
         self._host.take(forward.num_bytes)
         self._streams.out.queue.append(forward)
 
-    def _is_copied(self, forward: LayerTask) -> bool:
-        return forward.boundary in self._on_host
-
     def _is_queued(self, need: LayerTask) -> bool:
         return any(each.boundary == need.boundary for each in self._streams.out.queue)
 
     def _release(self) -> None:
-        """Give back device memory whose copy is complete, in order."""
-        num_held = 0 if self._rules.is_planned else self._window.lead or 0
+        """Give back device memory in order: what is copied or, where the host is ahead, what is not the latest."""
+        num_held = max(0 if self._rules.is_planned else self._window.lead or 0, self._rules.ring or 0)
         while self._leaving:
             number, forward = self._leaving[0]
-            if not self._is_copied(forward) or number > self._made - num_held:
+            is_copied = forward.boundary in self._on_host
+            if number > self._made - num_held or (self._rules.ring is None and not is_copied):
                 return
             self._leaving.popleft()
             self._device.free(forward.num_bytes)
+            if not is_copied:
+                self._owed.add(forward.boundary)
 
     def _start_copies(self) -> None:
         out, back = self._streams.out, self._streams.back
@@ -400,5 +416,6 @@ class _Simulator:
     def _end_copies(self) -> None:
         if left := self._streams.out.finish(self._now):
             self._on_host.add(left.boundary)
+            self._owed.discard(left.boundary)
         if loaded := self._streams.back.finish(self._now):
             self._on_device.add(loaded.boundary)

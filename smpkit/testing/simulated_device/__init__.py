@@ -96,7 +96,9 @@ class Access:
     lines: tuple[str, ...]
 
     def __str__(self) -> str:
-        where = ("at " + ", called at ".join(self.lines)) if self.lines else "(no line of Python)"
+        here = f"{Path.cwd()}{os.sep}"
+        lines = [line.removeprefix(here) for line in self.lines]
+        where = ("at " + ", called at ".join(lines)) if lines else "(no line of Python)"
         return f"{self.operator} on {self.stream} {self.verb} {where}"
 
 
@@ -114,7 +116,7 @@ class Race:
     memory: str
 
     def __str__(self) -> str:
-        return f"{self.memory}: {self.second}; {self.first}; nothing orders them"
+        return f"{self.memory}, and nothing orders these two:\n    {self.second}\n    {self.first}"
 
 
 class RaceFound(SmpkitError):
@@ -128,7 +130,7 @@ class RaceFound(SmpkitError):
         self.races = races
         shown = "\n".join(f"  {race}" for race in races[:10])
         more = f"\n  and {len(races) - 10} more" if len(races) > 10 else ""
-        super().__init__(f"{len(races)} races:\n{shown}{more}")
+        super().__init__(f"{len(races)} race{'s' if len(races) > 1 else ''}:\n{shown}{more}")
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,8 @@ def load(devices: int = 1) -> torch.device:
     torch.empty(1, device="cpu").pin_memory()  # before that, torch says of no memory that it is pinned
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     process_group.register()
-    hidden = (Path(torch.__file__).parent, Path(__file__).parent)
+    site = Path(torch.__file__).parents[1]
+    hidden = (site / "torch", site / "_pytest", site / "pluggy", Path(__file__).parent)
     torch.ops.sim.hide([*(f"{folder}{os.sep}" for folder in hidden), contextlib.__file__, "<"])
     _loaded.append(devices)
     configure()

@@ -63,7 +63,7 @@ def make(num_devices: int) -> types.ModuleType:
         return state
 
     def default_stream(device: Any = None) -> torch.Stream:
-        kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+        kind = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
         return torch.Stream(stream_id=0, device_index=index_of(device), device_type=kind)
 
     def stream(stream: torch.Stream | None) -> AbstractContextManager[object]:

@@ -53,6 +53,20 @@ DEBUG: Final = "SMPKIT_OFFLOAD_DEBUG"
 """`1`: check the order of all accesses, poison what is free, compare what comes back. Slow."""
 
 
+class _ReuseWait:
+    """How long compute waited for a copy whose memory it was about to reuse."""
+
+    __slots__ = ("_first", "_last", "_link")
+
+    def __init__(self, link: Link, first: Any, last: Any) -> None:
+        self._link, self._first, self._last = link, first, last
+
+    @property
+    def seconds(self) -> float | None:
+        """The time; None if the device has not reached the wait yet."""
+        return self._link.seconds_between(self._first, self._last)
+
+
 class ActivationEngine:
     """Offloads what autograd saves inside its contexts.
 
@@ -284,6 +298,7 @@ class ActivationEngine:
         """Release a group's device memory; return False if that would have blocked this thread."""
         copying, host = StorageState.COPYING, StorageState.HOST
         complete: Event | None = None
+        awaited: tuple[Event | None, Hashable] = (None, None)
         released = list[SavedStorage]()
         num_bytes = 0
         is_complete = True
@@ -297,7 +312,9 @@ class ActivationEngine:
                     complete = d2h_event
                 elif self.link.is_stream_ordered:
                     # This thread is ahead of the device: let the allocator's stream wait, or nothing would be free.
-                    self.link.before_reuse(d2h_event, saved.stream)
+                    if awaited != (d2h_event, saved.stream):
+                        self._before_reuse(group, d2h_event, saved.stream)
+                        awaited = (d2h_event, saved.stream)
                 else:
                     is_complete = False
                     break
@@ -333,7 +350,7 @@ class ActivationEngine:
         saved.state = StorageState.LIVE
         return data if saved.stream == stream else self._copy_to_stream(saved, data, stream)
 
-    def release(self, saved: SavedStorage) -> None:
+    def release(self, group: Group, saved: SavedStorage) -> None:
         """Drop the device copy after backward has asked for it as often as it was saved."""
         saved.num_pending = saved.num_handles  # `retain_graph`: backward may come again
         if saved.block is None:
@@ -341,7 +358,7 @@ class ActivationEngine:
         self._consumed_bytes += saved.num_bytes
         if saved.state == StorageState.COPYING:
             assert saved.d2h_event is not None
-            self.link.before_reuse(saved.d2h_event, saved.stream)
+            self._before_reuse(group, saved.d2h_event, saved.stream)
         self._drop((saved,))
         saved.state = StorageState.HOST
 
@@ -478,6 +495,16 @@ class ActivationEngine:
             if version_alias is data:
                 version_alias.data = empty
             saved.data = None
+
+    def _before_reuse(self, group: Group, event: Event, stream: Hashable) -> None:
+        """Let memory be reused after a copy; if that makes compute wait, it is a stall, and measured."""
+        link = self.link
+        if not link.is_stream_ordered or stream != link.stream():
+            link.before_reuse(event, stream)
+            return
+        first = link.stamp()
+        link.before_reuse(event, stream)
+        self.stats.add_wait(group.name, group.microbatch, _ReuseWait(link, first, link.stamp()))
 
     def _drop_group(self, group: Group) -> None:
         """Retire what no other group needs; called by the group's destructor."""

@@ -327,7 +327,7 @@ class HookContext(contextlib.AbstractContextManager["HookContext"]):
             restored = torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride)
         saved.num_pending -= 1
         if saved.num_pending <= 0:
-            self._engine.release(saved)
+            self._engine.release(group, saved)
         return restored
 
 

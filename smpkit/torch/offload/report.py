@@ -17,7 +17,7 @@ _MIN_SECONDS: Final = 20e-6
 
 @dataclass(frozen=True)
 class Stall:
-    """Compute stood still because an activation was not back in time."""
+    """Compute stood still because an activation was not back in time or, on a slow link, not out in time."""
 
     layer: str
     microbatch: int | None

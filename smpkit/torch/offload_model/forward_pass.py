@@ -165,24 +165,37 @@ class Run:
         ]
         return _Boundary(self._structure, tensors, [])
 
-    def _fetch(self, boundaries: Sequence[_Boundary], number: int) -> None:
-        """Start to load the inputs of a microbatch, if there is one of this number."""
-        if number < len(boundaries):
-            for offloaded in boundaries[number].tensors:
+    def _fetch(self, tensors: Sequence[OffloadedTensor | None]) -> None:
+        """Start to load tensors, unless they are on the device."""
+        for offloaded in tensors:
+            if offloaded is not None:
                 self._engine.offloader.fetch(offloaded)
 
     def _forward_slice(self, index: int, boundaries: Sequence[_Boundary]) -> list[_Boundary]:
-        outgoing = []
+        outgoing: list[_Boundary] = []
         pieces: list[_Piece] = []
         for number, boundary in enumerate(boundaries):
-            self._fetch(boundaries, number)
-            self._fetch(boundaries, number + 1)
+            self._fetch(boundary.tensors)
+            # Queued before this microbatch computes, so that the copy runs beside it.
+            if number + 1 < len(boundaries):
+                self._fetch(boundaries[number + 1].tensors)
+            else:
+                self._fetch_first(index, boundaries, outgoing)
             piece = _Piece(boundary)
             outgoing.append(self._forward_piece(index, piece))
             pieces.append(piece)
         if self._training:
             self._pieces.append(pieces)
         return outgoing
+
+    def _fetch_first(self, index: int, boundaries: Sequence[_Boundary], outgoing: Sequence[_Boundary]) -> None:
+        """Start to load what is needed first after a slice's forward: by the next slice, or by backward."""
+        if index + 1 < len(self._engine.slices):
+            following = outgoing[:1]
+        else:
+            following = boundaries[:1] if self._recompute and len(boundaries) > 1 else []
+        for each in following:
+            self._fetch(each.tensors)
 
     def _forward_piece(self, index: int, piece: _Piece) -> _Boundary:
         engine, boundary = self._engine, piece.inputs
@@ -251,8 +264,10 @@ class Run:
                 )
                 owned.append(offloaded)
             tensors.append(offloaded)
-        if index + 1 < len(engine.slices):
-            self._send(owned, always=self._recompute)
+        last = len(engine.slices) - 1
+        if index < last:
+            # Backward begins with the last slice: its only input is needed again at once.
+            self._send(owned, always=self._recompute and not (index + 1 == last and self._count == 1))
         return _Boundary(structure, tensors, owned)
 
     def _send(self, owned: Sequence[OffloadedTensor], *, always: bool) -> None:
@@ -265,10 +280,18 @@ class Run:
     def _backward_slice(
         self, index: int, boundary_gradients: list[list[OffloadedTensor | None]], *, keep: bool
     ) -> list[list[OffloadedTensor | None]]:
-        pieces, results = self._pieces[index], []
+        pieces = self._pieces[index]
+        results: list[list[OffloadedTensor | None]] = []
         for number, (piece, gradients) in enumerate(zip(pieces, boundary_gradients, strict=True)):
-            for ahead in (number, number + 1):
-                self._fetch([each.inputs for each in pieces], ahead)
+            self._fetch(gradients)
+            self._fetch(piece.inputs.tensors)
+            # Queued before this microbatch computes: what the next one needs, or the first one of the slice before.
+            if number + 1 < len(pieces):
+                self._fetch(boundary_gradients[number + 1])
+                self._fetch(pieces[number + 1].inputs.tensors)
+            elif index:
+                self._fetch(results[0] if results else ())
+                self._fetch(self._pieces[index - 1][0].inputs.tensors)
             results.append(self._backward_piece(index, piece, gradients, keep=keep))
         return results
 

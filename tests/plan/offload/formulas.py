@@ -30,20 +30,21 @@ def backlog_boundaries(num_warm_up: int, layer: LayerCost, link: LinkSpeed) -> i
 
 
 def peak_bound_bytes(
-    boundary_bytes: int, num_layers: int, live_microbatches: int, window: Window, backlog: int = 0
+    boundary_bytes: int, num_layers: int, live_microbatches: int, window: Window, backlog: int = 0, ring: int = 1
 ) -> int:
     """Return what boundaries of equal layers occupy on the device at most.
 
-    All of them are `layers * live microbatches`; a window of h layers needs h + 2, one of H actions `layers * (H + 1)`
-    and the one being made; what waits for the link comes on top.
+    All of them are `layers * live microbatches`; a window of h layers needs h, the one in use and the one that leaves,
+    one of H actions `layers * (H + 1)` and the one being made; what waits for the link comes on top.
 
     Args:
         num_layers: of one microbatch on this rank.
         backlog: from `backlog_boundaries`.
+        ring: how many of the latest are not given back; 2 where the host cannot know when a copy has ended.
     """
     bounds = [num_layers * live_microbatches]
     if window.lead is not None:
-        bounds.append(window.lead + 2 + backlog)
+        bounds.append(window.lead + 1 + ring + backlog)
     if window.horizon is not None:
         bounds.append(num_layers * (window.horizon + 1) + 1 + backlog)
     return boundary_bytes * min(bounds)

@@ -51,8 +51,9 @@ def test_predicted_speeds_in_tflops(
     model, machine = _model(parameters, tokens), replace(_H200, updated_parameters_per_second=updates)
     speeds = [step_time(model, machine, update).useful_flops_per_second for update in Update]
     speeds.append(_five_passes_and_a_serial_host(model, machine))
-    # To 1 %: the written figures do not count that the forward of the smallest model waits for its weights.
-    assert [speed / 1e12 for speed in speeds] == pytest.approx(expected, rel=0.01)
+    # To 2 %: the written figures count neither the first load and the last gradient, which nothing hides, nor that the
+    # forward of the smallest model waits for its weights.
+    assert [speed / 1e12 for speed in speeds] == pytest.approx(expected, rel=0.02)
 
 
 def test_bound_is_named() -> None:
@@ -66,18 +67,24 @@ def test_bound_is_named() -> None:
 def test_time_of_a_link_bound_step_is_that_of_its_bytes() -> None:
     model = OffloadedModel(1e9, 4, 1000, width=100)
     machine = Machine(1e18, in_bytes_per_second=1e9, out_bytes_per_second=1e18, updated_parameters_per_second=1e18)
-    # Weights twice but for the last of four slices (1.75 * 2 bytes), four borders of 200 kB, and the first load again.
-    assert step_time(model, machine).total_seconds == pytest.approx(1.75 * 2 + 4 * 200_000 / 1e9 + 2 / 4)
+    # Weights twice but for the last two of four slices, and one border: the first input is the caller's, the last
+    # slice's stays, and another comes while that computes.
+    assert step_time(model, machine).total_seconds == pytest.approx(1.5 * 2 + 200_000 / 1e9, rel=1e-5)
+    many = replace(model, num_microbatches=4)
+    # Every border in the forward; in the backward two gradients of borders as well.
+    assert step_time(many, machine).total_seconds == pytest.approx(1.5 * 2 + (3 + 1 + 2) * 200_000 / 1e9, rel=1e-5)
     both = replace(machine, in_bytes_per_second=1e18, both_bytes_per_second=1e9)
-    assert step_time(model, both).total_seconds == pytest.approx(2.75 * 2 + 8 * 200_000 / 1e9)
+    assert step_time(model, both).total_seconds == pytest.approx((0.75 + 0.5 + 0.75) * 2 + 3 * 200_000 / 1e9)
 
 
 def test_device_holds_two_slices_and_one_microbatch() -> None:
     model = OffloadedModel(32e6, 8, 4000, num_microbatches=4, num_layers=16, width=100)
     border = 1000 * 100 * 2
-    assert device_peak_bytes(model) == pytest.approx(4 * 8e6 + 2 * 25.04 * border + 2 * border)
+    assert device_peak_bytes(model) == pytest.approx(4 * 8e6 + 2 * 25.04 * border + 4 * border)
     whole = replace(model, num_slices=1)  # one buffer for weights and one for gradients
-    assert device_peak_bytes(whole) == pytest.approx(2 * 64e6 + 16 * 25.04 * border + 2 * border)
+    assert device_peak_bytes(whole) == pytest.approx(2 * 64e6 + 16 * 25.04 * border)
+    one = replace(model, num_microbatches=1)
+    assert device_peak_bytes(one, in_slice_bytes=5) == pytest.approx(4 * 8e6 + 5 + 3 * 4 * border)
     assert device_peak_bytes(replace(model, imbalance=1.5)) == pytest.approx(device_peak_bytes(model) + 16e6)
 
 

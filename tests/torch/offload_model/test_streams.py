@@ -186,12 +186,13 @@ def test_what_the_next_microbatch_needs_comes_while_one_computes() -> None:
 
     layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), Noted(_WIDTH, _WIDTH))
     model = OffloadModel(layers, torch.device("cpu"), torch.device("cpu"), 2, True, 4, links=(Behind(), Borders()))
-    ahead = ["fetch", "fetch", "run", "fetch", "run", "fetch", "run", "run"]
     output = model(torch.randn(8, _WIDTH))
-    assert order == ahead
+    # While the last microbatch computes, what backward needs first comes.
+    assert order == ["fetch", "fetch", "run", "fetch", "run", "fetch", "run", "fetch", "run"]
     order.clear()
     output.sum().backward()
-    assert order[: len(ahead)] == ahead  # behind them come gradients, for the first slice
+    # Behind them come gradients, for the first slice: the first one while the last microbatch computes.
+    assert order[:8] == ["fetch", "run", "fetch", "run", "fetch", "run", "fetch", "run"]
 
 
 def test_the_weights_of_the_next_slice_come_while_one_computes() -> None:

@@ -1,0 +1,207 @@
+"""OffloadModel on the simulated accelerator, in virtual time: step, stall, overlap and peak, beside the plan.
+
+Slices are square linear layers. Device and link are slowed down so that a slice computes and is copied in the time that
+a dense block of 12.25 d² parameters in bf16, d = 4096, takes on an H200. Python and the optimizer take no time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.activation_offload.simulated import begin, overlap_share
+from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.plan.offload.model import Machine, OffloadedModel, device_peak_bytes, step_time
+from smpkit.testing import simulated_device
+from smpkit.testing.simulated_device import Speeds
+
+__all__ = ["Cell", "Measured", "measure", "simulated_rows"]
+
+_WIDTH, _NUM_BYTES = 64, 4
+_BLOCK: Final = 12.25 * 4096**2
+_FLOPS, _LINK = 430e12, 50e9
+_UNTIMED: Final = 1e30
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model, its batch and how fast the device and its link are."""
+
+    num_slices: int
+    num_rows: int
+    """Of one microbatch."""
+    num_microbatches: int
+    forward_seconds: float
+    """Of one slice and one microbatch."""
+    load_seconds: float
+    """Of one slice."""
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of its weights."""
+        return _WIDTH**2 * _NUM_BYTES
+
+    @property
+    def border_bytes(self) -> int:
+        """Of one microbatch."""
+        return self.num_rows * _WIDTH * _NUM_BYTES
+
+    @property
+    def machine(self) -> Machine:
+        """As the plan takes it."""
+        flops, rate = 2 * self.num_rows * _WIDTH**2 / self.forward_seconds, self.slice_bytes / self.load_seconds
+        return Machine(flops, rate, rate, updated_parameters_per_second=_UNTIMED)
+
+    @property
+    def model(self) -> OffloadedModel:
+        """As the plan takes it."""
+        num_tokens = self.num_rows * self.num_microbatches
+        return OffloadedModel(
+            self.num_slices * _WIDTH**2,
+            self.num_slices,
+            num_tokens,
+            self.num_microbatches,
+            width=_WIDTH,
+            number_bytes=_NUM_BYTES,
+        )
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a step in which nothing waits: forward, recomputation, and a backward of two forwards."""
+        return 4 * self.num_slices * self.num_microbatches * self.forward_seconds
+
+    @property
+    def planned_seconds(self) -> float:
+        """Of a step."""
+        return step_time(self.model, self.machine).total_seconds
+
+    def planned_peak_bytes(self) -> int:
+        """Of the device, without what the caller holds."""
+        return round(device_peak_bytes(self.model, self._in_slice_bytes()))
+
+    def _in_slice_bytes(self) -> int:
+        """Return what one microbatch needs in one slice: run one alone."""
+        begin(Speeds())
+        layer = _layer().to("sim")
+        _run(layer, torch.zeros(self.num_rows, _WIDTH, device="sim", requires_grad=True))
+        torch.accelerator.synchronize()
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        _run(layer, torch.zeros(self.num_rows, _WIDTH, device="sim", requires_grad=True))
+        return torch.accelerator.max_memory_allocated() - before
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step in virtual time."""
+
+    seconds: float
+    peak_bytes: int
+    """Without the model's input and output, and the output's gradient."""
+    overlap: float | None
+    """The part of all copy time in which a matrix product runs as well."""
+    compute_seconds: float
+    """Of the matrix products."""
+
+
+def _layer() -> nn.Linear:
+    return nn.Linear(_WIDTH, _WIDTH, bias=False)
+
+
+def _run(model: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    y = model(x)
+    y.backward(torch.ones_like(y))
+
+
+Make = Callable[[nn.Sequential, Cell], tuple[Callable[[Tensor], Tensor], Any, Callable[[], object]]]
+"""Return what runs forward, an optimizer, and what waits for it."""
+
+
+def plain(layers: nn.Sequential, _: Cell) -> Any:
+    """Hold the whole model on the device, and recompute nothing."""
+    whole = layers.to("sim")
+    optimizer = torch.optim.AdamW(whole.parameters(), foreach=True)
+    return whole, optimizer, lambda: None
+
+
+def offloaded(layers: nn.Sequential, cell: Cell, *, prefetch: bool = True, fast: bool = True) -> Any:
+    """Use smpkit's OffloadModel."""
+    model = OffloadModel(
+        layers,
+        "sim",
+        num_slices=cell.num_slices,
+        checkpoint_activation=True,
+        num_microbatches=cell.num_microbatches,
+        prefetch=prefetch,
+    )
+    optimizer: Any = OffloadOptimizer(model) if fast else torch.optim.AdamW(model.parameters())
+    return model, optimizer, model.synchronize
+
+
+def measure(cell: Cell, make: Make = offloaded) -> Measured:
+    """Run three steps, and return the last one's figures."""
+    machine = cell.machine
+    out, back = machine.out_bytes_per_second, machine.in_bytes_per_second
+    begin(Speeds(machine.flops_per_second, _UNTIMED, out, back, latency=0.0, launch=0.0))
+    torch.accelerator.synchronize()
+    gc.collect()
+    torch.manual_seed(0)
+    num_rows = cell.num_rows * cell.num_microbatches
+    before = torch.accelerator.memory_allocated()
+    forward, optimizer, wait = make(nn.Sequential(*[_layer() for _ in range(cell.num_slices)]), cell)
+    x = torch.randn(num_rows, _WIDTH, device="sim", requires_grad=True)
+    for _ in range(3):
+        wait()
+        torch.accelerator.synchronize()
+        began = simulated_device.now()
+        torch.accelerator.reset_peak_memory_stats()
+        simulated_device.timeline()
+        _run(forward, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        x.grad = None
+        wait()
+        torch.accelerator.synchronize()
+    seconds, spans = simulated_device.now() - began, simulated_device.timeline()
+    peak = torch.accelerator.max_memory_allocated() - before - 3 * cell.num_microbatches * cell.border_bytes
+    simulated_device.configure()
+    compute = sum(each.end - each.begin for each in spans if each.what == "aten::mm")
+    return Measured(seconds, peak, overlap_share(spans, {"aten::mm"}), compute)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+_CONTESTANTS: Final[dict[str, Make]] = {
+    "plain, all on the device, nothing recomputed": plain,
+    "smpkit": lambda layers, cell: offloaded(layers, cell, fast=False),
+    "smpkit fast": offloaded,
+    "smpkit fast, prefetch=False": lambda layers, cell: offloaded(layers, cell, prefetch=False),
+}
+
+
+def simulated_rows() -> list[dict[str, Any]]:
+    """Return a row per number of tokens and contestant."""
+    rows = []
+    for tokens, num_rows in ((32 << 10, 42), (8 << 10, 10), (2 << 10, 2)):
+        cell = Cell(8, num_rows, 1, 2 * _BLOCK * tokens / _FLOPS, 2 * _BLOCK / _LINK)
+        for name, make in _CONTESTANTS.items():
+            found = measure(cell, make)
+            row = {
+                "tokens": tokens,
+                "name": name,
+                "seconds": found.seconds,
+                "stall": found.seconds - found.compute_seconds,
+                "overlap": found.overlap,
+                "slices": found.peak_bytes / cell.slice_bytes,
+            }
+            if make is offloaded:
+                row["planned stall"] = cell.planned_seconds - cell.compute_seconds
+                row["planned slices"] = cell.planned_peak_bytes() / cell.slice_bytes
+            rows.append(row)
+    return rows
