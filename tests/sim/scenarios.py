@@ -673,6 +673,8 @@ def offload_model(  # noqa: PLR0913 - each is one thing that differs
     plain = make_chain(tied=tied, unused=unused)
     source = copy.deepcopy(plain)
     plain.to(DEVICE)
+    if tied:  # torch makes parameters anew for devices of plug-ins, so this has undone it
+        plain[4][0].weight = plain[1][0].weight
     rates = {"lr": 0.01} | dict(optimizer_options or {})
     is_exact = overlap == "torch" and clip is None and dtype is None and options.get("num_microbatches", 1) == 1
     theirs = rule(plain.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
@@ -752,7 +754,6 @@ for _is_checkpointed in (False, True):
         _add(f"{_title}, evaluated between", partial(_common, evaluates=True), is_quick=_title.endswith("ed, forward"))
         _add(f"{_title}, read between", partial(_common, reads=True))
         _add(f"{_title}, saved between", partial(_common, saves=True))
-        _add(f"{_title}, an exception", partial(_common, fails=True), is_quick=_overlap == "torch")
         _add(f"{_title}, tied", partial(_common, tied=True))
         _add(f"{_title}, partly frozen", partial(_common, unused=True))
         _add(f"{_title}, 6 slices", partial(_common, num_slices=6))
@@ -760,7 +761,8 @@ for _is_checkpointed in (False, True):
         _add(f"{_title}, little host memory", partial(_common, host_budget_bytes=2048))
         _add(f"{_title}, 4 microbatches", partial(_common, num_microbatches=4))
         _add(f"{_title}, bfloat16", partial(_common, dtype=torch.bfloat16), is_quick=_title.endswith("ed, forward"))
-        if _overlap != "backward":
+        if _overlap != "backward":  # which has updated some slices when others raise
+            _add(f"{_title}, an exception", partial(_common, fails=True), is_quick=_overlap == "torch")
             _add(f"{_title}, clipped", partial(_common, clip=0.1))
             _add(f"{_title}, two backwards", partial(_common, backwards=2))
         if _overlap != "torch":
@@ -773,8 +775,13 @@ for _is_checkpointed in (False, True):
 
 def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
     """Return the losses of a small training, and its last weights."""
+    # Torch refuses to move a parameter to the device of a plug-in by `.data`, as a pipeline does: move them before.
+    net = small_steps.Net
     found = []
-    with small_steps.begin(kind) as training:
+    with (
+        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(DEVICE)),
+        small_steps.begin(kind) as training,
+    ):
         for number in range(steps):
             torch.manual_seed(number)
             found.append(training.step(small_steps.batch(number)).detach().cpu())
