@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,16 +64,21 @@ def main() -> int:
         print(*(edge.id for edge in chosen), sep="\n")
         return 0
     names = [name for name in SCENARIOS if arguments.scenarios in name]
+    known = _known()
+    found: dict[str, dict[str, str] | None] = dict.fromkeys((edge.id for edge in chosen), None)
+    first = [name for name in names if SCENARIOS[name].is_quick or SCENARIOS[name].ranks > 1]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        reach = _reach(pool, every, names, arguments.reach)
-        known = _known()
-        found: dict[str, Any] = {}
-        for edge, how in zip(chosen, pool.map(lambda edge: _try(edge, reach), chosen), strict=True):
-            found[edge.id] = how
-            print(f"{'found' if how else 'NOT FOUND':9} {edge.id}\n          {how}", flush=True)
+        for some in (first, [name for name in names if name not in first]):
+            left = [edge for edge in chosen if found[edge.id] is None]
+            if not left or not some:
+                continue
+            reach = _reach(pool, every, some, arguments.reach)
+            for edge, how in zip(left, pool.map(partial(_try, reach=reach), left), strict=True):
+                found[edge.id] = how
+                print(f"{'found' if how else 'NOT FOUND':9} {edge.id}\n          {how}", flush=True)
     entries = []
     for edge in every:
-        entry = {"edge": edge.id, "found": found.get(edge.id, known.get(edge.id, {}).get("found"))}
+        entry: dict[str, Any] = {"edge": edge.id, "found": found[edge.id] if edge.id in found else known.get(edge.id, {}).get("found")}
         if why := known.get(edge.id, {}).get("why"):
             entry["why"] = why
         entries.append(entry)
@@ -105,7 +111,7 @@ def _reach(pool: ThreadPoolExecutor, every: Sequence[Edge], names: Sequence[str]
         return Reach(time.monotonic() - start, frozenset().union(*ranks))
 
     found |= dict(zip(missing, pool.map(measure, missing), strict=True))
-    if kept is not None:
+    if kept is not None and missing:
         kept.write_text(json.dumps({name: (each.seconds, sorted(each.edges)) for name, each in found.items()}))
     return {name: found[name] for name in names}
 
