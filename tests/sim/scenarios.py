@@ -35,7 +35,7 @@ DEVICE = "sim:0"
 WIDTH = 16
 
 
-# --- what all have in common ----------------------------------------------------------------------------------------------
+# --- what all have in common ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str =
     assert not wrong, f"{len(wrong)} of {len(expected)} tensors are wrong, the first is {wrong[0]} {what}"
 
 
-# --- activations ----------------------------------------------------------------------------------------------------------
+# --- activations ------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -113,7 +113,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         size, length, width = x.shape
         q, k, v = self.qkv(self.norm(x)).view(size, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(size, length, width)
+        y = (
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(size, length, width)
+        )
         x = x + self.out(y)
         return x + functional.dropout(self.shrink(functional.gelu(self.grow(x))), self.dropout)
 
@@ -337,7 +341,7 @@ class Shared(torch.autograd.Function):
 
 
 def needed_on_two_streams() -> None:
-    """Save one storage on two streams, and let the allocator reuse memory between their backwards."""
+    """Save one storage on two streams, and run backward first on the one that has not seen it leave."""
     side = torch.Stream(DEVICE)
     model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
     main = torch.accelerator.current_stream(DEVICE)
@@ -347,23 +351,23 @@ def needed_on_two_streams() -> None:
     def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         model.zero_grad(set_to_none=True)
         with context:
-            y = model(x)
-            z = y * 2
-            first = Shared.apply(z)
-            side.wait_stream(main)
-            z.record_stream(side)
-            with side:
-                second = Shared.apply(z)
-                third = Shared.apply(second)
-            main.wait_stream(side)
-            for each in (second, third):
-                each.record_stream(main)
-            loss = (first * 3 + second + third).sum()
-        del z, y, first, second, third
-        for _ in range(4):
-            torch.ones(8, WIDTH, device=DEVICE).mul_(7)
-        loss.backward()
-        return gradients_of(model)
+            z = model(x) * 2
+            first = Shared.apply(z).sum()
+        side.wait_stream(main)
+        z.record_stream(side)
+        with side:
+            second = z
+            for _ in range(4):
+                with context:
+                    second = Shared.apply(second)
+            loss = second.sum()
+        del z, second
+        with side:
+            (of_second,) = torch.autograd.grad(loss, [model.bias], retain_graph=True)
+        main.wait_stream(side)
+        of_second.record_stream(main)
+        first.backward()
+        return [of_second.cpu(), *gradients_of(model)]
 
     expected = run(contextlib.nullcontext())
     offload = activations(model, min_bytes=0, lead=1)
@@ -372,7 +376,42 @@ def needed_on_two_streams() -> None:
     offload.close()
 
 
-_add("activations, needed on two streams", needed_on_two_streams)
+_add("activations, needed on two streams", needed_on_two_streams, is_quick=True)
+
+
+def host_memory_of_another_stream() -> None:
+    """Run steps on streams that do not wait for each other, and whose activations use the same host memory in turns."""
+    streams = [torch.Stream(DEVICE) for _ in range(2)]
+    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    given = []
+    for stream in streams:
+        with stream:
+            given.append(torch.randn(8, WIDTH, device=DEVICE))
+    torch.accelerator.synchronize()
+
+    def run(x: Tensor, context: contextlib.AbstractContextManager[object]) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        y = leaf
+        for _ in range(4):
+            with context:
+                y = Shared.apply(y * 2)
+        return torch.autograd.grad(y.sum(), leaf)[0]
+
+    expected = []
+    for stream, x in zip(streams, given, strict=True):
+        with stream:
+            expected.append(run(x, contextlib.nullcontext()))
+    offload = activations(model, min_bytes=0, lead=1)
+    found = []
+    for number in range(6):
+        with streams[number % 2]:
+            found.append(run(given[number % 2], offload))
+    torch.accelerator.synchronize()
+    assert_same(found, expected * 3)
+    offload.close()
+
+
+_add("activations, host memory of another stream", host_memory_of_another_stream, is_quick=True)
 
 
 def allocated_elsewhere() -> None:
@@ -387,31 +426,37 @@ def allocated_elsewhere() -> None:
         with side:
             x = torch.arange(8.0 * WIDTH, device=DEVICE).view(8, WIDTH)
         main.wait_stream(side)
-        # No `record_stream`: without offloading the graph keeps `x` until backward, which ends with a wait below.
+        # No `record_stream`: without offloading the graph keeps `x` until backward.
         with context:
-            y = model(x)
-            loss = Shared.apply(y).sum()
-        if context is not none:
-            del x
-        with context:
-            for _ in range(4):  # layers that come later: the engine lets go of the earlier ones' memory
+            loss = Shared.apply(model(x)).sum()
+        del x
+        for _ in range(4):  # layers that come later: the engine lets go of the earlier ones' memory
+            with context:
                 loss = loss + Shared.apply(model(torch.ones(8, WIDTH, device=DEVICE))).sum()
         with side:
             torch.zeros(8, WIDTH, device=DEVICE).add_(1)
         loss.backward()
-        found = gradients_of(model)
-        main.synchronize()
-        return found
+        return gradients_of(model)
 
-    none = contextlib.nullcontext()
-    expected = run(none)
+    expected = run(contextlib.nullcontext())
     offload = activations(model, min_bytes=0, lead=1)
     for number in range(3):
         assert_same(run(offload), expected, f"in step {number}")
     offload.close()
 
 
-_add("activations, allocated on another stream", allocated_elsewhere)
+_add("activations, allocated on another stream", allocated_elsewhere, is_quick=True)
+
+
+def measured_beside_work() -> None:
+    """Measure the link with memory that queued work still uses."""
+    accelerator._speeds.clear()
+    for _ in range(2):
+        torch.ones(1024, device=DEVICE).mul_(2)
+    offloaded(_UNCHECKPOINTED)
+
+
+_add("activations, measured beside work", measured_beside_work)
 
 
 class Fails(nn.Module):
@@ -512,7 +557,7 @@ def closed_at_once() -> None:
 _add("activations, closed at once", closed_at_once)
 
 
-# --- activations under the API of SMP v1 ----------------------------------------------------------------------------------
+# --- activations under the API of SMP v1 ------------------------------------------------------------------------------
 
 
 class Small(nn.Module):
@@ -609,7 +654,7 @@ _add("step, an exception", partial(smp_offloaded, fails=True), is_quick=True)
 _add("step, 4 microbatches, dropout", partial(smp_offloaded, microbatches=4, dropout=0.3))
 
 
-# --- OffloadModel ---------------------------------------------------------------------------------------------------------
+# --- OffloadModel -----------------------------------------------------------------------------------------------------
 
 
 def make_chain(*, tied: bool = False, unused: bool = False) -> nn.Sequential:
@@ -632,7 +677,9 @@ def inputs_of(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
 Step = Callable[[Any, Any, int], Tensor]
 
 
-def plain_step(model: Any, optimizer: Any, number: int, *, backwards: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+def plain_step(
+    model: Any, optimizer: Any, number: int, *, backwards: int = 1, dtype: torch.dtype | None = None
+) -> Tensor:
     """Run one step, and return its loss."""
     optimizer.zero_grad()
     total = torch.zeros((), device=DEVICE)
@@ -768,7 +815,7 @@ for _is_checkpointed in (False, True):
             _add(f"{_title}, momentum", partial(_common, rule=torch.optim.SGD, optimizer_options=_sgd))
 
 
-# --- several ranks --------------------------------------------------------------------------------------------------------
+# --- several ranks ----------------------------------------------------------------------------------------------------
 
 
 def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
