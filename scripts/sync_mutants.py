@@ -36,9 +36,6 @@ _HEADER: Final = """\
 # `found` names what showed it: a race (two uses of memory), a wrong value, an error or a hang, in which scenario and
 # order. Where it is null, `why` says why nothing can show it, or what would.
 """
-_MOST_SCENARIOS: Final = 4
-"""Of each round, for an edge that none finds."""
-_ORDERS: Final = ORDERS[:4]
 _LEAST_SECONDS: Final = 60.0
 
 
@@ -58,11 +55,17 @@ def main() -> int:
         "--scenarios", nargs="+", default=[""], metavar="TEXT", help="scenarios with one of these texts"
     )
     parser.add_argument("--jobs", type=int, default=1, help="how many processes run at a time")
+    parser.add_argument("--new", action="store_true", help="only those that have never been left out")
+    parser.add_argument("--orders", type=int, default=len(ORDERS), help="under how many orders of the device")
+    parser.add_argument("--most", type=int, default=8, help="how many scenarios an edge is tried in, of each round")
     parser.add_argument("--list", action="store_true", help="print the edges and end")
     parser.add_argument("--reach", type=Path, help="a file: what scenarios come to, kept from one run for the next")
     arguments = parser.parse_args()
     every = edges()
     chosen = [edge for edge in every if not arguments.only or any(text in edge.id for text in arguments.only)]
+    if arguments.new:
+        tried = {name for name, entry in _known().items() if entry["found"] or "why" in entry or entry.get("tried")}
+        chosen = [edge for edge in chosen if edge.id not in tried]
     if arguments.list:
         print(*(edge.id for edge in chosen), sep="\n")
         return 0
@@ -75,7 +78,8 @@ def main() -> int:
             if not left or not some:
                 continue
             reach = _reach(pool, every, some, arguments.reach)
-            for edge, how in zip(left, pool.map(partial(_try, reach=reach), left), strict=True):
+            attempt = partial(_try, reach=reach, most=arguments.most, orders=arguments.orders)
+            for edge, how in zip(left, pool.map(attempt, left), strict=True):
                 found[edge.id] = how
                 _write(every, found)
                 print(f"{'found' if how else 'NOT FOUND':9} {edge.id}\n          {how}", flush=True)
@@ -93,6 +97,8 @@ def _write(every: Sequence[Edge], found: dict[str, dict[str, str] | None]) -> li
     for edge in every:
         before = known.get(edge.id, {})
         entry: dict[str, Any] = {"edge": edge.id, "found": found.get(edge.id, before.get("found"))}
+        if not entry["found"] and (edge.id in found or "tried" in before):
+            entry["tried"] = True
         if why := before.get("why"):
             entry["why"] = why
         entries.append(entry)
@@ -106,7 +112,7 @@ def _known() -> dict[str, dict[str, Any]]:
     return {entry["edge"]: entry for entry in yaml.safe_load(path.read_text())} if path.exists() else {}
 
 
-# --- which scenarios come to an edge --------------------------------------------------------------------------------------
+# --- which scenarios come to an edge ----------------------------------------------------------------------------------
 
 
 def _reach(
@@ -136,17 +142,18 @@ def _watched(every: list[Edge], name: str) -> set[str]:
     return set(hits)
 
 
-# --- without it -----------------------------------------------------------------------------------------------------------
+# --- without an edge --------------------------------------------------------------------------------------------------
 
 
-def _try(edge: Edge, reach: dict[str, Reach]) -> dict[str, str] | None:
+def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[str, str] | None:
     """Return what showed that an edge is missing; None if nothing did."""
     reaching = sorted((name for name in reach if edge.id in reach[name].edges), key=lambda name: reach[name].seconds)
-    for name in _various(reaching)[:_MOST_SCENARIOS]:
+    for name in _various(reaching)[:most]:
         limit = max(_LEAST_SECONDS, 20 * reach[name].seconds)
         how: tuple[str, str, str] | None
         try:
-            ranks = run_on_sim(_without, edge, name, size=SCENARIOS[name].ranks, order=None, timeout=limit)
+            size = SCENARIOS[name].ranks
+            ranks = run_on_sim(_without, edge, name, ORDERS[:orders], size=size, order=None, timeout=limit)
             how = next(filter(None, ranks), None)
         except RankFailed as error:
             text = str(error)
@@ -168,11 +175,11 @@ def _various(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: places[name])
 
 
-def _without(edge: Edge, name: str) -> tuple[str, str, str] | None:
+def _without(edge: Edge, name: str, orders: Sequence[tuple[str, int]]) -> tuple[str, str, str] | None:
     """Return the kind of what showed it, under which order, and what it said; runs on each rank."""
     leave_out(edge)
     simulated_device.races()
-    for order in _ORDERS:
+    for order in orders:
         error: Exception | None = None
         try:
             run_scenario(name, order)

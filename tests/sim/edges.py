@@ -116,12 +116,12 @@ class _Finder(ast.NodeVisitor):
         if self._depth and all(node is not each for each, _, _ in self.found):
             self.found.append((node, ".".join(self._names), replacement))
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:  # noqa: N802 - named by ast
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._names.append(node.name)
         self.generic_visit(node)
         self._names.pop()
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         is_outermost = not self._depth
         self._depth += 1
         if is_outermost:
@@ -132,17 +132,16 @@ class _Finder(ast.NodeVisitor):
             self._names.pop()
         self._depth -= 1
 
-    def visit_Expr(self, node: ast.Expr) -> None:  # noqa: N802
+    def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value
         if isinstance(call, ast.Call):
             name, receiver = _callee(call)
-            if name in ("wait", "result") and not receiver.endswith("link"):
-                self._add(call, "None")
-            elif name == "append" and (receiver.rpartition(".")[2] in _KEEPERS or receiver == "after"):
+            keeps = name == "append" and (receiver == "after" or receiver.rpartition(".")[2] in _KEEPERS)
+            if keeps or (name in ("wait", "result") and not receiver.endswith("link")):
                 self._add(call, "None")
         self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> None:
         name, receiver = _callee(node)
         if name in _DROPPED or name.lstrip("_").startswith("wait_for_"):
             if not self._is_other(name, receiver):
@@ -164,7 +163,7 @@ class _Finder(ast.NodeVisitor):
             return "pipeline/" not in self._path
         return receiver == "self._changed"  # of threads of the host
 
-    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
+    def visit_Assign(self, node: ast.Assign) -> None:
         if self._is_offload and [ast.unparse(each) for each in node.targets] == ["after"]:
             if isinstance(node.value, ast.Tuple):
                 for each in node.value.elts:
@@ -174,14 +173,14 @@ class _Finder(ast.NodeVisitor):
                 self._add(node.value, "[]")
         self.generic_visit(node)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:  # noqa: N802
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
         name = ast.unparse(node.target).rpartition(".")[2]
         if (self._is_offload and name == "after") or name in _EVENTS | _KEEPERS:
             self._add(node.value, "[]")
             return
         self.generic_visit(node)
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:  # noqa: N802
+    def visit_Attribute(self, node: ast.Attribute) -> None:
         if node.attr in _EVENTS and isinstance(node.ctx, ast.Load):
             self._add(node, "()" if node.attr == "free_after" else "[]")
         self.generic_visit(node)
@@ -198,7 +197,7 @@ def _is_pinned(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and any(each.arg == "pin_memory" for each in node.keywords)
 
 
-# --- changing the code of a process ---------------------------------------------------------------------------------------
+# --- changing the code of a process -----------------------------------------------------------------------------------
 
 
 class _Replacer(ast.NodeTransformer):
@@ -283,5 +282,5 @@ def _unwrapped(found: Any) -> Iterator[types.FunctionType]:
 
 def _code(code: types.CodeType, name: str) -> types.CodeType:
     for part in name.split("."):
-        code = [each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == part][0]
+        code = next(each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == part)
     return code

@@ -1,7 +1,7 @@
 """Small trainings on simulated devices, each compared with the plain model there.
 
-`SCENARIOS` names them. `tests/sim/test_*.py` run them under several orders of the device, and `scripts/sync_mutants` with
-one synchronisation of the product left out: then one of them must have a race, a wrong value or an error.
+`SCENARIOS` names them. `tests/sim/test_*.py` run them under several orders of the device, and `scripts/sync_mutants`
+with one synchronisation of the product left out: then one of them must have a race, a wrong value or an error.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run_scenario(name: str, order: tuple[str, int]) -> None:
     simulated_device.set_policy(*order)
     with (
         mock.patch.object(accelerator, "_MEASURED_BYTES", 4096),  # 32 MiB take longer than all the rest
-        mock.patch.object(kernels, "choose_kernel", lambda *_: _one_pass),  # which one is faster may change
+        mock.patch.object(kernels, "choose_kernel", return_value=_one_pass),  # which one is faster may change
     ):
         SCENARIOS[name].run()
 
@@ -135,7 +135,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.use_reentrant) if self.is_checkpointed else layer(x)
-        return x @ self.embedding.weight.T  # type: ignore[no-any-return]
+        return x @ self.embedding.weight.T
 
 
 def make(**options: Any) -> tuple[Decoder, Tensor]:
@@ -579,7 +579,7 @@ class Stack(nn.Module):
         self.layers = nn.Sequential(*[nn.Sequential(Small(dropout), Small(0.0)) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
+        return self.layers(x)
 
 
 @smp.step
@@ -599,8 +599,8 @@ def smp_train(config: Mapping[str, Any], strategy: str, dropout: float, *, neste
         x = torch.randn(8, 4, WIDTH)
     smp.set_activation_checkpointing(module.layers, strategy=strategy)
     if nested:
-        for pair in module.layers:
-            smp.set_activation_checkpointing(pair[0])
+        for pair in module.layers.children():
+            smp.set_activation_checkpointing(next(pair.children()))
     model = smp.DistributedModel(module)
     found = []
     for number in range(3):
@@ -665,7 +665,7 @@ def make_chain(*, tied: bool = False, unused: bool = False) -> nn.Sequential:
     if tied:
         layers[4][0].weight = layers[1][0].weight
     if unused:
-        layers[3][0].weight.requires_grad_(requires_grad=False)
+        layers[3][0].weight.requires_grad_(False)
     return nn.Sequential(*layers)
 
 
@@ -697,7 +697,7 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [each.detach().cpu().float().clone() for each in model.parameters()]
 
 
-def offload_model(  # noqa: PLR0913 - each is one thing that differs
+def offload_model(
     *,
     overlap: str = "torch",
     rule: type[torch.optim.Optimizer] = torch.optim.AdamW,
@@ -719,7 +719,8 @@ def offload_model(  # noqa: PLR0913 - each is one thing that differs
     source = copy.deepcopy(plain)
     plain.to(DEVICE)
     if tied:  # torch makes parameters anew for devices of plug-ins, so this has undone it
-        plain[4][0].weight = plain[1][0].weight
+        one, other = (next(plain[index].children()) for index in (1, 4))
+        other.weight = one.weight
     rates = {"lr": 0.01} | dict(optimizer_options or {})
     is_exact = overlap == "torch" and clip is None and dtype is None and options.get("num_microbatches", 1) == 1
     theirs = rule(plain.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
@@ -731,14 +732,7 @@ def offload_model(  # noqa: PLR0913 - each is one thing that differs
         ours = OffloadOptimizer(model, rule, overlap=overlap, max_grad_norm=clip, num_threads=1, **rates)  # type: ignore[arg-type]
     cast = partial(torch.autocast, "sim", dtype) if dtype is not None else contextlib.nullcontext
 
-    losses = []
-    for number in range(steps):
-        torch.manual_seed(number)
-        with cast():
-            losses.append(plain_step(plain, theirs, number, backwards=backwards).cpu())
-        if clip is not None:
-            nn.utils.clip_grad_norm_(plain.parameters(), clip)
-        theirs.step()
+    losses = _train_plain(plain, theirs, cast, steps=steps, backwards=backwards, clip=clip)
     found = []
     for number in range(steps):
         if evaluates:  # a forward whose loads no backward follows
@@ -764,14 +758,28 @@ def offload_model(  # noqa: PLR0913 - each is one thing that differs
     if is_exact:
         assert_same([*found, *weights_of(model)], [*losses, *weights_of(plain)])
         return
-    tolerance = 2e-2 if dtype is not None else 1e-4
-    if options.get("num_microbatches", 1) == 1 and dtype is None:  # dropout draws other numbers for pieces of a batch
-        for one, other in zip(found, losses, strict=True):
-            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
-        for one, other in zip(weights_of(model), weights_of(plain), strict=True):
-            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
-    else:
+    if options.get("num_microbatches", 1) > 1 or dtype is not None:
+        # Dropout draws other numbers for pieces of a batch, and autocast rounds elsewhere. What is early or late is
+        # poisoned memory, which is NaN.
         assert all(each.isfinite().all() for each in [*found, *weights_of(model)])
+        return
+    for one, other in zip([*found, *weights_of(model)], [*losses, *weights_of(plain)], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def _train_plain(
+    model: nn.Module, optimizer: Any, cast: Callable[[], Any], *, steps: int, backwards: int, clip: float | None
+) -> list[Tensor]:
+    """Return the losses of the plain model."""
+    losses = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        with cast():
+            losses.append(plain_step(model, optimizer, number, backwards=backwards).cpu())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return losses
 
 
 @contextlib.contextmanager
