@@ -720,7 +720,7 @@ def offload_model(
     plain.to(DEVICE)
     if tied:  # torch makes parameters anew for devices of plug-ins, so this has undone it
         one, other = (next(plain[index].children()) for index in (1, 4))
-        other.weight = one.weight
+        other.register_parameter("weight", one.get_parameter("weight"))
     rates = {"lr": 0.01} | dict(optimizer_options or {})
     is_exact = overlap == "torch" and clip is None and dtype is None and options.get("num_microbatches", 1) == 1
     theirs = rule(plain.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
