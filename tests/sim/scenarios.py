@@ -663,7 +663,7 @@ def make_chain(*, tied: bool = False, unused: bool = False) -> nn.Sequential:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.GELU()) for _ in range(6)]
     if tied:
-        layers[4][0].weight = layers[1][0].weight
+        layers[4][0].register_parameter("weight", layers[1][0].get_parameter("weight"))
     if unused:
         layers[3][0].weight.requires_grad_(False)
     return nn.Sequential(*layers)
@@ -763,8 +763,8 @@ def offload_model(
         # poisoned memory, which is NaN.
         assert all(each.isfinite().all() for each in [*found, *weights_of(model)])
         return
-    for one, other in zip([*found, *weights_of(model)], [*losses, *weights_of(plain)], strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    for left, right in zip([*found, *weights_of(model)], [*losses, *weights_of(plain)], strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
 def _train_plain(
