@@ -34,7 +34,8 @@ RESULT: Final = "tests/sim_mutants.yaml"
 _HEADER: Final = """\
 # Each synchronisation of the runtime, and what the simulated device said when it was left out (scripts/sync_mutants).
 # `found` names what showed it: a race (two uses of memory), a wrong value, an error or a hang, in which scenario and
-# order. Where it is null, `why` says why nothing can show it, or what would.
+# order. Where it is null, `why` says why nothing can show it, or what would. `tried` alone: no scenario that was tried
+# showed it, or none comes to it.
 """
 _LEAST_SECONDS: Final = 60.0
 
