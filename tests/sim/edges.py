@@ -1,0 +1,286 @@
+"""Every synchronisation in the runtime, found in its source, and how to leave one out in this process.
+
+An *edge* is an expression by which the runtime orders work of a device, the host and other ranks, or keeps memory until
+such work has ended. It is known by the name of what is called, so that a new one is found without being listed
+anywhere. `leave_out` replaces the code of the function around it, in a process that has imported the runtime already.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib
+import types
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["Edge", "edges", "leave_out", "watch"]
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+RUNTIME: Final = "smpkit/torch"
+ELSEWHERE: Final = {
+    "smpkit/torch/distributed/": "messages of hosts, which have no streams: tests/mutants.yaml",
+    "smpkit/torch/offload/emulated.py": "a link whose copies are made by threads of the host",
+    "smpkit/torch/checkpoints/": "files",
+    "smpkit/torch/describe.py": "writes to a terminal",
+}
+"""Where calls of these names order something else."""
+
+_DROPPED: Final = {
+    "_wait_event",
+    "before_reuse",
+    "flush",
+    "note_read",
+    "order_after",
+    "post",
+    "record_stream",
+    "synchronize",
+    "wait_event",
+    "wait_stream",
+}
+"""Calls that are left out whole, as all are that begin with `wait_for_`."""
+_KEEPERS: Final = {"_copies_to_host", "_interrupted", "_kept", "uses"}
+"""Lists by which memory, or the event that it must wait for, is kept."""
+_EVENTS: Final = {"free_after", "last_uses"}
+"""Attributes with events that come before memory is used again."""
+_DONE: Final = "__import__('smpkit.torch.offload.link', fromlist=['DONE']).DONE"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One synchronisation.
+
+    Attributes:
+        id: the file, the function and the expression; a number tells equal ones apart.
+        path: of the file.
+        function: its outermost function, by its qualified name.
+        index: its place in `_Finder.found`.
+        replacement: the expression without the synchronisation.
+    """
+
+    id: str
+    path: str
+    function: str
+    index: int
+    replacement: str
+
+
+def edges() -> list[Edge]:
+    """Return all edges of the runtime."""
+    found = []
+    for path in sorted((ROOT / RUNTIME).rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if not any(name.startswith(each) for each in ELSEWHERE):
+            found += _edges_of(name)
+    return found
+
+
+def _edges_of(path: str) -> list[Edge]:
+    finder = _find(path, _tree(path))
+    names = Counter[str]()
+    found = []
+    for index, (node, function, replacement) in enumerate(finder.found):
+        text = " ".join(ast.unparse(node).split())
+        name = f"{path.removeprefix(RUNTIME + '/')}:{function}: {text}"
+        names[name] += 1
+        number = f" ({names[name]})" if names[name] > 1 else ""
+        found.append(Edge(name + number, path, function, index, replacement))
+    return found
+
+
+def _tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def _find(path: str, tree: ast.Module) -> _Finder:
+    finder = _Finder(path)
+    finder.visit(tree)
+    return finder
+
+
+class _Finder(ast.NodeVisitor):
+    """Collects expressions to replace, in the order of the source."""
+
+    def __init__(self, path: str) -> None:
+        self.found: list[tuple[ast.expr, str, str]] = []
+        self._path = path
+        self._is_offload = path.startswith(f"{RUNTIME}/offload")  # elsewhere `after` is any name
+        self._names: list[str] = []
+        self._depth = 0
+
+    def _add(self, node: ast.expr, replacement: str) -> None:
+        if self._depth and all(node is not each for each, _, _ in self.found):
+            self.found.append((node, ".".join(self._names), replacement))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._names.append(node.name)
+        self.generic_visit(node)
+        self._names.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        is_outermost = not self._depth
+        self._depth += 1
+        if is_outermost:
+            self._names.append(node.name)
+        for each in node.body:
+            self.visit(each)
+        if is_outermost:
+            self._names.pop()
+        self._depth -= 1
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        call = node.value
+        if isinstance(call, ast.Call):
+            name, receiver = _callee(call)
+            keeps = name == "append" and (receiver == "after" or receiver.rpartition(".")[2] in _KEEPERS)
+            if keeps or (name in ("wait", "result") and not receiver.endswith("link")):
+                self._add(call, "None")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name, receiver = _callee(node)
+        if name in _DROPPED or name.lstrip("_").startswith("wait_for_"):
+            if not self._is_other(name, receiver):
+                self._add(node, "None")
+        elif name == "wait" and receiver.endswith("link"):
+            self._add(node.args[0], _DONE)
+        elif name == "on_stream":
+            self._add(node.args[0], "None")
+        elif name == "record_event" and not node.keywords:
+            self._add(node, "None")
+        elif name == "_order_next_after":
+            self._add(node, ast.unparse(node.args[0]))
+        elif name == "copy_" and isinstance(node.func, ast.Attribute) and _is_pinned(node.func.value):
+            self._add(node, ast.unparse(node.args[0]))  # a copy in memory of our own
+        self.generic_visit(node)
+
+    def _is_other(self, name: str, receiver: str) -> bool:
+        if name in ("post", "flush"):
+            return "pipeline/" not in self._path
+        return receiver == "self._changed"  # of threads of the host
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if self._is_offload and [ast.unparse(each) for each in node.targets] == ["after"]:
+            if isinstance(node.value, ast.Tuple):
+                for each in node.value.elts:
+                    is_many = isinstance(each, ast.Starred)
+                    self._add(each.value if isinstance(each, ast.Starred) else each, "()" if is_many else _DONE)
+            else:
+                self._add(node.value, "[]")
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        name = ast.unparse(node.target).rpartition(".")[2]
+        if (self._is_offload and name == "after") or name in _EVENTS | _KEEPERS:
+            self._add(node.value, "[]")
+            return
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr in _EVENTS and isinstance(node.ctx, ast.Load):
+            self._add(node, "()" if node.attr == "free_after" else "[]")
+        self.generic_visit(node)
+
+
+def _callee(call: ast.Call) -> tuple[str, str]:
+    """Return the name of what is called, and of what it is an attribute."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr, ast.unparse(call.func.value)
+    return (call.func.id, "") if isinstance(call.func, ast.Name) else ("", "")
+
+
+def _is_pinned(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and any(each.arg == "pin_memory" for each in node.keywords)
+
+
+# --- changing the code of a process -----------------------------------------------------------------------------------
+
+
+class _Replacer(ast.NodeTransformer):
+    def __init__(self, replacements: dict[int, ast.expr]) -> None:
+        self._replacements = replacements
+
+    def visit(self, node: ast.AST) -> Any:
+        known = self._replacements.pop(id(node), None)
+        if known is None:
+            return self.generic_visit(node)
+        if isinstance(known, ast.Subscript):  # what `watch` makes contains the node itself
+            self.generic_visit(node)
+        return ast.copy_location(known, node)
+
+
+def leave_out(edge: Edge) -> None:
+    """Leave out an edge in this process, for good."""
+    tree = _tree(edge.path)
+    node = _find(edge.path, tree).found[edge.index][0]
+    _apply(edge.path, tree, {id(node): _expression(edge.replacement)}, {edge.function})
+
+
+def watch(found: list[Edge]) -> set[str]:
+    """Return a set to which edges add their ids when this process comes to them."""
+    hits: set[str] = set()
+
+    def hit(name: str) -> None:
+        hits.add(name)
+
+    builtins.__dict__["_smpkit_hit"] = hit
+    by_path: dict[str, list[Edge]] = {}
+    for edge in found:
+        by_path.setdefault(edge.path, []).append(edge)
+    for path, of_path in by_path.items():
+        tree = _tree(path)
+        nodes = _find(path, tree).found
+        replacements: dict[int, ast.expr] = {}
+        for edge in of_path:
+            probe = _expression(f"(_smpkit_hit({edge.id!r}), None)[1]")
+            assert isinstance(probe, ast.Subscript)
+            assert isinstance(probe.value, ast.Tuple)
+            node = nodes[edge.index][0]
+            probe.value.elts[1] = node
+            replacements[id(node)] = probe
+        _apply(path, tree, replacements, {edge.function for edge in of_path})
+    return hits
+
+
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _apply(path: str, tree: ast.Module, replacements: dict[int, ast.expr], functions: set[str]) -> None:
+    module = importlib.import_module(path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"))
+    changed = ast.fix_missing_locations(_Replacer(replacements).visit(tree))
+    code = compile(changed, str(ROOT / path), "exec")
+    for name in functions:
+        _function(module, name).__code__ = _code(code, name)
+
+
+def _function(module: types.ModuleType, name: str) -> types.FunctionType:
+    found: Any = module
+    for part in name.split("."):
+        found = vars(found)[part]
+    return next(_unwrapped(found))
+
+
+def _unwrapped(found: Any) -> Iterator[types.FunctionType]:
+    while True:
+        if isinstance(found, property):
+            found = found.fget
+        elif isinstance(found, (staticmethod, classmethod)):
+            found = found.__func__
+        elif isinstance(found, functools.cached_property):
+            found = found.func
+        elif hasattr(found, "__wrapped__"):
+            found = found.__wrapped__
+        else:
+            assert isinstance(found, types.FunctionType), found
+            yield found
+
+
+def _code(code: types.CodeType, name: str) -> types.CodeType:
+    for part in name.split("."):
+        code = next(each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == part)
+    return code

@@ -1,0 +1,856 @@
+"""Small trainings on simulated devices, each compared with the plain model there.
+
+`SCENARIOS` names them. `tests/sim/test_*.py` run them under several orders of the device, and `scripts/sync_mutants`
+with one synchronisation of the product left out: then one of them must have a race, a wrong value or an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import smpkit.torch as smp
+from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.testing import simulated_device
+from smpkit.torch.offload import accelerator, activations
+from smpkit.torch.offload.engine import DEBUG
+from smpkit.torch.offload_model import kernels
+from tests.torch import small_steps
+
+__all__ = ["SCENARIOS", "Scenario", "run_scenario"]
+
+DEVICE = "sim:0"
+WIDTH = 16
+
+
+# --- what all have in common ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A training and the comparison of what came out.
+
+    Attributes:
+        run: raises AssertionError where a value is wrong.
+        ranks: how many processes run it.
+        is_quick: whether the default suite runs it.
+    """
+
+    run: Callable[[], None]
+    ranks: int = 1
+    is_quick: bool = False
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+_order: tuple[str, int] = ("lazy", 0)
+
+
+def run_scenario(name: str, order: tuple[str, int]) -> None:
+    """Run a scenario on this rank, with what ctypes reads and writes behind torch's back told to the device.
+
+    The device runs work by `order`, a policy and a seed.
+    """
+    global _order  # noqa: PLW0603 - of this process, which runs one after the other
+    _order = order
+    simulated_device.set_policy(*order)
+    with (
+        mock.patch.object(accelerator, "_MEASURED_BYTES", 4096),  # 32 MiB take longer than all the rest
+        mock.patch.object(kernels, "choose_kernel", return_value=_one_pass),  # which one is faster may change
+    ):
+        SCENARIOS[name].run()
+
+
+def _one_pass(rule: kernels.Rule, flat_range: kernels.FlatRange) -> None:
+    """Apply a rule with the compiled kernel, and say which memory that uses."""
+    simulated_device.host_access(flat_range.gradient, writes=False, what="the optimizer's kernel")
+    written = [flat_range.master, *flat_range.state]
+    if flat_range.weight is not None:
+        written.append(flat_range.weight)
+    for tensor in written:
+        simulated_device.host_access(tensor, writes=True, what="the optimizer's kernel")
+    kernels.one_pass(rule, flat_range)
+
+
+def _add(name: str, run: Callable[[], None], *, ranks: int = 1, is_quick: bool = False) -> None:
+    assert name not in SCENARIOS
+    SCENARIOS[name] = Scenario(run, ranks, is_quick)
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str = "") -> None:
+    """Raise AssertionError unless all tensors have the same bits."""
+    pairs = zip(found, expected, strict=True)
+    wrong = [index for index, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
+    assert not wrong, f"{len(wrong)} of {len(expected)} tensors are wrong, the first is {wrong[0]} {what}"
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.grow, self.shrink = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(size, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        y = (
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(size, length, width)
+        )
+        x = x + self.out(y)
+        return x + functional.dropout(self.shrink(functional.gelu(self.grow(x))), self.dropout)
+
+
+class Decoder(nn.Module):
+    """A few of them, each checkpointed or not."""
+
+    def __init__(self, *, dropout: float = 0.0, is_checkpointed: bool = True, use_reentrant: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.is_checkpointed, self.use_reentrant = is_checkpointed, use_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant) if self.is_checkpointed else layer(x)
+        return x @ self.embedding.weight.T
+
+
+def make(**options: Any) -> tuple[Decoder, Tensor]:
+    """Return a model and its input, on the device."""
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        model, tokens = Decoder(**options), torch.arange(16).view(2, 8) % 32
+    return model.to(DEVICE), tokens.to(DEVICE)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the loss of a model that gives logits."""
+    return functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return the gradients, on the host."""
+    return [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+
+
+def train_step(
+    model: nn.Module, tokens: Tensor, context: contextlib.AbstractContextManager[object] | None = None
+) -> list[Tensor]:
+    """Run forward in a context and backward after it; return the loss and the gradients."""
+    torch.manual_seed(5)
+    model.zero_grad(set_to_none=True)
+    with context or contextlib.nullcontext():
+        loss = loss_of(model, tokens)
+    loss.backward()
+    return [loss.detach().cpu(), *gradients_of(model)]
+
+
+def offloaded(
+    model_options: Mapping[str, Any] | None = None,
+    *,
+    is_autocast: bool = False,
+    is_checked: bool = False,
+    **options: Any,
+) -> None:
+    """Compare steps with and without offloading."""
+    model, tokens = make(**(model_options or {}))
+    cast = partial(torch.autocast, "sim", torch.bfloat16) if is_autocast else contextlib.nullcontext
+    with cast():
+        expected = train_step(model, tokens)
+    with mock.patch.dict(os.environ, {DEBUG: "1"} if is_checked else {}):
+        offload = activations(model, **{"min_bytes": 0, "lead": 1} | options)
+    for number in range(3):
+        with cast():
+            assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
+    assert offload.report().bytes_out > 0
+    offload.close()
+
+
+_UNCHECKPOINTED = {"is_checkpointed": False}
+_add("activations", offloaded, is_quick=True)
+_add("activations, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED), is_quick=True)
+_add("activations, dropout", partial(offloaded, {"dropout": 0.3}), is_quick=True)
+_add("activations, dropout, nothing checkpointed", partial(offloaded, {"dropout": 0.3} | _UNCHECKPOINTED))
+_add("activations, reentrant", partial(offloaded, {"use_reentrant": True}))
+for _lead in (2, 3, "auto"):
+    _add(f"activations, lead {_lead}", partial(offloaded, lead=_lead))
+    _add(f"activations, lead {_lead}, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED, lead=_lead))
+_add("activations, autocast", partial(offloaded, is_autocast=True), is_quick=True)
+_add("activations, autocast, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED, is_autocast=True))
+_add("activations, large ones only", partial(offloaded, _UNCHECKPOINTED, min_bytes=1500))
+_add("activations, checked by the engine", partial(offloaded, _UNCHECKPOINTED, is_checked=True))
+
+
+def host_memory_exhausted(num_bytes: int) -> None:
+    """Let host memory suffice for some of the layers only."""
+    offloaded(_UNCHECKPOINTED, host_budget_bytes=num_bytes)
+
+
+for _kib in (8, 40):
+    _add(f"activations, {_kib} KiB of host memory", partial(host_memory_exhausted, _kib << 10), is_quick=_kib == 8)
+
+
+def two_graphs(*, later_first: bool, is_checkpointed: bool) -> None:
+    """Run backward of two graphs that live at the same time."""
+    model, tokens = make(is_checkpointed=is_checkpointed)
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        losses = []
+        for number in range(2):
+            with context:
+                losses.append(loss_of(model, (tokens + number) % 32))
+        for loss in reversed(losses) if later_first else losses:
+            loss.backward()
+        return gradients_of(model)
+
+    expected = run(contextlib.nullcontext())
+    offload = activations(model, min_bytes=0, lead=1)
+    for number in range(3):
+        assert_same(run(offload), expected, f"in step {number}")
+    offload.close()
+
+
+for _is_first in (True, False):
+    for _is_checkpointed in (True, False):
+        _name = f"activations, two graphs, {'later' if _is_first else 'earlier'} first" + (
+            "" if _is_checkpointed else ", nothing checkpointed"
+        )
+        _run = partial(two_graphs, later_first=_is_first, is_checkpointed=_is_checkpointed)
+        _add(_name, _run, is_quick=_is_first and _is_checkpointed)
+
+
+def graph_kept() -> None:
+    """Run one backward twice, and drop a graph that no backward has used."""
+    model, tokens = make(is_checkpointed=False)
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        with context:
+            loss, unused = loss_of(model, tokens), loss_of(model, tokens)
+        del unused
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients_of(model)
+
+    expected = run(contextlib.nullcontext())
+    offload = activations(model, min_bytes=0, lead=2)
+    for number in range(3):
+        assert_same(run(offload), expected, f"in step {number}")
+    offload.close()
+
+
+_add("activations, graph kept", graph_kept)
+
+
+class OnStreams(nn.Module):
+    """Runs each second layer on a stream of its own, as libraries do that overlap branches."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+        self.streams = [torch.Stream(DEVICE) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.accelerator.current_stream(DEVICE)
+        for number, layer in enumerate(self.layers):
+            if number % 2:
+                side = self.streams[number // 2 % 2]
+                side.wait_stream(main)
+                x.record_stream(side)
+                with side:
+                    x = layer(x)
+                main.wait_stream(side)
+                x.record_stream(main)
+            else:
+                x = layer(x)
+        return x
+
+
+def on_streams(*, whole: bool, lead: int = 1) -> None:
+    """Offload layers that run on several streams."""
+    inner, _ = make(is_checkpointed=False)
+    model = OnStreams(inner.layers)
+    x = torch.randn(2, 8, WIDTH, device=DEVICE)
+    torch.accelerator.synchronize()
+    step_stream = torch.Stream(DEVICE)
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        given = x.clone().requires_grad_()
+        with context:
+            loss = model(given).square().sum()
+        loss.backward()
+        assert given.grad is not None
+        return [given.grad.cpu(), *gradients_of(model)]
+
+    expected = run(contextlib.nullcontext())
+    offload = activations(model, min_bytes=0, lead=lead)
+    for number in range(3):
+        if whole:  # of the user's, forward and backward: the same model on another stream than the step before
+            step_stream.wait_stream(torch.accelerator.current_stream())
+            with step_stream if number % 2 else contextlib.nullcontext():
+                found = run(offload)
+            torch.accelerator.current_stream().wait_stream(step_stream)
+        else:
+            found = run(offload)
+        assert_same(found, expected, f"in step {number}")
+    offload.close()
+
+
+_add("activations, side streams", partial(on_streams, whole=False), is_quick=True)
+_add("activations, side streams, lead 2", partial(on_streams, whole=False, lead=2))
+_add("activations, a step on a side stream", partial(on_streams, whole=True))
+
+
+class Shared(torch.autograd.Function):
+    """Saves a tensor that another stream's operators need as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x
+
+
+def needed_on_two_streams() -> None:
+    """Save one storage on two streams, and run backward first on the one that has not seen it leave."""
+    side = torch.Stream(DEVICE)
+    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    main = torch.accelerator.current_stream(DEVICE)
+    x = torch.randn(8, WIDTH, device=DEVICE)
+    torch.accelerator.synchronize()
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        with context:
+            z = model(x) * 2
+            first = Shared.apply(z).sum()
+        side.wait_stream(main)
+        z.record_stream(side)
+        with side:
+            second = z
+            for _ in range(4):
+                with context:
+                    second = Shared.apply(second)
+            loss = second.sum()
+        del z, second
+        with side:
+            (of_second,) = torch.autograd.grad(loss, [model.bias], retain_graph=True)
+        main.wait_stream(side)
+        of_second.record_stream(main)
+        first.backward()
+        return [of_second.cpu(), *gradients_of(model)]
+
+    expected = run(contextlib.nullcontext())
+    offload = activations(model, min_bytes=0, lead=1)
+    for number in range(3):
+        assert_same(run(offload), expected, f"in step {number}")
+    offload.close()
+
+
+_add("activations, needed on two streams", needed_on_two_streams, is_quick=True)
+
+
+def host_memory_of_another_stream() -> None:
+    """Run steps on streams that do not wait for each other, and whose activations use the same host memory in turns."""
+    streams = [torch.Stream(DEVICE) for _ in range(2)]
+    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    given = []
+    for stream in streams:
+        with stream:
+            given.append(torch.randn(8, WIDTH, device=DEVICE))
+    torch.accelerator.synchronize()
+
+    def run(x: Tensor, context: contextlib.AbstractContextManager[object]) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        y = leaf
+        for _ in range(4):
+            with context:
+                y = Shared.apply(y * 2)
+        return torch.autograd.grad(y.sum(), leaf)[0]
+
+    expected = []
+    for stream, x in zip(streams, given, strict=True):
+        with stream:
+            expected.append(run(x, contextlib.nullcontext()))
+    offload = activations(model, min_bytes=0, lead=1)
+    found = []
+    for number in range(6):
+        with streams[number % 2]:
+            found.append(run(given[number % 2], offload))
+    torch.accelerator.synchronize()
+    assert_same(found, expected * 3)
+    offload.close()
+
+
+_add("activations, host memory of another stream", host_memory_of_another_stream, is_quick=True)
+
+
+def allocated_elsewhere() -> None:
+    """Save a tensor whose memory belongs to another stream, and let that stream go on."""
+    side = torch.Stream(DEVICE)
+    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    main = torch.accelerator.current_stream(DEVICE)
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        side.wait_stream(main)
+        with side:
+            x = torch.arange(8.0 * WIDTH, device=DEVICE).view(8, WIDTH)
+        main.wait_stream(side)
+        # No `record_stream`: without offloading the graph keeps `x` until backward.
+        with context:
+            loss = Shared.apply(model(x)).sum()
+        del x
+        for _ in range(4):  # layers that come later: the engine lets go of the earlier ones' memory
+            with context:
+                loss = loss + Shared.apply(model(torch.ones(8, WIDTH, device=DEVICE))).sum()
+        with side:
+            torch.zeros(8, WIDTH, device=DEVICE).add_(1)
+        loss.backward()
+        return gradients_of(model)
+
+    expected = run(contextlib.nullcontext())
+    offload = activations(model, min_bytes=0, lead=1)
+    for number in range(3):
+        assert_same(run(offload), expected, f"in step {number}")
+    offload.close()
+
+
+_add("activations, allocated on another stream", allocated_elsewhere, is_quick=True)
+
+
+def measured_beside_work() -> None:
+    """Measure the link with memory that queued work still uses."""
+    accelerator._speeds.clear()
+    for _ in range(2):
+        torch.ones(1024, device=DEVICE).mul_(2)
+    offloaded(_UNCHECKPOINTED)
+
+
+_add("activations, measured beside work", measured_beside_work)
+
+
+class Fails(nn.Module):
+    """A layer that raises when it is told to."""
+
+    is_broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_broken:
+            raise ZeroDivisionError
+        return x * 2
+
+
+def exception_in_forward(*, is_checkpointed: bool) -> None:
+    """Raise in the middle of a step, whose copies are on their way, and go on with another step."""
+    model, tokens = make(is_checkpointed=is_checkpointed)
+    fails = Fails()
+    model.layers.insert(3, fails)
+    expected = train_step(model, tokens)
+    offload = activations(model, min_bytes=0, lead=1)
+    for number in range(2):
+        fails.is_broken = True
+        with pytest.raises(ZeroDivisionError):
+            train_step(model, tokens, offload)
+        fails.is_broken = False
+        assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
+    offload.close()
+
+
+def exception_in_backward() -> None:
+    """Raise in the middle of backward, whose copies are on their way back."""
+    model, tokens = make(is_checkpointed=False)
+    expected = train_step(model, tokens)
+    offload = activations(model, min_bytes=0, lead=2)
+
+    def broken(_: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    for number in range(2):
+        handle = model.layers[2].register_forward_hook(lambda _, __, output: output.register_hook(broken) and None)
+        with pytest.raises(ZeroDivisionError):
+            train_step(model, tokens, offload)
+        handle.remove()
+        assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
+    offload.close()
+
+
+_add("activations, an exception in forward", partial(exception_in_forward, is_checkpointed=True), is_quick=True)
+_add("activations, an exception in forward, nothing checkpointed", partial(exception_in_forward, is_checkpointed=False))
+_add("activations, an exception in backward", exception_in_backward)
+
+
+def saved_meanwhile() -> None:
+    """Write the weights to the host while copies of activations are on their way, and train on."""
+    model, tokens = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(3):
+        train_step(model, tokens)
+        optimizer.step()
+        expected.append([each.cpu() for each in model.state_dict().values()])
+    model.load_state_dict(before)
+    offload = activations(model, min_bytes=0, lead=1)
+    for number in range(3):
+        torch.manual_seed(5)
+        model.zero_grad(set_to_none=True)
+        with offload:
+            loss = loss_of(model, tokens)
+        saved = [each.cpu() for each in model.state_dict().values()]
+        if number:
+            assert_same(saved, expected[number - 1], f"in the middle of step {number}")
+        loss.backward()
+        optimizer.step()
+    assert_same([each.cpu() for each in model.state_dict().values()], expected[-1])
+    offload.close()
+
+
+_add("activations, saved meanwhile", saved_meanwhile)
+
+
+def closed_at_once() -> None:
+    """Give memory back while its copies are on their way, and take it anew."""
+    model, tokens = make(is_checkpointed=False)
+    expected = train_step(model, tokens)
+    for number in range(2):
+        offload = activations(model, min_bytes=0, lead=1)
+        with offload:
+            loss = loss_of(model, tokens)
+        del loss
+        assert_same(train_step(model, tokens, offload), expected, f"in round {number}")
+        with offload:
+            loss = loss_of(model, tokens)
+        offload.close()
+        del loss, offload
+
+
+_add("activations, closed at once", closed_at_once)
+
+
+# --- activations under the API of SMP v1 ------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """A layer of few operators."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.dropout(functional.gelu(self.linear(x)), self.dropout)
+
+
+class Stack(nn.Module):
+    """Layers that can be checkpointed in groups, or inside of each other."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(Small(dropout), Small(0.0)) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@smp.step
+def smp_step(model: Any, x: Tensor) -> Tensor:
+    """Run one microbatch."""
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def smp_train(config: Mapping[str, Any], strategy: str, dropout: float, *, nested: bool, fails: bool) -> list[Tensor]:
+    """Train and return losses and gradients of all steps."""
+    smp.init(dict(config))
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        module = Stack(dropout)
+        x = torch.randn(8, 4, WIDTH)
+    smp.set_activation_checkpointing(module.layers, strategy=strategy)
+    if nested:
+        for pair in module.layers.children():
+            smp.set_activation_checkpointing(next(pair.children()))
+    model = smp.DistributedModel(module)
+    found = []
+    for number in range(3):
+        torch.manual_seed(number)
+        for parameter in model.parameters():
+            parameter.grad = None
+        if fails and number == 1:
+            with pytest.raises(ZeroDivisionError):
+                smp_fails(model, x.clone())
+            for parameter in model.parameters():
+                parameter.grad = None
+            torch.manual_seed(number)
+        found.append(smp_step(model, x.clone()).reduce_mean().detach().cpu())
+        found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
+    smp.shutdown()
+    return found
+
+
+@smp.step
+def smp_fails(model: Any, x: Tensor) -> Tensor:
+    """Raise in the middle of a step."""
+    model(x).square().mean()
+    raise ZeroDivisionError
+
+
+def smp_offloaded(
+    strategy: str = "each",
+    *,
+    horizon: int | str = 4,
+    dropout: float = 0.0,
+    nested: bool = False,
+    fails: bool = False,
+    **config: Any,
+) -> None:
+    """Compare a training with and without `offload_activations`."""
+    plain = {"microbatches": 2} | config
+    expected = smp_train(plain, strategy, dropout, nested=nested, fails=False)
+    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+        ours = plain | {"offload_activations": True, "activation_loading_horizon": horizon}
+        found = smp_train(ours, strategy, dropout, nested=nested, fails=fails)
+    assert_same(found, expected)
+
+
+for _strategy in ("each", "group_2", "contiguous"):
+    _add(f"step, {_strategy}", partial(smp_offloaded, _strategy), is_quick=_strategy == "group_2")
+    _add(f"step, {_strategy}, dropout", partial(smp_offloaded, _strategy, dropout=0.3))
+for _horizon in (1, 2, "auto"):
+    _add(f"step, horizon {_horizon}", partial(smp_offloaded, horizon=_horizon))
+_add("step, nested", partial(smp_offloaded, nested=True))
+_add("step, an exception", partial(smp_offloaded, fails=True), is_quick=True)
+_add("step, 4 microbatches, dropout", partial(smp_offloaded, microbatches=4, dropout=0.3))
+
+
+# --- OffloadModel -----------------------------------------------------------------------------------------------------
+
+
+def make_chain(*, tied: bool = False, unused: bool = False) -> nn.Sequential:
+    """Return layers for an OffloadModel."""
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.GELU()) for _ in range(6)]
+    if tied:
+        layers[4][0].register_parameter("weight", layers[1][0].get_parameter("weight"))
+    if unused:
+        layers[3][0].weight.requires_grad_(False)
+    return nn.Sequential(*layers)
+
+
+def inputs_of(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the batch of a step, on the host: the model copies it."""
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), device="cpu").to(dtype)
+
+
+Step = Callable[[Any, Any, int], Tensor]
+
+
+def plain_step(
+    model: Any, optimizer: Any, number: int, *, backwards: int = 1, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Run one step, and return its loss."""
+    optimizer.zero_grad()
+    total = torch.zeros((), device=DEVICE)
+    for part in range(backwards):
+        x = inputs_of(10 * number + part, dtype or torch.float32)
+        loss = model(x.to(DEVICE) if not isinstance(model, OffloadModel) else x).float().square().mean()
+        x.data.fill_(float("nan"))  # the user's memory is the user's again; `.data`, because the model refuses this
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """Return all weights, on the host."""
+    return [each.detach().cpu().float().clone() for each in model.parameters()]
+
+
+def offload_model(
+    *,
+    overlap: str = "torch",
+    rule: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    steps: int = 3,
+    backwards: int = 1,
+    clip: float | None = None,
+    dtype: torch.dtype | None = None,
+    tied: bool = False,
+    unused: bool = False,
+    evaluates: bool = False,
+    reads: bool = False,
+    saves: bool = False,
+    fails: bool = False,
+    optimizer_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Compare an OffloadModel with the plain model on the device, whose dropout draws the same numbers."""
+    plain = make_chain(tied=tied, unused=unused)
+    source = copy.deepcopy(plain)
+    plain.to(DEVICE)
+    if tied:  # torch makes parameters anew for devices of plug-ins, so this has undone it
+        one, other = (next(plain[index].children()) for index in (1, 4))
+        other.register_parameter("weight", one.get_parameter("weight"))
+    rates = {"lr": 0.01} | dict(optimizer_options or {})
+    is_exact = overlap == "torch" and clip is None and dtype is None and options.get("num_microbatches", 1) == 1
+    theirs = rule(plain.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
+    model = OffloadModel(source, DEVICE, dtype=dtype, **{"num_slices": 3} | options)
+    ours: Any
+    if overlap == "torch":
+        ours = rule(model.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
+    else:
+        ours = OffloadOptimizer(model, rule, overlap=overlap, max_grad_norm=clip, num_threads=1, **rates)  # type: ignore[arg-type]
+    cast = partial(torch.autocast, "sim", dtype) if dtype is not None else contextlib.nullcontext
+
+    losses = _train_plain(plain, theirs, cast, steps=steps, backwards=backwards, clip=clip)
+    found = []
+    for number in range(steps):
+        if evaluates:  # a forward whose loads no backward follows
+            with torch.no_grad():
+                model(inputs_of(99, dtype or torch.float32))
+        if fails and number == 1:
+            with pytest.raises(ZeroDivisionError), _broken(model):
+                plain_step(model, ours, 77, dtype=dtype)
+            ours.zero_grad()
+        torch.manual_seed(number)
+        found.append(plain_step(model, ours, number, backwards=backwards, dtype=dtype).cpu())
+        if overlap == "torch" and clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        ours.step()
+        if reads:
+            assert all(each.isfinite().all() for each in weights_of(model))
+        if saves:
+            saved = copy.deepcopy((model.state_dict(), ours.state_dict()))
+            model.load_state_dict(saved[0])
+            ours.load_state_dict(saved[1])
+    model.synchronize()
+    torch.accelerator.synchronize()
+    if is_exact:
+        assert_same([*found, *weights_of(model)], [*losses, *weights_of(plain)])
+        return
+    if options.get("num_microbatches", 1) > 1 or dtype is not None:
+        # Dropout draws other numbers for pieces of a batch, and autocast rounds elsewhere. What is early or late is
+        # poisoned memory, which is NaN.
+        assert all(each.isfinite().all() for each in [*found, *weights_of(model)])
+        return
+    for left, right in zip([*found, *weights_of(model)], [*losses, *weights_of(plain)], strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
+
+
+def _train_plain(
+    model: nn.Module, optimizer: Any, cast: Callable[[], Any], *, steps: int, backwards: int, clip: float | None
+) -> list[Tensor]:
+    """Return the losses of the plain model."""
+    losses = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        with cast():
+            losses.append(plain_step(model, optimizer, number, backwards=backwards).cpu())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return losses
+
+
+@contextlib.contextmanager
+def _broken(model: nn.Module) -> Iterator[None]:
+    """Let the backward of a layer in the middle raise."""
+
+    def broken(_: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    layers = [each for each in model.modules() if isinstance(each, nn.GELU)]
+    handle = layers[2].register_forward_hook(lambda _, __, output: output.register_hook(broken) and None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+for _is_checkpointed in (False, True):
+    _kind = "checkpointed" if _is_checkpointed else "graph"
+    _options: dict[str, Any] = {"checkpoint_activation": _is_checkpointed}
+    for _overlap in ("torch", "forward", "backward"):
+        _common = partial(offload_model, overlap=_overlap, **_options)
+        _title = f"OffloadModel, {_kind}, {_overlap}"
+        _add(_title, _common, is_quick=_is_checkpointed or _overlap != "torch")
+        _add(f"{_title}, evaluated between", partial(_common, evaluates=True), is_quick=_title.endswith("ed, forward"))
+        _add(f"{_title}, read between", partial(_common, reads=True))
+        _add(f"{_title}, saved between", partial(_common, saves=True))
+        _add(f"{_title}, tied", partial(_common, tied=True))
+        _add(f"{_title}, partly frozen", partial(_common, unused=True))
+        _add(f"{_title}, 6 slices", partial(_common, num_slices=6))
+        _add(f"{_title}, no prefetch", partial(_common, prefetch=False))
+        _add(f"{_title}, little host memory", partial(_common, host_budget_bytes=2048))
+        _add(f"{_title}, 4 microbatches", partial(_common, num_microbatches=4))
+        _add(f"{_title}, bfloat16", partial(_common, dtype=torch.bfloat16), is_quick=_title.endswith("ed, forward"))
+        if _overlap != "backward":  # which has updated some slices when others raise
+            _add(f"{_title}, an exception", partial(_common, fails=True), is_quick=_overlap == "torch")
+            _add(f"{_title}, clipped", partial(_common, clip=0.1))
+            _add(f"{_title}, two backwards", partial(_common, backwards=2))
+        if _overlap != "torch":
+            _sgd = {"lr": 0.1, "momentum": 0.9}
+            _add(f"{_title}, momentum", partial(_common, rule=torch.optim.SGD, optimizer_options=_sgd))
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
+    """Return the losses of a small training, and its last weights."""
+    # Torch refuses to move a parameter to the device of a plug-in by `.data`, as a pipeline does: move them before.
+    net = small_steps.Net
+    device = "cpu" if kind.marked else DEVICE
+    found = []
+    with (
+        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(device)),
+        small_steps.begin(kind) as training,
+    ):
+        for number in range(steps):
+            torch.manual_seed(number)
+            found.append(training.step(small_steps.batch(number)).detach().cpu())
+        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+    return found
+
+
+def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
+    """Compare a training with itself on a device where everything runs at once, so that nothing is late."""
+    simulated_device.set_policy("eager")
+    expected = run()
+    simulated_device.set_policy(*_order)
+    assert_same(run(), expected)
+
+
+for _kind, _of_kind in small_steps.KINDS.items():
+    if _of_kind.ranks > 1:
+        _add(f"ranks, {_kind}", partial(same_as_in_order, partial(trained, _of_kind)), ranks=_of_kind.ranks)

@@ -1,0 +1,41 @@
+"""Activation offloading and OffloadModel on a simulated device: the plain model's bits, and no race."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from smpkit.testing import simulated_device
+from tests.sim.on_sim import ORDERS, run_on_sim
+from tests.sim.scenarios import SCENARIOS, run_scenario
+
+MORE_ORDERS = [*ORDERS, ("eager", 0), ("timed", 0), *(("random", seed) for seed in range(3, 9))]
+
+
+def run_under(name: str, orders: list[tuple[str, int]]) -> dict[str, float]:
+    """Run a scenario under several orders, each of which must have no race; return the seconds of each."""
+    seconds = {}
+    for order in orders:
+        start = time.perf_counter()
+        with simulated_device.no_races(*order):
+            try:
+                run_scenario(name, order)
+            except Exception as error:
+                raise AssertionError(f"{name!r} under {order}") from error
+        seconds[str(order)] = time.perf_counter() - start
+    return seconds
+
+
+NAMES = [name for name, scenario in SCENARIOS.items() if scenario.ranks == 1]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if SCENARIOS[name].is_quick])
+def test_offloading_changes_no_bit_and_has_no_race(name: str) -> None:
+    run_on_sim(run_under, name, list(ORDERS[:4]), order=None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_grid(name: str) -> None:
+    run_on_sim(run_under, name, MORE_ORDERS, order=None, timeout=300)
