@@ -192,6 +192,17 @@ inline void adapt(const std::string& name, Stack& exec) {
   }
 }
 
+// The CPU's kernel draws from the CPU's own generator, which the host may use at this moment in another thread.
+inline bool run_dropout(uint64_t seed, Stack& exec) {
+  const auto input = exec[0].toTensor();
+  const double p = exec[1].toDouble();
+  if (!exec[2].isNone() && !exec[2].toBool()) return false;
+  auto mask = at::empty(input.sizes(), c10::TensorOptions().dtype(c10::kBool).device(c10::kCPU));
+  mask.bernoulli_(1 - p, at::make_generator<at::CPUGeneratorImpl>(seed));
+  exec = {input.mul(mask).mul_(p == 1 ? 0 : 1 / (1 - p)), mask};
+  return true;
+}
+
 inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto num_arguments = schema.arguments().size(), begin = stack->size() - num_arguments;
@@ -246,6 +257,7 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
   auto run = [op, name, seed, generator_at, scalars](Stack& exec) {
     const Stack given(scalars.empty() ? Stack{} : exec);
     adapt(name, exec);
+    if (seed && name == "aten::native_dropout" && run_dropout(*seed, exec)) return;
     if (seed && generator_at) exec[*generator_at] = at::make_generator<at::CPUGeneratorImpl>(*seed);
     if (seed && !generator_at) {  // the kernel takes the CPU's own generator
       auto generator = at::detail::getDefaultCPUGenerator();
