@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import smpkit.torch
 from smpkit.torch.core import devices
 from smpkit.torch.pipeline.transport import HostBuffers
 
 __all__ = ["HostWaits", "counted_waits", "pretended_device"]
 
-_PRODUCT: Final = Path(devices.__file__).parents[1]
+_PRODUCT: Final = Path(smpkit.torch.__file__).parent
 _TESTS: Final = Path(__file__).parent
 _FACTORIES: Final = ("arange", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros")
 _ALWAYS_HOST: Final = ("frombuffer", "from_numpy")
@@ -53,6 +54,7 @@ def pretended_device() -> Iterator[None]:
     """Let the engine take the CPU for a device that computes on its own."""
     answers: dict[str, Callable[..., Any]] = {
         "is_asynchronous": lambda device: True,
+        "has_streams": lambda device: False,  # the link is the emulated one, and its memory the CPU's
         "current_stream": lambda device: None,
         "record_event": lambda device, **_: _Event(),
         "default_generator": lambda device: torch.Generator(),

@@ -151,7 +151,11 @@ def test_what_validates_is_refused_in_words_or_accepted_by_the_service(folder: P
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    hyperparameters=st.dictionaries(name.filter(lambda key: not key.startswith("sagemaker_")), json_value, max_size=4),
+    hyperparameters=st.dictionaries(
+        name.filter(lambda key: not key.startswith("sagemaker_")),
+        json_value.filter(lambda value: "\0" not in str(value) and "\\x00" not in str(value)),  # no command line has it
+        max_size=4,
+    ),
     count=st.integers(1, 8),
 )
 def test_ordinary_jobs_are_accepted(folder: Path, hyperparameters: dict[str, Any], count: int) -> None:

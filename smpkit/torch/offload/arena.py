@@ -512,7 +512,7 @@ def make_arena(link: Link, budget_bytes: int | None, num_sharers: int = 1) -> Ar
     free = _available_bytes()
     if budget_bytes is None and free is not None:
         budget_bytes = max(1, int(_FREE_SHARE * free) // num_sharers)
-    if devices.is_asynchronous(link.device):
+    if devices.has_streams(link.device):
         from smpkit.torch.offload.accelerator import pinned_memory
 
         pinned = partial(pinned_memory, link.device)

@@ -82,7 +82,7 @@ class HostBuffers:
     """
 
     def __init__(self, link: Link) -> None:
-        self._pinned = devices.is_asynchronous(link.device)
+        self._pinned = devices.has_streams(link.device)
         self._device = link.device
         self._kept: list[Tensor] = []
         releases: list[Callable[[], object]] = []

@@ -140,7 +140,7 @@ class BufferedGradients:
     def _host_buffer(self, num_bytes: int) -> Tensor:
         """Return host memory that no other tensor shares any more, such as a parameter's `.grad`."""
         if not _can_count():
-            pinned = devices.is_asynchronous(self._device)
+            pinned = devices.has_streams(self._device)
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         fitting = [buffer for buffer in self._host_buffers if buffer.nbytes >= num_bytes and _is_free(buffer)]
         buffer = min(fitting, key=lambda each: each.nbytes, default=None)
