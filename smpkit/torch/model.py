@@ -249,11 +249,11 @@ class DistributedModel(nn.Module):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a step as every rank of a pipeline must have them (called by `@smp.step`)."""
+        if self.pipeline is not None:
+            args, kwargs = self.pipeline.broadcast_inputs(f"the step `{name}` ({self._mode_text})", (args, kwargs))
+        # After that, because only what the first ranks of pipelines pass counts: others may pass dummies.
         self._call_check.check(f"the step `{name}`", self._mode_text, (args, kwargs))
-        if self.pipeline is None:
-            return args, kwargs
-        same: tuple[tuple[Any, ...], dict[str, Any]] = self.pipeline.broadcast_inputs((args, kwargs))
-        return same
+        return args, kwargs
 
     def begin_step(self, function: Callable[..., Any], first: MicrobatchCall) -> None:
         """Prepare for the microbatches of a step (called by `@smp.step`); at the first, partition the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -111,6 +112,11 @@ class State:
         """Hugging Face's `save_pretrained` takes its translation of state dicts from it; set with the model."""
         self.reset_hooks: list[Callable[[], object]] = []
         """Called by `smp.shutdown()`: they reset what other modules keep as long as the process groups live."""
+
+    @property
+    def is_v1_script(self) -> bool:
+        """Whether the script has imported SMP v1's name, and so expects v1's behaviour where ours differs."""
+        return "smdistributed.modelparallel" in sys.modules
 
     @property
     def initialized(self) -> bool:

@@ -16,7 +16,7 @@ from smpkit.plan.partition.search import assign, partition
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
-from smpkit.torch.core.tensor_spec import map_tensors, signature
+from smpkit.torch.core.tensor_spec import signature
 from smpkit.torch.distributed.deadline import report_failure, waiting
 from smpkit.torch.distributed.init import channel_group
 from smpkit.torch.distributed.objects import CommGroup
@@ -82,35 +82,34 @@ class Pipeline:
         self.holders: dict[int, frozenset[int]] = {}
         self._failure: str | None = None
         """The error of a step that has failed on this rank and not on all of them."""
-        self._input_broadcast = InputBroadcast(self._transport, state.pp_rank, state.pp_size, state.device)
+        # One rank of the job: where data is sharded wrongly, it is so everywhere.
+        reports = (state.pp_rank, state.tp_rank, state.rdp_rank) == (1, 0, 0) and not state.is_v1_script
+        self._input_broadcast = InputBroadcast(
+            self._transport, state.pp_rank, state.pp_size, state.device, reports=reports
+        )
 
     @property
     def random(self) -> RandomStreams | None:
         """The streams of random numbers, once the model is partitioned."""
         return None if self._executor is None else self._executor.stage.random
 
-    def broadcast_inputs(self, arguments: Any) -> Any:
-        """Return the arguments of a step with the tensors of pp_rank 0, as SMP v1 took them.
+    def broadcast_inputs(self, call: str, arguments: Any) -> Any:
+        """Return the arguments of a step as pp_rank 0 has passed them, as in SMP v1.
+
+        Args:
+            call: names the step and what else decides what runs, in words.
+            arguments: what this rank has passed.
 
         Raises:
-            UsageError: shapes or dtypes differ between ranks; or a step before has failed on some of them.
+            UsageError: pp_rank 0 has called something else, or passed an object that this rank lacks; or a step before
+                has failed on some ranks.
         """
         if self._failure is not None:
             raise UsageError(
                 f"a step was called after one in which not all ranks had failed alike, here with {self._failure}",
                 hint="let such an exception end the script: the ranks have gone different ways",
             )
-        tensors: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                tensors.append(tensor)
-            return tensor
-
-        map_tensors(note, arguments)
-        others = self._input_broadcast.broadcast(tensors)
-        shared = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
-        return map_tensors(lambda tensor: shared.get(id(tensor), tensor), arguments)
+        return self._input_broadcast.broadcast(call, arguments)
 
     # --- partitioning ----------------------------------------------------------------------------------------------
 
