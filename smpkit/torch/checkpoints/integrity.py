@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from smpkit.errors import CheckpointError
 
@@ -77,8 +77,22 @@ def members_of(path: Path) -> list[Member]:
         CheckpointError: it is damaged, or `torch.save` cannot have written it.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            room, total, found = os.fstat(file.fileno()).st_size, 0, []
+        with path.open("rb") as file:
+            return _members_in(file, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def check_open_archive(file: IO[bytes], name: str) -> None:
+    """Do what `check_archive` does for an archive inside a file; `name` is for messages."""
+    _members_in(file, Path(name))
+    file.seek(0)
+
+
+def _members_in(file: IO[bytes], path: Path) -> list[Member]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            room, total, found = file.seek(0, os.SEEK_END), 0, []
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                     raise CheckpointError(
@@ -96,8 +110,6 @@ def members_of(path: Path) -> list[Member]:
                     raise zipfile.BadZipFile(f"`{info.filename}` has another name than in the archive's directory")
                 found.append(Member(path, info.filename, offset, info.file_size, info.CRC))
             return found
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 

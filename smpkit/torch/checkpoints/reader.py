@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints import objects
 from smpkit.torch.checkpoints.folder import Index, find_damage, read_index, read_json
 from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, whole_file
 from smpkit.torch.checkpoints.save_load import read_file
@@ -149,9 +150,12 @@ class PieceReader(StorageReader):
         return done
 
     def _read(self, content: Any, piece: Piece, item: ReadItem, planner: LoadPlanner) -> None:
+        if item.type == LoadItemType.BYTE_IO and isinstance(planner, _ChunkPlanner):
+            planner.objects[item.dest_index.fqn] = _find(content, piece.key)
+            return
         if item.type == LoadItemType.BYTE_IO:
             buffer = io.BytesIO()  # planners take objects as the bytes of a file of `torch.save`
-            torch.save(_find(content, piece.key), buffer)
+            objects.dump(_find(content, piece.key), buffer)
             buffer.seek(0)
             planner.load_bytes(item, buffer)
             return
@@ -177,6 +181,7 @@ class CheckpointReader(PieceReader):
 
     Args:
         verify_checksums: compare the files with the checksums they were saved with, each before it is read from.
+        weights_only: False also loads objects of classes that `smp.load` refuses, which can run any code.
 
     Raises:
         CheckpointError: the folder is no complete checkpoint, or is damaged.
@@ -185,9 +190,12 @@ class CheckpointReader(PieceReader):
     _elsewhere: Mapping[str, str] = {}
     _missing: Container[str] | None = None
 
-    def __init__(self, folder: str | os.PathLike[str], verify_checksums: bool = True) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], verify_checksums: bool = True, weights_only: bool | None = None
+    ) -> None:
         super().__init__(folder)
         self._verify_checksums = verify_checksums
+        self._weights_only = weights_only
         self._verified = set[str]()
         self._index: Index | None = None
 
@@ -230,7 +238,8 @@ class CheckpointReader(PieceReader):
         self._verified |= new
 
     def _open(self, path: Path) -> Any:
-        return read_file(path, "cpu", mmap=True)  # mapped: only the slices in use are read
+        # Mapped: only the slices in use are read.
+        return read_file(path, "cpu", weights_only=self._weights_only, mmap=True)
 
 
 def members_in(folder: Path, index: Index, names: Iterable[str]) -> list[Member]:
@@ -338,7 +347,7 @@ class _ChunkPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.objects[read_item.dest_index.fqn] = objects.load(value, quiet=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         index = read_item.dest_index

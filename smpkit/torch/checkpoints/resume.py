@@ -37,6 +37,7 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     verify_checksums: bool = True,
+    weights_only: bool | None = None,
 ) -> Any:
     """Load a checkpoint into the wrapped model and optimizer; called by all ranks. Return the user content, or `{}`.
 
@@ -59,6 +60,8 @@ def resume_from_checkpoint(
             as in SMP v1: moments and settings of groups start anew. Without sharded data parallelism it has no effect.
         translate_function: applied to the state dict of a full checkpoint before it is loaded.
         verify_checksums: False only compares the sizes of files, which saves reading them once before they are loaded.
+        weights_only: False also loads objects of classes that `smp.load` refuses. Whoever can write to the folder can
+            then run code in this job.
 
     Raises:
         CheckpointError: on all ranks, if there is no such checkpoint, it is damaged (without `tag`: all are), it has
@@ -74,8 +77,8 @@ def resume_from_checkpoint(
     def load() -> Any:
         drop_deferred_loads()  # of an earlier call, which would overwrite this one's values in the first step
         if partial:
-            return _load_partial(files.folder_of(folder, name), model, optimizer, strict, states)
-        return _load_full(folder, name, model, strict, translate_function)
+            return _load_partial(files.folder_of(folder, name), model, optimizer, strict, states, weights_only)
+        return _load_full(folder, name, model, strict, translate_function, weights_only)
 
     return all_or_raise(f"checkpoint `{name}` in {folder} was not loaded", load)
 
@@ -201,7 +204,7 @@ class _Wanted:
         _ = CheckpointReader(path, verify_checksums=False).metadata
         for name in names[position::count]:
             if name.endswith(".pt"):
-                read_mapped(path / name)
+                read_mapped(path / name, weights_only=True, quiet=True)
         return None
 
     def _corruption(self, members: Sequence[Member], position: int, count: int) -> str | None:
@@ -246,10 +249,19 @@ def _warn(folder: Path, chosen: str, damaged: Mapping[str, str], stacklevel: int
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _load_partial(folder: Path, model: Model, optimizer: Optimizer | None, strict: bool, states: bool) -> Any:
+def _load_partial(
+    folder: Path,
+    model: Model,
+    optimizer: Optimizer | None,
+    strict: bool,
+    states: bool,
+    weights_only: bool | None,
+) -> Any:
     index = files.read_index(folder)
-    reader = CheckpointReader(folder, verify_checksums=False)  # they have been verified
-    content = read_file(folder / USER_CONTENT, "cpu") if USER_CONTENT in index.files else None
+    reader = CheckpointReader(folder, verify_checksums=False, weights_only=weights_only)  # they have been verified
+    content = None
+    if USER_CONTENT in index.files:
+        content = read_file(folder / USER_CONTENT, "cpu", weights_only=weights_only)
     load_model(model, reader, strict)
     if optimizer is not None and states:
         load_optimizer(optimizer, model, reader)
@@ -275,6 +287,7 @@ def _load_full(
     model: Model,
     strict: bool,
     translate: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    weights_only: bool | None,
 ) -> Any:
     if not (folder / name).is_file():
         partial = (folder / f"{name}{files.PARTIAL}").is_dir()
@@ -284,7 +297,8 @@ def _load_full(
         )
     content = folder / f"user_content_{name}"
     # Hugging Face makes an empty file as a marker, which is no pickle.
-    user_content = read_file(content, "cpu") if content.is_file() and content.stat().st_size else {}
+    is_content = content.is_file() and content.stat().st_size > 0
+    user_content = read_file(content, "cpu", weights_only=weights_only) if is_content else {}
     load_model(model, StateReader(folder / name, _state_of(folder / name, translate)), strict, prefix="")
     return user_content
 

@@ -15,7 +15,6 @@ each; each file system gets what its own ranks need to resume, and `pieces.json`
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -28,10 +27,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from smpkit.errors import CheckpointError, UsageError
+from smpkit.errors import UsageError
 from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints import objects
 from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
 from smpkit.torch.checkpoints.full_state import write_whole_file
 from smpkit.torch.checkpoints.reader import PIECES, describe, merge_pieces, only_in_files
@@ -223,22 +221,13 @@ def _pp_tp(rank: int) -> tuple[int, int]:
 
 def _write(path: Path, obj: Any) -> int:
     with files.as_checkpoint_error(f"{path.name} cannot be written"):
-        return files.fsync_write(path, lambda file: torch.save(obj, file))
+        return files.fsync_write(path, lambda file: objects.dump(obj, file))
 
 
 def _write_user_content(path: Path, content: Any) -> int:
     """Write the user content, and check now that resuming will be able to read it."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    with files.as_checkpoint_error(f"{path.name} cannot be written"):
-        size = files.fsync_write(path, lambda file: file.write(buffer.getbuffer()))
-    try:
-        read_file(path, "cpu")
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"user_content could not be read back: {error.message}",
-            hint="keep to numbers, strings, lists, dicts and tensors (a state_dict instead of an object)",
-        ) from error
+    size = _write(path, content)
+    read_file(path, "cpu")  # warns of objects that would not be loaded
     return size
 
 

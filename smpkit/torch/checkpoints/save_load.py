@@ -5,20 +5,17 @@ Both are local, without communication, so scripts guard `save` themselves (`if s
 
 from __future__ import annotations
 
-import argparse
-import codecs
-import contextlib
 import os
-import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints import objects
 from smpkit.torch.checkpoints.folder import atomic_write
 from smpkit.torch.checkpoints.integrity import check_archive
 from smpkit.torch.core.runtime import state
@@ -30,7 +27,7 @@ def save(
     obj: Any,
     f: str | os.PathLike[str],
     partial: bool = True,
-    pickle_module: ModuleType = pickle,
+    pickle_module: ModuleType | None = None,
     pickle_protocol: int = 2,
     v3: bool = False,
 ) -> None:
@@ -56,15 +53,17 @@ def load(
 ) -> Any:
     """Load what `save` wrote for this rank, under any of the names that releases of SMP v1 used.
 
-    Reads with `weights_only=True` (tensors and plain values; no code runs). If you trust a file that holds other
-    objects, pass `pickle_load_args={"weights_only": False}`, or a `pickle_module`. The file is read into memory, not
+    Reads with `weights_only=True`: tensors, plain values, and objects of classes that are known to be harmless or that
+    the script's own source files define. Other objects come as placeholders, and a warning names them. If you trust a
+    file, pass `pickle_load_args={"weights_only": False}`, or a `pickle_module`. The file is read into memory, not
     mapped (`{"mmap": True}` does that), because the script may overwrite it while it uses the result.
 
     Args:
         back_compat: accepted for SMP v1 scripts; the older names are always tried.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or it holds objects that only arbitrary code can rebuild.
+        CheckpointError: there is no such file, it is damaged, or `torch.save` has written it with an object in it that
+            may not be loaded.
     """
     del back_compat
     names = _names(os.fspath(f), state.cfg.shard_optimizer_state) if partial else [os.fspath(f)]
@@ -74,35 +73,61 @@ def load(
     return read_file(path, map_location, pickle_module, **(pickle_load_args or {}))
 
 
-def write_file(path: Path, obj: Any, pickle_module: ModuleType = pickle, pickle_protocol: int = 2) -> int:
-    """Write `obj` completely or not at all; return the size in bytes."""
+def write_file(path: Path, obj: Any, pickle_module: ModuleType | None = None, pickle_protocol: int = 2) -> int:
+    """Write `obj` completely or not at all; return the size in bytes.
+
+    Args:
+        pickle_module: torch.save's; objects then lie among the rest, and one that is refused makes a file unreadable.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        if pickle_module is None:
+            objects.dump(obj, file, pickle_protocol)
+        else:
+            torch.save(obj, file, pickle_module, pickle_protocol)
+
     try:
-        return atomic_write(path, lambda file: torch.save(obj, file, pickle_module, pickle_protocol))
+        return atomic_write(path, write)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def read_file(path: Path, map_location: Any = None, pickle_module: ModuleType | None = None, **options: Any) -> Any:
-    """Read a file of `torch.save`; with `weights_only=True` unless the options or a pickle module override it."""
+def read_file(
+    path: Path,
+    map_location: Any = None,
+    pickle_module: ModuleType | None = None,
+    weights_only: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Read a file of `torch.save`, as `objects.load` does unless told otherwise.
+
+    Args:
+        pickle_module: reads the file in torch's place, whatever it names.
+        weights_only: False loads whatever the file names; None: True, unless the user has set torch's variable.
+        options: of `objects.load`, or torch.load's.
+    """
     check_archive(path)
-    if pickle_module is None:
-        options = {"weights_only": True, **options}
+    if weights_only is None:
+        weights_only = not _trusts_files()
     try:
-        with torch.serialization.safe_globals(_safe_types()):
-            return torch.load(path, map_location, pickle_module, **options)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} is damaged, or holds objects that only arbitrary code can rebuild: {_reason(error)}",
-            hint='if you trust the file, pass pickle_load_args={"weights_only": False} to smp.load',
-        ) from error
+        if weights_only and pickle_module is None:
+            return objects.load(path, map_location, **options)
+        return torch.load(path, map_location, pickle_module, weights_only=False, **options)
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged file can raise anything, such as a KeyError of the unpickler
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {objects.first_line(error)}") from error
 
 
-def read_mapped(path: Path) -> Any:
+def _trusts_files() -> bool:
+    """Return whether the user has set torch's variable for that."""
+    return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in {"1", "y", "yes", "true"}
+
+
+def read_mapped(path: Path, **options: Any) -> Any:
     """Read a file of `torch.save` with its tensors mapped, not read. It must not change while the result is in use."""
     # Files from before 2020 are no zip files and cannot be mapped.
-    return read_file(path, "cpu", mmap=zipfile.is_zipfile(path))
+    return read_file(path, "cpu", mmap=zipfile.is_zipfile(path), **options)
 
 
 def _names(f: str, v3: bool) -> list[str]:
@@ -118,22 +143,3 @@ def _not_found(f: str, names: list[str], partial: bool) -> CheckpointError:
     whole = partial and Path(f).is_file()
     hint = f"`{f}` itself exists: load it with partial=False" if whole else "was it saved with the same degrees?"
     return CheckpointError(f"there is no file {tried}", hint=hint if partial else None)
-
-
-def _safe_types() -> list[Any]:
-    """Return further types that are safe to load: `argparse.Namespace`, and numpy's numbers and arrays."""
-    types: list[Any] = [argparse.Namespace, codecs.encode]
-    with contextlib.suppress(ImportError):
-        import numpy as np
-
-        # Taken from values, because numpy has moved these functions between modules.
-        rebuild = [np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]]
-        types += [np.ndarray, np.dtype, *rebuild, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUS"}]
-    return types
-
-
-def _reason(error: BaseException) -> str:
-    """Return the most useful line of a message; torch puts advice before and after it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
-    return (telling or lines or [type(error).__name__])[0]

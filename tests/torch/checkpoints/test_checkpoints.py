@@ -272,18 +272,33 @@ def test_another_model_is_said_and_the_same_on_every_rank(tmp_path: Path) -> Non
         resume_from_checkpoint(tmp_path)
 
 
-def test_user_content_that_could_not_be_read_back_is_refused_when_saving(tmp_path: Path) -> None:
+def test_user_content_that_resuming_would_refuse_is_named_when_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # so that the class is none of the script's own
+    smp.init()
+    make()
+    with pytest.warns(UserWarning, match=r"user_content.pt holds objects that were not loaded: .*Unreviewed"):
+        save_checkpoint(tmp_path, "one", user_content={"step": 1, "object": Unreviewed()})
+    with pytest.warns(UserWarning, match="Unreviewed"):
+        content = resume_from_checkpoint(tmp_path)
+    assert content["step"] == 1
+    assert "Unreviewed" in repr(content["object"])
+    assert isinstance(resume_from_checkpoint(tmp_path, weights_only=False)["object"], Unreviewed)
+
+
+def test_user_content_that_cannot_be_pickled_leaves_no_checkpoint(tmp_path: Path) -> None:
     smp.init()
     make()
     save_checkpoint(tmp_path, "one", user_content={"step": 1})
-    with pytest.raises(CheckpointError, match="user_content could not be read back"):
-        save_checkpoint(tmp_path, "two", user_content={"path": Unreadable()})
+    with pytest.raises(CheckpointError, match="holds something that cannot be pickled"):
+        save_checkpoint(tmp_path, "two", user_content={"call": lambda: None})
     assert resume_from_checkpoint(tmp_path) == {"step": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "one_partial"]
 
 
-class Unreadable:
-    """Needs this module's code to be rebuilt."""
+class Unreviewed:
+    """Not of the script, where the working directory is another."""
 
 
 def test_without_a_model_there_is_nothing_to_save_or_load(tmp_path: Path) -> None:
