@@ -22,8 +22,13 @@ __all__ = ["compat"]
     metavar="JSON|FILE",
     help="Model-parallel parameters for the command, as `SM_HP_MP_PARAMETERS`; they are checked first.",
 )
+@click.option(
+    "--cuda-on-cpu",
+    is_flag=True,
+    help="For scripts that insist on CUDA: `torch.cuda` looks as if there were a GPU, and uses the CPU.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def compat(parameters: str | None, command: tuple[str, ...]) -> None:
+def compat(parameters: str | None, cuda_on_cpu: bool, command: tuple[str, ...]) -> None:
     """Run a command in which `import smdistributed.modelparallel.torch` finds smpkit.
 
     \b
@@ -32,7 +37,7 @@ def compat(parameters: str | None, command: tuple[str, ...]) -> None:
 
     Put `--` before the command. Where SMP v1 itself is installed, that is what the command finds, and a note says so.
     """  # noqa: D301  a backspace is how click is told to keep lines as they are
-    from smpkit.drop_in import installed_one, with_drop_in
+    from smpkit.drop_in import installed_one, with_drop_in, with_startup
 
     console = _console.current()
     program = shutil.which(command[0])
@@ -45,6 +50,8 @@ def compat(parameters: str | None, command: tuple[str, ...]) -> None:
     else:
         environ = with_drop_in(environ)
         console.detail(f"PYTHONPATH={environ['PYTHONPATH']}")
+    if installed is None or cuda_on_cpu:
+        environ = with_startup(environ, cuda_on_cpu=cuda_on_cpu)
     try:
         os.execve(program, list(command), _for_huggingface(environ))  # noqa: S606  what this command is for
     except OSError as error:

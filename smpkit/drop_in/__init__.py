@@ -15,11 +15,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["DROP_IN_PATH", "asks_for_it", "installed_one", "mirror", "with_drop_in"]
+__all__ = [
+    "DROP_IN_PATH",
+    "STARTUP_PATH",
+    "asks_for_it",
+    "installed_one",
+    "mirror",
+    "with_drop_in",
+    "with_startup",
+]
 
 DROP_IN_PATH: Final = Path(__file__).parent / "path"
 """The folder to put on the module search path; it holds a namespace package, so that another product's part of
 `smdistributed` (`smdistributed.dataparallel`) may lie elsewhere."""
+
+STARTUP_PATH: Final = Path(__file__).parent / "startup"
+"""The folder whose `sitecustomize` prepares a process."""
 
 _MAX_FILES: Final = 2000
 _MAX_BYTES: Final = 2 << 20
@@ -54,6 +65,17 @@ def with_drop_in(environ: Mapping[str, str]) -> dict[str, str]:
     if str(DROP_IN_PATH) not in entries:
         entries.append(str(DROP_IN_PATH))
     return {**environ, "PYTHONPATH": os.pathsep.join(entries)}
+
+
+def with_startup(environ: Mapping[str, str], *, cuda_on_cpu: bool) -> dict[str, str]:
+    """Return `environ` for processes that are prepared for scripts which expect CUDA, once they have imported torch.
+
+    Args:
+        cuda_on_cpu: whether `cuda` is to mean the CPU; no GPU is visible then.
+    """
+    path = os.pathsep.join(filter(None, [str(STARTUP_PATH), environ.get("PYTHONPATH", "")]))
+    more = {"SMPKIT_CUDA_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": ""} if cuda_on_cpu else {}
+    return {**environ, "PYTHONPATH": path, **more}
 
 
 def installed_one(search: Sequence[str] | None = None) -> Path | None:

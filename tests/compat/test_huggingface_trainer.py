@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from smpkit.torch.compat.cuda_on_cpu import _to_cpu
+from smpkit.torch.compat.devices_in_calls import to_cpu
 from tests.compat.commands import run_on_ranks, run_script
 
 pytestmark = pytest.mark.skipif(
@@ -96,4 +96,4 @@ def test_a_pipeline_resumes_from_its_checkpoint_as_if_it_had_never_stopped(tmp_p
     ],
 )
 def test_a_device_is_understood_in_every_form(given: Any, meant: Any) -> None:
-    assert _to_cpu(given) == meant
+    assert to_cpu(given) == meant
