@@ -197,12 +197,13 @@ class _Watcher:
     def _reap(self) -> None:
         if self._status is not None:
             return
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        pid, status, usage = os.wait4(self._pid, os.WNOHANG)
         if pid:
             self._status = os.waitstatus_to_exitcode(status)
             ended = time.time()
             self._sweep()
-            self._tell(packed("exit", status=self._status, seconds=ended))
+            unit = 1 if sys.platform == "darwin" else 1024
+            self._tell(packed("exit", status=self._status, seconds=ended, peak_bytes=usage.ru_maxrss * unit))
 
     def _sweep(self) -> None:
         """Kill what the rank left running, after a moment for its helpers to clean up (shared memory, semaphores)."""

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
 import types
@@ -19,6 +20,8 @@ from typing import Any
 __all__ = ["run_script"]
 
 _MAX_TEXT = 60_000  # characters of a traceback, message or error that are sent: the last ones, which say most
+
+_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def run_script(script: str, arguments: Sequence[str], report: int) -> None:
@@ -38,6 +41,7 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
         exec(code, module.__dict__)  # noqa: S102  this is what a launcher is for
     except SystemExit as error:
         if error.code is not None and _exit_code(error) != 0:  # of 256 Python itself makes 0
+            error.__traceback__ = _until_library(_users_part(error.__traceback__))
             _report(report, error)
         raise
     except BaseException as error:
@@ -73,6 +77,19 @@ def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None
     """Drop the frames of this module, so that a traceback begins in the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
+    return trace
+
+
+def _until_library(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Drop the frames that end a traceback inside Python's own library, such as those of `argparse`."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_LIBRARY):
+        frames.pop()
+    for frame in reversed(frames):
+        trace = types.TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return trace
 
 

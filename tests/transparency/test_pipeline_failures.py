@@ -193,7 +193,7 @@ def shown_traceback() -> list[str]:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks show notes from Python 3.11 on")
 def test_the_traceback_of_the_failing_rank_ends_with_the_place() -> None:
     _, second = run_ranks(shown_traceback, 2)
-    assert second[-2:] == ["KeyError: 'nothing'\n", "forward of microbatch 0, module `1`\n"]
+    assert second[-2:] == ["KeyError: 'nothing'\n", "raised in forward of microbatch 0, module `1`\n"]
 
 
 def die() -> tuple[str, float]:
@@ -249,7 +249,7 @@ def other_shapes() -> tuple[str, float]:
 
 def test_other_batches_on_other_pipeline_ranks_are_refused() -> None:
     _, second = run_ranks(other_shapes, 2)
-    assert "pipeline rank 1 was given tensors float64[16, 6], float64[16, 6] for the step" in second[0]
+    assert "pipeline rank 1 has another batch than pipeline rank 0: float64[16, 6], float64[16, 6]" in second[0]
 
 
 @smp.step

@@ -92,8 +92,7 @@ class InputBroadcast:
         head = self._transport.receive_bytes(head_bytes, source, Tag.INPUTS_HEAD + head_bytes, _WHAT)
         if int(head[:8].view(torch.int64)) != checksum:
             raise UsageError(
-                f"pipeline rank {self._rank} was given tensors {_shapes(specs) or 'none'} for the step, and pipeline"
-                " rank 0 others",
+                f"pipeline rank {self._rank} has another batch than pipeline rank 0: {_shapes(specs) or 'no tensors'}",
                 hint="feed every rank of a pipeline the same batches: shard data by smp.dp_rank(), not by smp.rank()",
             )
         rest = head[:0]
