@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from smpkit.config.confidential import masked
-from smpkit.config.distribution import Distribution
+from smpkit.config.distribution import Distribution, belongs_below
 from smpkit.config.explain import validation_error
 from smpkit.config.fields import (
     BucketUri,
@@ -389,6 +389,11 @@ class JobConfig(Section):
         "use_spot_instances": ("belongs to `compute`", "write `compute: {spot: true}`"),
         "env": ("is called `environment` here", "rename it"),
     }
+
+    @classmethod
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+        """Send a parameter of SMP v1 that stands at the top where it belongs."""
+        return belongs_below(name, "`distribution.smdistributed.modelparallel.parameters`") or super().unknown(name, data)
 
     def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Check variables that are given twice, and the degrees against the number of ranks where that is known."""

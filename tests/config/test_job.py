@@ -97,6 +97,9 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"compute": {"spot": True, "max_wait_seconds": 9}}, "compute.max_wait_seconds: must be at least max_run_seco"),
         ({"compute": {"keep_alive_seconds": 30_000}}, "compute.keep_alive_seconds: must be at most 21600, got 30000"),
         ({"instance_count": 2}, "instance_count: belongs to `compute`"),
+        ({"microbatches": 2}, "microbatches: belongs to `distribution.smdistributed.modelparallel.parameters`"),
+        ({"distribution": {"mpi": {"enabled": True}, "ddp": True}}, "distribution.ddp: belongs to `parameters` of"),
+        ({"distribution": {"modelparallel": {}}}, "distribution.modelparallel: belongs to `smdistributed`"),
         ({"image_uri": "x"}, "image_uri: is called `image` here"),
     ],
 )
