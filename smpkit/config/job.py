@@ -393,7 +393,8 @@ class JobConfig(Section):
     @classmethod
     def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
         """Send a parameter of SMP v1 that stands at the top where it belongs."""
-        return belongs_below(name, "`distribution.smdistributed.modelparallel.parameters`") or super().unknown(name, data)
+        where = "`distribution.smdistributed.modelparallel.parameters`"
+        return belongs_below(name, where) or super().unknown(name, data)
 
     def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Check variables that are given twice, and the degrees against the number of ranks where that is known."""
