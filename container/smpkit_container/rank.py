@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, Inbox, packed
-from smpkit_container.script import run_script
+from smpkit_container.script import run_script, run_shell_script
 
 __all__ = ["main"]
 
@@ -52,6 +52,8 @@ def main(environ: dict[str, str] | os._Environ[str]) -> None:
     if pid == 0:
         launcher.close()
         _prepare_rank(watcher, pipes)
+        if program[0].endswith(".sh"):
+            run_shell_script(program[0], program[1:], environ)
         run_script(program[0], program[1:], pipes[2])
         return
     for descriptor in pipes:

@@ -202,6 +202,12 @@ class Distribution(Section):
         return block.parameters if block is not None and block.enabled else None
 
     @property
+    def launcher_asked_for(self) -> str | None:
+        """The launcher, or the library that needs one, that the job names; None if it leaves that open."""
+        named = {"mpi": self._mpi, "torch_distributed": self._torch, "modelparallel": self.model_parallel}
+        return next((name for name, block in named.items() if block is not None), None)
+
+    @property
     def launcher(self) -> Literal["mpirun", "torchrun"]:
         """What starts the ranks: mpirun if `mpi` is enabled, torchrun otherwise."""
         return "torchrun" if self._mpi is None else "mpirun"

@@ -308,7 +308,11 @@ class JobConfig(Section):
     """A job. Only `entry_point` is required."""
 
     entry_point: Script
-    """The training script, relative to `source_dir`."""
+    """The training script, relative to `source_dir`.
+
+    A shell script (`.sh`) runs once on each host, without a launcher; hyperparameters are its arguments. Begin its last
+    command with `exec`, so that this receives SIGTERM when the job is stopped.
+    """
 
     source_dir: Location = "."
     """The folder with the sources, relative to the job file, or an S3 URI. Default: the folder of the job file."""
@@ -401,14 +405,27 @@ class JobConfig(Section):
         twice = [name for name in self.secrets if name in self.environment]
         hint = "keep one of them"
         return [Problem(("secrets", name), "is in `environment` too", hint) for name in twice] + [
-            *self._world_problems(broken)
+            *self._shell_problems(),
+            *self._world_problems(broken),
         ]
+
+    def _shell_problems(self) -> Iterable[Problem]:
+        """Refuse a shell script beside a launcher, which starts Python."""
+        asked = self.distribution.launcher_asked_for
+        if self.is_shell_script and asked is not None:
+            message = f"is a shell script, which runs once on each host, without the launcher that `{asked}` asks for"
+            yield Problem(("entry_point",), message, "name a Python script, or remove `distribution`")
 
     def _world_problems(self, broken: frozenset[KeyPath]) -> Iterable[Problem]:
         if self.distribution.processes_per_host is None or any(path[-1:] in _SIZES for path in broken):
             return ()
         problems = self.distribution.world_problems(self.num_processes(1))
         return [Problem(("distribution", *problem.path), problem.message, problem.hint) for problem in problems]
+
+    @property
+    def is_shell_script(self) -> bool:
+        """Whether the job runs a shell script once on each host, and not ranks."""
+        return self.entry_point.endswith(".sh")
 
     def num_processes(self, default_per_host: int) -> int:
         """Number of ranks, with `default_per_host` of them on a host if the job does not say."""

@@ -55,7 +55,15 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
     [
         ({"entry_point": "/a/train.py"}, "entry_point: must be a path inside source_dir"),
         ({"entry_point": "../train.py"}, "entry_point: must be a path inside source_dir"),
-        ({"entry_point": "train.sh"}, "entry_point: must be a Python script"),
+        ({"entry_point": "train.rb"}, "entry_point: must be a Python script"),
+        (
+            {"entry_point": "train.sh", "distribution": {"mpi": {"enabled": True}}},
+            "entry_point: is a shell script, which runs once on each host, without the launcher that `mpi` asks for",
+        ),
+        (
+            {"entry_point": "train.sh", "distribution": {"enabled": True, "parameters": {}}},
+            "without the launcher that `modelparallel` asks for",
+        ),
         ({"entry_point": "train"}, "entry_point: must be a Python script"),
         ({"entry_point": 3}, "entry_point: must be text, got 3"),
         ({"compute": {"instance_count": 100_001}}, "compute.instance_count: must be at most 100000, got 100001"),

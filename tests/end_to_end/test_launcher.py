@@ -547,3 +547,14 @@ def test_mpirun_of_another_mpi_is_refused(tmp_path: Path) -> None:
     assert done.code == 1
     assert "is not Open MPI: it says `HYDRA build details:`" in done.err
     assert sys.executable not in done.err
+
+
+def test_a_shell_script_runs_once_without_a_launcher(tmp_path: Path) -> None:
+    source = 'echo "$@ rank=[$RANK] hosts=$SM_HOSTS"\npython -c "import sys; sys.exit(7)"\n'
+    values = {"lr": 0.1}
+    job = Job(tmp_path / "base", "torchrun", source, ranks=4, script="train.sh", hyperparameters=values)
+    done = job.run()
+    assert done.out == '[rank 0] --lr 0.1 rank=[] hosts=["algo-1"]\n'
+    assert done.code == 7
+    assert done.failure is not None
+    assert done.failure.startswith("the script exited with code 7\nrank 0 on algo-1, exit 7\n")
