@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smpkit.config.words import plain
+from smpkit_container.hints import hint_of
 from smpkit_container.outcome import Outcome
 from smpkit_container.peers import News
 from smpkit_container.root_cause import RankEnd, RootCause, signal_name
@@ -53,7 +54,7 @@ def rank_failure(cause: RootCause, outcome: Outcome, topology: Topology, code: P
     notes = _notes(cause, code)
     where = _frame_lines(end, code) or [f"  | {line}" for line in reversed(end.last_lines)]
     place = f"rank {end.rank} on {topology.host}, exit {end.exit_code}"
-    hint = _hint(end)
+    hint = hint_of(end)
     reason = [
         _cut(plain(headline), _MAX_MESSAGE_CHARACTERS),
         place,
@@ -159,10 +160,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} m"
 
 
-def _hint(end: RankEnd) -> str | None:
-    return end.error.hint if end.error is not None else None
-
-
 def _story(end: RankEnd, headline: str) -> list[str]:
     """Return what happened in the rank, as Python prints it where it can."""
     if end.error is not None:
@@ -178,7 +175,7 @@ def _notes(cause: RootCause, code: Path) -> list[str]:
     lines = [f"rank {end.rank} ended with exit code 0 while others still waited for it" for end in cause.left_early]
     for end in cause.still_running:
         lines.append(f"rank {end.rank} was still running" + (", here:" if end.stack else ""))
-        lines += [f"  {line}" for line in _stack_lines(end.stack, code)[:4]]
+        lines += [f"  {line}" for line in _own_lines(end.stack, code)]
     return lines
 
 
@@ -219,8 +216,14 @@ def _stack_lines(stack: str, code: Path) -> list[str]:
     return [
         f'File "{_short(file, code)}", line {line}, in {function}'
         for file, line, function in found
-        if not file.startswith((_OUR_FOLDER, "<frozen runpy>"))
+        if not file.startswith((_OUR_FOLDER, "<frozen "))
     ]
+
+
+def _own_lines(stack: str, code: Path) -> list[str]:
+    """Return up to four frames of a dump: of the script, or where there are none, the innermost of its libraries."""
+    own = "\n".join(match[0] for match in _STACK_FRAME.finditer(stack) if _is_below(match["file"], code))
+    return _stack_lines(own or stack, code)[:4]
 
 
 def _is_below(file: str, code: Path) -> bool:

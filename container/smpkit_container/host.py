@@ -372,6 +372,7 @@ class _Host:
             elif self._phase is Phase.KILLING:
                 rank.tell("signal", number=signal.SIGKILL)
         else:
+            rank.peak_bytes = message.get("peak_bytes", 0)
             self._ended(rank, message["status"], message["seconds"])
 
     def _welcome(self, rank: RankLink, number: int) -> None:

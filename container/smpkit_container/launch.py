@@ -194,6 +194,8 @@ def _planned(
     }
     if topology.launcher == "mpirun":
         variables |= {"MASTER_ADDR": topology.master, "MASTER_PORT": str(port), "SM_MASTER_PORT": str(port)}
+    if topology.launcher == "shell":
+        variables["RANK"] = str(topology.node_rank)  # for the launcher; the script does not get it
     # torchrun kills its ranks 30 s after SIGTERM unless told otherwise; the time they get is ours to decide.
     full = export(environ, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, variables)
     command = _command(environment, topology, token, full)
@@ -202,6 +204,8 @@ def _planned(
 
 def _command(environment: Environment, topology: Topology, token: bytes, environ: Mapping[str, str]) -> list[str]:
     program = module_command(RANK_MODULE)
+    if topology.launcher == "shell":
+        return program
     if topology.launcher == "torchrun":
         return torchrun_command(topology, program, job=digest(token, "agents"))
     names = [ADDRESS_VARIABLE, *(name for name in _EXPORTED if name in environ)]
@@ -223,9 +227,10 @@ def _checked_script(script: str, code: Path) -> str:
         raise LaunchError(
             f"the entry point `{script}` is not in {code}", hint="`entry_point` is relative to `source_dir`"
         )
-    if not script.endswith(".py"):
+    if not script.endswith((".py", ".sh")):
         raise UnsupportedError(
-            f"the entry point `{script}` is not a Python script", hint="name a file that ends in `.py`"
+            f"the entry point `{script}` is neither a Python nor a shell script",
+            hint="name a file that ends in `.py` or `.sh`",
         )
     return script
 

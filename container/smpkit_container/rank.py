@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from smpkit_container.channel import ADDRESS_VARIABLE, NUM_PIPES, Inbox, packed
-from smpkit_container.script import run_script
+from smpkit_container.script import run_script, run_shell_script
 
 __all__ = ["main"]
 
@@ -52,6 +52,8 @@ def main(environ: dict[str, str] | os._Environ[str]) -> None:
     if pid == 0:
         launcher.close()
         _prepare_rank(watcher, pipes)
+        if program[0].endswith(".sh"):
+            run_shell_script(program[0], program[1:], environ)
         run_script(program[0], program[1:], pipes[2])
         return
     for descriptor in pipes:
@@ -197,12 +199,13 @@ class _Watcher:
     def _reap(self) -> None:
         if self._status is not None:
             return
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        pid, status, usage = os.wait4(self._pid, os.WNOHANG)
         if pid:
             self._status = os.waitstatus_to_exitcode(status)
             ended = time.time()
             self._sweep()
-            self._tell(packed("exit", status=self._status, seconds=ended))
+            unit = 1 if sys.platform == "darwin" else 1024
+            self._tell(packed("exit", status=self._status, seconds=ended, peak_bytes=usage.ru_maxrss * unit))
 
     def _sweep(self) -> None:
         """Kill what the rank left running, after a moment for its helpers to clean up (shared memory, semaphores)."""

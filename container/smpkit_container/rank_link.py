@@ -34,6 +34,7 @@ class RankLink:
         self.started = False
         self.status: int | None = None
         self.ended_seconds = 0.0
+        self.peak_bytes = 0
         self.stopped = False
         self.watcher = 0
         """The process of the watcher; 0 before its hello."""
@@ -91,6 +92,7 @@ class RankLink:
             error=self.error,
             stopped=self.stopped,
             last_lines=tuple(self.last_lines),
+            peak_bytes=self.peak_bytes,
             stack=self.notes[1].decode("utf-8", errors="replace"),
             status_is_lost=self.status_is_lost,
         )

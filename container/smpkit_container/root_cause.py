@@ -29,7 +29,7 @@ _CONSEQUENCE_TEXT = re.compile(
 """What gloo, NCCL and torch's store say to the ranks that were left waiting for one that is gone."""
 
 
-_SIGNAL_REASONS = {"SIGKILL": " (the machine may be out of memory)", "SIGSEGV": " (a crash in compiled code)"}
+_SIGNAL_REASONS = {"SIGKILL": "the machine may be out of memory", "SIGSEGV": "a crash in compiled code"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class RankEnd:
     last_lines: tuple[str, ...] = ()
     stack: str = ""
     """Where it was when it was asked, or when it crashed: Python frames, innermost first."""
+    peak_bytes: int = 0
+    """The most memory of the host that its process held at once; 0 if that is not known."""
     status_is_lost: bool = False
     """Whether nobody knows how it ended, because its watcher was killed for not telling."""
 
@@ -113,7 +115,10 @@ class RankEnd:
                 return f"the script exited with code {self.exit_code}: {message}"
             return f"the script exited with code {self.exit_code}"
         name = signal_name(-self.status)
-        return f"the process was killed by {name}{_SIGNAL_REASONS.get(name, '')}"
+        why = [_SIGNAL_REASONS[name]] if name in _SIGNAL_REASONS else []
+        if name == "SIGKILL" and self.peak_bytes:
+            why.append(f"it held up to {self.peak_bytes / 2**30:.1f} GiB")
+        return f"the process was killed by {name}" + (f" ({'; '.join(why)})" if why else "")
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,25 @@ import contextlib
 import io
 import json
 import os
+import shutil
+import signal
 import sys
+import sysconfig
 import time
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["run_script"]
+__all__ = ["run_script", "run_shell_script"]
 
 _MAX_TEXT = 60_000  # characters of a traceback, message or error that are sent: the last ones, which say most
+
+_OF_A_RANK = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
+
+_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def run_script(script: str, arguments: Sequence[str], report: int) -> None:
@@ -38,6 +45,7 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
         exec(code, module.__dict__)  # noqa: S102  this is what a launcher is for
     except SystemExit as error:
         if error.code is not None and _exit_code(error) != 0:  # of 256 Python itself makes 0
+            error.__traceback__ = _until_library(_users_part(error.__traceback__))
             _report(report, error)
         raise
     except BaseException as error:
@@ -46,6 +54,14 @@ def run_script(script: str, arguments: Sequence[str], report: int) -> None:
         _report(report, error)
         _call_own_hook(error)
         raise SystemExit(_exit_code(error)) from None
+
+
+def run_shell_script(script: str, arguments: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Become the shell that runs `script`, without the variables of a rank: a launcher in it sets its own."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher asks ranks for their stacks by it; a shell has none
+    shell = shutil.which("bash") or "/bin/sh"
+    kept = {name: value for name, value in environ.items() if name not in _OF_A_RANK}
+    os.execve(shell, [shell, script, *arguments], kept)  # noqa: S606  the user's script is a shell's
 
 
 def _silent(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -73,6 +89,19 @@ def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None
     """Drop the frames of this module, so that a traceback begins in the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
+    return trace
+
+
+def _until_library(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Drop the frames that end a traceback inside Python's own library, such as those of `argparse`."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while frames and frames[-1].tb_frame.f_code.co_filename.startswith(_LIBRARY):
+        frames.pop()
+    for frame in reversed(frames):
+        trace = types.TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return trace
 
 

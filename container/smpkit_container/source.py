@@ -8,10 +8,10 @@ import tarfile
 import tempfile
 import zlib
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit
 
 from smpkit.errors import LaunchError
 from smpkit_container.environment import Environment
+from smpkit_container.s3 import download
 
 __all__ = ["fetch_source", "install_requirements", "unpack"]
 
@@ -36,7 +36,7 @@ def fetch_source(environment: Environment) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="smpkit-source-") as folder:
         archive = Path(folder) / "source.tar.gz"
-        _download(submitted, archive, str(environment.framework.get("sagemaker_region") or "") or None)
+        download(environment, submitted, archive, "the source archive")
         unpack(archive, code)
 
 
@@ -98,17 +98,3 @@ def _read_to_the_end(tar: tarfile.TarFile) -> None:
     assert tar.fileobj is not None
     while tar.fileobj.read(_CHUNK_BYTES):
         pass
-
-
-def _download(uri: str, target: Path, region: str | None) -> None:
-    import boto3
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    parts = urlsplit(uri)
-    try:
-        boto3.client("s3", region_name=region).download_file(parts.netloc, parts.path.lstrip("/"), str(target))
-    except (BotoCoreError, ClientError, OSError) as error:
-        raise LaunchError(
-            f"the source archive {uri} cannot be downloaded: {error}",
-            hint="the job's role needs s3:GetObject for it",
-        ) from error

@@ -20,7 +20,8 @@ __all__ = [
     "read_topology",
 ]
 
-Launcher = Literal["mpirun", "torchrun"]
+Launcher = Literal["mpirun", "torchrun", "shell"]
+"""What starts the ranks; a shell script is started once on each host, by us."""
 
 DEFAULT_PORT = 7777
 """The port at which the ranks of several hosts meet; the one that AWS's PyTorch images use."""
@@ -31,7 +32,9 @@ TORCHRUN_PROCESSES_PER_HOST = "sagemaker_smpkit_processes_per_host"
 INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
 """The groups of hosts that the ranks are on, in a job with different machines."""
 
-_PROCESSES_PER_HOST: Mapping[Launcher, str] = {
+_LAUNCHER_SWITCHES = ("sagemaker_mpi_enabled", "sagemaker_torch_distributed_enabled")
+
+_PROCESSES_PER_HOST: Mapping[str, str] = {
     "mpirun": "sagemaker_mpi_num_of_processes_per_host",
     "torchrun": TORCHRUN_PROCESSES_PER_HOST,
 }
@@ -82,6 +85,9 @@ def read_topology(environment: Environment) -> Topology:
     hosts = distribution_hosts(environment)
     if resources.current_host not in hosts:
         return Topology((resources.current_host,), 0, 1, "torchrun", interface=resources.interface)
+    if environment.script.endswith(".sh"):
+        _refuse_launchers(environment)
+        return Topology(hosts, hosts.index(resources.current_host), 1, "shell", interface=resources.interface)
     launcher: Launcher = "mpirun" if _is_on(environment, "sagemaker_mpi_enabled") else "torchrun"
     return Topology(
         hosts=hosts,
@@ -121,6 +127,17 @@ def _is_on(environment: Environment, name: str) -> bool:
     raise ConfigError(
         [Problem(("hyperparameters", name), f"must be true or false, got {value!r}")], subject="job files"
     )
+
+
+def _refuse_launchers(environment: Environment) -> None:
+    """Raise if a launcher is asked for beside a shell script: it starts Python."""
+    asked = [name for name in _LAUNCHER_SWITCHES if _is_on(environment, name)]
+    if environment.mp_parameters:
+        asked.append("mp_parameters")
+    if asked:
+        message = f"is a shell script, which runs once on each host, without the launcher that `{asked[0]}` asks for"
+        hint = "name a Python script, or remove `distribution`"
+        raise ConfigError([Problem(("entry_point",), message, hint)], subject="job files")
 
 
 def _processes_per_host(environment: Environment, launcher: Launcher) -> int:

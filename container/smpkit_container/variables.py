@@ -44,6 +44,8 @@ def process_variables(
         "OMP_NUM_THREADS": str(max(1, num_cpus // topology.processes_per_host)),
         "PYTHONUNBUFFERED": "1",
     }
+    if topology.launcher == "shell":  # nobody knows how many processes it starts
+        del variables["OMP_NUM_THREADS"]
     interface = topology.interface
     if topology.single_host and platform == "linux":
         interface = "lo"  # else gloo looks the host name up, which fails in containers and on many laptops

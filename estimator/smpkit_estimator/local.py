@@ -165,12 +165,16 @@ def run_local(
 
 
 def _num_ranks(job: JobConfig, num_gpus: int) -> int:
+    if job.is_shell_script:
+        return 1
     if job.distribution.processes_per_host is None:
         return num_gpus or _needed_ranks(job)
     return job.num_processes(job.distribution.processes_per_host)
 
 
 def _ranks_per_host(job: JobConfig, num_gpus: int, hosts: int) -> int:
+    if job.is_shell_script:
+        return 1
     return job.distribution.processes_per_host or num_gpus or math.ceil(_needed_ranks(job) / hosts)
 
 

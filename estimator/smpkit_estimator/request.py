@@ -11,7 +11,16 @@ from smpkit.config.confidential import masked
 from smpkit.config.job import Channel, FileSystem, JobConfig
 from smpkit_estimator.hyperparameters import hyperparameters
 
-__all__ = ["CODE_CHANNEL", "SECRETS", "TOKEN", "SubmitContext", "TrainingRequest", "build_request"]
+__all__ = [
+    "CODE_CHANNEL",
+    "SECRETS",
+    "TOKEN_CHANNEL",
+    "TOKEN_FILE",
+    "TOKEN_NAME",
+    "SubmitContext",
+    "TrainingRequest",
+    "build_request",
+]
 
 CODE_CHANNEL = "code"
 """The channel that brings the sources to a container without network."""
@@ -19,10 +28,17 @@ CODE_CHANNEL = "code"
 SECRETS = "sagemaker_smpkit_secrets"
 """Says which entries of AWS Secrets Manager the launcher puts into which variables. Ours."""
 
-TOKEN = "sagemaker_smpkit_token"  # noqa: S105 - its name
-"""By which the launchers of several hosts know each other. Ours."""
+TOKEN_FILE = "sagemaker_smpkit_token_file"  # noqa: S105 - where it is
+"""Names the file with the secret by which the launchers of several hosts know each other. Ours."""
+
+TOKEN_CHANNEL = "smpkit_token"  # noqa: S105 - its name
+"""The channel that brings this file to containers without network."""
+
+TOKEN_NAME = "token"  # noqa: S105 - its name
+"""Of the file, at the end of its URI."""
 
 _ARCHIVE_IN_CONTAINER = f"/opt/ml/input/data/{CODE_CHANNEL}/sourcedir.tar.gz"
+_TOKEN_IN_CONTAINER = f"/opt/ml/input/data/{TOKEN_CHANNEL}/{TOKEN_NAME}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,10 @@ class SubmitContext:
     parameters_file: str | None = None
     """Name of the file in the sources that holds the `mp_parameters`, if they are too long for a hyperparameter."""
     token: str | None = None
-    """What only the hosts of this job know, so that nobody else joins them; None for a job on one host."""
+    """S3 URI of the file that only this job's hosts read, so that nobody else joins them; None for a job on one host.
+
+    It ends with `TOKEN_NAME`.
+    """
 
 
 @dataclass(frozen=True)
@@ -102,7 +121,7 @@ def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
                 parameters_file=context.parameters_file,
             ),
             **_secrets(job),
-            **({TOKEN: json.dumps(context.token)} if context.token else {}),
+            **_token(job, context),
         },
         "Environment": dict(job.environment),
         "Tags": [{"Key": key, "Value": value} for key, value in job.tags.items()],
@@ -126,6 +145,13 @@ def _secrets(job: JobConfig) -> dict[str, str]:
         return {}
     places = {name: secret.model_dump(include={"entry", "key"}) for name, secret in job.secrets.items()}
     return {SECRETS: json.dumps(places)}
+
+
+def _token(job: JobConfig, context: SubmitContext) -> dict[str, str]:
+    """Say where the container finds the token: whoever may describe the job reads hyperparameters and variables."""
+    if context.token is None:
+        return {}
+    return {TOKEN_FILE: json.dumps(_TOKEN_IN_CONTAINER if job.network.isolation else context.token)}
 
 
 def _algorithm(job: JobConfig) -> dict[str, Any]:
@@ -192,6 +218,8 @@ def _channels(job: JobConfig, context: SubmitContext) -> list[dict[str, Any]]:
     channels = [_channel(name, channel) for name, channel in job.inputs.items()]
     if job.network.isolation:
         channels.append(_channel(CODE_CHANNEL, Channel(uri=context.source)))
+        if context.token is not None:
+            channels.append(_channel(TOKEN_CHANNEL, Channel(uri=context.token)))
     return channels
 
 

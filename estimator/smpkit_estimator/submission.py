@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import secrets
@@ -18,7 +19,14 @@ from smpkit_estimator.archive import Packed, fingerprint, pack
 from smpkit_estimator.cloud import Cloud, split_uri
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.names import unique_name
-from smpkit_estimator.request import CODE_CHANNEL, SubmitContext, TrainingRequest, build_request
+from smpkit_estimator.request import (
+    CODE_CHANNEL,
+    TOKEN_CHANNEL,
+    TOKEN_NAME,
+    SubmitContext,
+    TrainingRequest,
+    build_request,
+)
 from smpkit_estimator.sagemaker import request_shape
 from smpkit_estimator.sources import Sources, collect
 
@@ -47,6 +55,8 @@ class Submission:
     """Files that smpkit makes for this job, by name; they go into the archive beside the sources."""
     packed: Packed | None
     kms_key: str | None
+    token_uri: str | None = None
+    """Where the token goes that the hosts of this job share; None for one host."""
     notes: tuple[str, ...] = ()
     """What the user should know before it is sent."""
 
@@ -88,14 +98,14 @@ def plan_submission(
         output=output,
         source=archive_uri,
         parameters_file=parameters_file,
-        token=secrets.token_hex(16) if job.compute.instance_count > 1 else None,
+        token=_token_uri(job, output, name),
     )
     problems = _limits(job, context)
     if problems:
         raise ConfigError(problems, subject="job for SageMaker")
     notes = tuple(_notes(sources, packed)) if sources is not None and packed is not None else ()
     key = job.encryption.output_key
-    return Submission(build_request(job, context), archive_uri, sources, generated, packed, key, notes)
+    return Submission(build_request(job, context), archive_uri, sources, generated, packed, key, context.token, notes)
 
 
 def send(submission: Submission, cloud: Cloud) -> str:
@@ -107,6 +117,9 @@ def send(submission: Submission, cloud: Cloud) -> str:
     """
     if submission.sources is not None and not cloud.object_exists(submission.archive_uri):
         _upload(submission, submission.sources, cloud)
+    if submission.token_uri is not None:
+        # Drawn here and never kept: not in the plan that is shown, nor on this machine.
+        cloud.upload(io.BytesIO(secrets.token_hex(32).encode()), submission.token_uri, submission.kms_key)
     return cloud.create_job(submission.request.body)
 
 
@@ -182,8 +195,10 @@ def _out_of_reach(job: JobConfig) -> Iterator[Problem]:
         if job.network.isolation:
             hint = "SageMaker brings only channels there: put the secret in one, or give the container its network"
             yield Problem(("secrets", name), "cannot be read by a container without network", hint)
-    if job.network.isolation and CODE_CHANNEL in job.inputs:
-        yield Problem(("inputs", CODE_CHANNEL), "is the channel that brings the sources without network", "rename it")
+    ours = {CODE_CHANNEL: "the sources", TOKEN_CHANNEL: "the hosts' token"} if job.network.isolation else {}
+    for name, what in ours.items():
+        if name in job.inputs:
+            yield Problem(("inputs", name), f"is the channel that brings {what} without network", "rename it")
 
 
 def _sources(job: JobConfig, folder: Path, problems: list[Problem], *, script_only: bool) -> Sources | None:
@@ -242,8 +257,18 @@ def _unique(problems: list[Problem]) -> list[Problem]:
 
 
 def _archive_uri(job: JobConfig, output: str, digest: str) -> str:
-    folder = job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources"
-    return f"{folder.rstrip('/')}/{digest}/sourcedir.tar.gz"
+    return f"{_code_folder(job, output)}/{digest}/sourcedir.tar.gz"
+
+
+def _token_uri(job: JobConfig, output: str, name: str) -> str | None:
+    """Return a place beside the sources, which the job's role may read; a new one each time, as names may be reused."""
+    if job.compute.instance_count == 1:
+        return None
+    return f"{_code_folder(job, output)}/tokens/{name}-{secrets.token_hex(4)}/{TOKEN_NAME}"
+
+
+def _code_folder(job: JobConfig, output: str) -> str:
+    return (job.code_location or f"s3://{split_uri(output)[0]}/smpkit/sources").rstrip("/")
 
 
 def _notes(sources: Sources, packed: Packed) -> Iterator[str]:

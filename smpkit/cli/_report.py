@@ -19,7 +19,8 @@ _PACKAGES = ("click", "pydantic", "PyYAML", "torch", "boto3")
 
 def write_report(error: BaseException, command: Sequence[str]) -> str | None:
     """Write the report to the folder for temporary files and return its path; None if even that fails."""
-    text = "\n".join([*versions(), f"command: {redacted(command)}", "", *traceback.format_exception(error)])
+    lines = [f"{name} {version}" for name, version in versions().items()]
+    text = "\n".join([*lines, f"command: {redacted(command)}", "", *traceback.format_exception(error)])
     try:
         descriptor, path = tempfile.mkstemp(prefix="smpkit-report-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -29,10 +30,10 @@ def write_report(error: BaseException, command: Sequence[str]) -> str | None:
     return path
 
 
-def versions() -> list[str]:
-    """Return the versions that a report needs, a line each."""
-    lines = [f"smpkit {smpkit.__version__}", f"Python {sys.version.split()[0]} on {platform.platform()}"]
-    return lines + [f"{package} {_version(package)}" for package in _PACKAGES]
+def versions() -> dict[str, str]:
+    """Return the versions that a report needs, by name."""
+    known = {"smpkit": smpkit.__version__, "Python": f"{sys.version.split()[0]} on {platform.platform()}"}
+    return known | {package: _version(package) for package in _PACKAGES}
 
 
 def _version(package: str) -> str:

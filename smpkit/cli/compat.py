@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -35,7 +36,8 @@ def compat(parameters: str | None, cuda_on_cpu: bool, command: tuple[str, ...]) 
     smpkit compat -- python train.py --epochs 3
     smpkit compat --parameters '{"partitions": 2}' -- torchrun --nproc-per-node 2 train.py
 
-    Put `--` before the command. Where SMP v1 itself is installed, that is what the command finds, and a note says so.
+    Put `--` before the command. A failure under torchrun is shown as by `smpkit run`. Where SMP v1 itself is installed,
+    that is what the command finds, and a note says so.
     """  # noqa: D301  a backspace is how click is told to keep lines as they are
     from smpkit.drop_in import installed_one, with_drop_in, with_startup
 
@@ -53,9 +55,19 @@ def compat(parameters: str | None, cuda_on_cpu: bool, command: tuple[str, ...]) 
     if installed is None or cuda_on_cpu:
         environ = with_startup(environ, cuda_on_cpu=cuda_on_cpu)
     try:
-        os.execve(program, list(command), _for_huggingface(environ))  # noqa: S606  what this command is for
+        os.execve(*_reported(program, command), _for_huggingface(environ))  # noqa: S606  what this command is for
     except OSError as error:
         raise LaunchError(f"`{program}` cannot be run: {error.strerror}") from None
+
+
+def _reported(program: str, command: Sequence[str]) -> tuple[str, list[str]]:
+    """Return program and command, with torchrun of this environment replaced by ours, which says who failed and why."""
+    rest = list(command[1:])
+    if program == sys.executable and rest[:2] == ["-m", "torch.distributed.run"]:
+        rest = rest[2:]
+    elif Path(program) != Path(sys.executable).with_name("torchrun"):
+        return program, list(command)
+    return sys.executable, [sys.executable, "-m", "smpkit_container.reported_torchrun", *rest]
 
 
 def _parameters(given: str) -> dict[str, str]:

@@ -36,7 +36,8 @@ def doctor(file: Path | None, write: bool, report: bool, as_json: bool, cloud: C
     from smpkit_estimator.doctor import check_cloud, check_job
 
     if report:
-        click.echo("\n".join(versions()))
+        lines = [f"{name} {version}" for name, version in versions().items()]
+        click.echo(json.dumps(versions(), indent=2) if as_json else "\n".join(lines))
         return 0
     job = read_job(file, ()).config if file is not None else None
     findings = check_machine(job)

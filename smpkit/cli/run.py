@@ -116,7 +116,7 @@ def _check_launcher(plan: LocalPlan) -> None:
         from smpkit_container.command import find_mpirun
 
         find_mpirun(plan.job.environment.get("PATH"))
-    elif importlib.util.find_spec("torch") is None:
+    elif not plan.job.is_shell_script and importlib.util.find_spec("torch") is None:
         hint = "`pip install 'smpkit[torch]'` (`smpkit doctor` names the small build for the CPU), or use `--docker`"
         raise UnsupportedError("torch is not installed beside smpkit, so torchrun cannot start the ranks", hint=hint)
 
@@ -207,6 +207,8 @@ def _conclude_docker(console: _console.Console, done: DockerRun, options: _Docke
 
 
 def _summary(plan: LocalPlan) -> str:
+    if plan.job.is_shell_script:
+        return f"`{plan.job.entry_point}`, once on each of {plan.hosts} hosts" if plan.hosts > 1 else "a shell script"
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks != 1)} with {plan.job.distribution.launcher}"
     parameters = plan.job.distribution.model_parallel
     if parameters is None:

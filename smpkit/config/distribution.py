@@ -17,7 +17,14 @@ from smpkit.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Distribution", "ModelParallelBlock", "MpiOptions", "SmDistributed", "TorchDistributedOptions"]
+__all__ = [
+    "Distribution",
+    "ModelParallelBlock",
+    "MpiOptions",
+    "SmDistributed",
+    "TorchDistributedOptions",
+    "belongs_below",
+]
 
 _BLOCK_PATH: KeyPath = ("smdistributed", "modelparallel")
 
@@ -39,7 +46,8 @@ class Switched(Section):
         raise validation_error(cls.__name__, [Problem((), message, "write `enabled: true`")])
 
 
-def _belongs_below(name: str, where: str) -> Problem | None:
+def belongs_below(name: str, where: str) -> Problem | None:
+    """Return where a parameter of SMP v1 belongs that stands elsewhere; None for other names."""
     if name not in {*ModelParallelConfig.keys(), "partitions"}:
         return None
     return Problem((name,), f"belongs to {where}", f"write `parameters: {{{name}: ...}}`")
@@ -57,7 +65,7 @@ class ModelParallelBlock(Switched):
     @classmethod
     def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
         """Send a parameter that stands beside `parameters` there."""
-        return _belongs_below(name, "`parameters`") or super().unknown(name, data)
+        return belongs_below(name, "`parameters`") or super().unknown(name, data)
 
     @field_validator("parameters", mode="before")
     @classmethod
@@ -77,7 +85,7 @@ class SmDistributed(Section):
     @classmethod
     def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
         """Send a parameter that stands beside `modelparallel` where it belongs."""
-        return _belongs_below(name, "`parameters` of `modelparallel`") or super().unknown(name, data)
+        return belongs_below(name, "`parameters` of `modelparallel`") or super().unknown(name, data)
 
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "dataparallel": (
@@ -157,6 +165,13 @@ class Distribution(Section):
         return made
 
     @classmethod
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+        """Send a parameter, or the block itself, that stands too high where it belongs."""
+        if name in ("modelparallel", "model_parallel"):
+            return Problem((name,), "belongs to `smdistributed`", "write `smdistributed: {modelparallel: ...}`")
+        return belongs_below(name, "`parameters` of `smdistributed.modelparallel`") or super().unknown(name, data)
+
+    @classmethod
     def prepare(cls, data: object) -> object:
         """Put the bare block where it belongs."""
         if not _is_bare(data):
@@ -185,6 +200,12 @@ class Distribution(Section):
         """The library's parameters; None if it is not enabled."""
         block = self.smdistributed.modelparallel if self.smdistributed is not None else None
         return block.parameters if block is not None and block.enabled else None
+
+    @property
+    def launcher_asked_for(self) -> str | None:
+        """The launcher, or the library that needs one, that the job names; None if it leaves that open."""
+        named = {"mpi": self._mpi, "torch_distributed": self._torch, "modelparallel": self.model_parallel}
+        return next((name for name, block in named.items() if block is not None), None)
 
     @property
     def launcher(self) -> Literal["mpirun", "torchrun"]:

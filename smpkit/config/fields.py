@@ -59,8 +59,8 @@ def _script(value: str) -> str:
     if path.is_absolute() or ".." in path.parts:
         message = f"must be a path inside source_dir, got {quoted(value)}"
         raise _refuse(message, "set `source_dir` to the script's folder")
-    if path.suffix != ".py" or not value.isprintable():
-        raise _refuse(f"must be a Python script (`.py`), got {quoted(value)}")
+    if path.suffix not in (".py", ".sh") or not value.isprintable():
+        raise _refuse(f"must be a Python script (`.py`) or a shell script (`.sh`), got {quoted(value)}")
     return value
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from smpkit.config.confidential import masked
-from smpkit.config.distribution import Distribution
+from smpkit.config.distribution import Distribution, belongs_below
 from smpkit.config.explain import validation_error
 from smpkit.config.fields import (
     BucketUri,
@@ -308,7 +308,11 @@ class JobConfig(Section):
     """A job. Only `entry_point` is required."""
 
     entry_point: Script
-    """The training script, relative to `source_dir`."""
+    """The training script, relative to `source_dir`.
+
+    A shell script (`.sh`) runs once on each host, without a launcher; hyperparameters are its arguments. Begin its last
+    command with `exec`, so that this receives SIGTERM when the job is stopped.
+    """
 
     source_dir: Location = "."
     """The folder with the sources, relative to the job file, or an S3 URI. Default: the folder of the job file."""
@@ -390,19 +394,38 @@ class JobConfig(Section):
         "env": ("is called `environment` here", "rename it"),
     }
 
+    @classmethod
+    def unknown(cls, name: str, data: Mapping[Any, Any]) -> Problem | None:
+        """Send a parameter of SMP v1 that stands at the top where it belongs."""
+        where = "`distribution.smdistributed.modelparallel.parameters`"
+        return belongs_below(name, where) or super().unknown(name, data)
+
     def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Check variables that are given twice, and the degrees against the number of ranks where that is known."""
         twice = [name for name in self.secrets if name in self.environment]
         hint = "keep one of them"
         return [Problem(("secrets", name), "is in `environment` too", hint) for name in twice] + [
-            *self._world_problems(broken)
+            *self._shell_problems(),
+            *self._world_problems(broken),
         ]
+
+    def _shell_problems(self) -> Iterable[Problem]:
+        """Refuse a shell script beside a launcher, which starts Python."""
+        asked = self.distribution.launcher_asked_for
+        if self.is_shell_script and asked is not None:
+            message = f"is a shell script, which runs once on each host, without the launcher that `{asked}` asks for"
+            yield Problem(("entry_point",), message, "name a Python script, or remove `distribution`")
 
     def _world_problems(self, broken: frozenset[KeyPath]) -> Iterable[Problem]:
         if self.distribution.processes_per_host is None or any(path[-1:] in _SIZES for path in broken):
             return ()
         problems = self.distribution.world_problems(self.num_processes(1))
         return [Problem(("distribution", *problem.path), problem.message, problem.hint) for problem in problems]
+
+    @property
+    def is_shell_script(self) -> bool:
+        """Whether the job runs a shell script once on each host, and not ranks."""
+        return self.entry_point.endswith(".sh")
 
     def num_processes(self, default_per_host: int) -> int:
         """Number of ranks, with `default_per_host` of them on a host if the job does not say."""

@@ -33,6 +33,7 @@ from smpkit.torch.data_parallel.reducer import CommHook
 from smpkit.torch.distributed.recorder import recorded_backward, recorded_work
 from smpkit.torch.offload_model.model import OffloadModel
 from smpkit.torch.offloading import Offloading
+from smpkit.torch.optim.empty_updates import UpdateCheck
 from smpkit.torch.optim.gradient_norm import warn_of_torch_clipping
 from smpkit.torch.pipeline.pipeline import Pipeline
 from smpkit.torch.pipeline.random_streams import RandomStreams
@@ -156,6 +157,7 @@ class DistributedModel(nn.Module):
         if self.pipeline is None:
             self._replicate()
 
+        self.updates = UpdateCheck(module)
         _alias_module(module)
         refuse_assignment(module)
         if self.pipeline is None:
@@ -181,6 +183,7 @@ class DistributedModel(nn.Module):
             number = random_number() if state.tp_size > 1 and self.training else 0
             number = self._call_check.check("the model", self._mode_text, (args, kwargs), number)
             self._run_hooks(self._post_partition_hooks)
+            self.updates.note_forward()
             if self.data_parallel is not None:
                 self.data_parallel.begin_pass_outside_step(self.training)
             if number:
@@ -223,6 +226,7 @@ class DistributedModel(nn.Module):
         run = state.step
         if state.tracing:  # a trial of the step on one rank, for its costs: forward is enough
             return
+        self.updates.note_backward()
         if self.pipeline is not None and run is None:
             raise UsageError("model.backward was called outside a step", hint="call it inside the step function")
         scale = _loss_scale() * (1.0 if run is None else self._microbatch_scale(run))
@@ -272,6 +276,7 @@ class DistributedModel(nn.Module):
             if state.optimizer is not None:
                 state.optimizer.refresh_masters()
         self._run_hooks(self._post_partition_hooks)
+        self.updates.note_forward()
         if self.offloading is not None:
             self.offloading.begin_step(self.module)
         if self.data_parallel is not None:

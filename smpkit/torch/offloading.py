@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core import offload_hooks as active
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed import recorder
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.offload.engine import ActivationEngine, make_engine
@@ -58,12 +58,10 @@ class Offloading:
         self._engine.end_step()
         if trains and not self._has_checked:
             self._has_checked = True
-            if not self._any_layer_is_checkpointed() and state.pp_rank == 0 and state.dp_rank == 0:
-                warnings.warn(
+            if not self._any_layer_is_checkpointed():
+                warn_user(
                     "offload_activations has no effect: no layer is checkpointed; "
                     "call smp.set_activation_checkpointing(layers) or smp.checkpoint(layer, ...)",
-                    UserWarning,
-                    stacklevel=2,
                 )
 
     def abandon_step(self) -> None:

@@ -135,9 +135,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         All ranks call this. Sharded data parallelism clips their gradients to `sdp_gradient_clipping` first.
 
         Raises:
-            UsageError: a closure with `fp16` or `bf16`.
+            UsageError: a closure with `fp16` or `bf16`, or no backward has run yet after passes for training.
         """
         if state.model is not None:
+            state.model.updates.check(self)
             state.model.run_post_step_hooks()
         if self.masters is not None and closure is not None:
             raise UsageError(

@@ -158,10 +158,24 @@ def step(
     return decorate if function is None else decorate(function)
 
 
+class StepOutputError(UsageError, AttributeError, TypeError):
+    """A StepOutput was used like the one tensor that its microbatches have yet to be put together to."""
+
+
+def _not_a_tensor(name: str) -> Callable[..., Any]:
+    """Return a method that raises, for an operation of tensors and numbers."""
+
+    def refuse(self: StepOutput, *_: object) -> Any:
+        raise self._misuse(f"`{name}`")
+
+    return refuse
+
+
 class StepOutput:
     """One returned tensor over all microbatches (the class of the same name in SMP v1).
 
-    `outputs` is the list of tensors in microbatch order.
+    `outputs` is the list of tensors in microbatch order. It is no tensor: `.item()`, arithmetic, comparisons and their
+    like raise an error that says how to get one.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -170,6 +184,48 @@ class StepOutput:
     def __repr__(self) -> str:
         shapes = {tuple(output.shape) for output in self.outputs}
         return f"StepOutput({len(self.outputs)} microbatches, shape {' or '.join(map(str, sorted(shapes)))})"
+
+    def _misuse(self, what: str) -> StepOutputError:
+        scalar = "outputs" in vars(self) and all(output.dim() == 0 for output in self.outputs)
+        hint = "`.reduce_mean()` gives their mean"
+        if not scalar:
+            hint = f"`.concat()` gives those of the whole batch, {hint}"
+        return StepOutputError(f"{what} is not for a StepOutput, which holds a tensor for each microbatch", hint=hint)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "outputs" or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"'StepOutput' object has no attribute '{name}'")
+        raise self._misuse(f"`.{name}`")
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise self._misuse(f"a number with the format `{spec}`")
+        return repr(self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (int, float, torch.Tensor)):
+            raise self._misuse("`==`")
+        return self is other
+
+    __hash__ = object.__hash__
+    __float__, __int__, __index__ = _not_a_tensor("float()"), _not_a_tensor("int()"), _not_a_tensor("int()")
+    __lt__, __le__, __gt__, __ge__ = (_not_a_tensor(name) for name in ("<", "<=", ">", ">="))
+    __neg__, __abs__, __round__ = _not_a_tensor("-"), _not_a_tensor("abs()"), _not_a_tensor("round()")
+    __add__ = __radd__ = _not_a_tensor("+")
+    __sub__ = __rsub__ = _not_a_tensor("-")
+    __mul__ = __rmul__ = _not_a_tensor("*")
+    __truediv__ = __rtruediv__ = _not_a_tensor("/")
+    __pow__ = __rpow__ = _not_a_tensor("**")
+    __matmul__ = __rmatmul__ = _not_a_tensor("@")
+    __getitem__ = _not_a_tensor("[...]")
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: object = None
+    ) -> Any:
+        """Refuse functions of torch."""
+        mine = next((each for each in args if isinstance(each, StepOutput)), StepOutput([]))
+        raise mine._misuse(f"`{getattr(function, '__name__', function)}`")
 
     def detach(self) -> StepOutput:
         """Return the same values cut off their graph, as `torch.Tensor.detach` does."""

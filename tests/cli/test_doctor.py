@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from smpkit import __version__ as smpkit_version
 from smpkit.cli import _machine as machine
 from tests.cli.conftest import Smpkit
 
@@ -75,3 +76,10 @@ def test_the_first_gpu_and_a_small_shared_memory_are_told(tmp_path: Path, monkey
     assert found["gpus"].text == "2 GPUs: NVIDIA H100, 81559 MiB, driver 570.1"
     assert found["shared memory"].text.endswith("1 MiB free of 64 MiB")
     assert found["shared memory"].hint is not None
+
+
+def test_the_versions_are_text_or_json(smpkit: Smpkit) -> None:
+    text = smpkit("doctor", "--report").stdout
+    found = json.loads(smpkit("doctor", "--report", "--json").stdout)
+    assert found["smpkit"] == smpkit_version
+    assert text.splitlines() == [f"{name} {version}" for name, version in found.items()]

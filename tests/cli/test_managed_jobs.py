@@ -20,7 +20,7 @@ import yaml
 from smpkit.cli._cloud import CloudChoice
 from smpkit.testing import FakeSageMaker, Line, Script
 from smpkit_estimator.cloud import Cloud
-from smpkit_estimator.request import TOKEN
+from smpkit_estimator.request import TOKEN_FILE
 from tests.cli.conftest import Smpkit, process
 
 JOB = """\
@@ -65,9 +65,23 @@ def test_submit_prints_the_name_alone_and_talks_on_stderr(use: Use, smpkit: Smpk
 
 
 def without_token(request: Any) -> Any:
-    """Return a request of a job with several hosts without their token, which each submission draws, and hides."""
-    assert request["HyperParameters"][TOKEN]
-    return {**request, "HyperParameters": {k: v for k, v in request["HyperParameters"].items() if k != TOKEN}}
+    """Return a request of a job with several hosts without the place of their token, which is new each time."""
+    assert request["HyperParameters"][TOKEN_FILE]
+    return {**request, "HyperParameters": {k: v for k, v in request["HyperParameters"].items() if k != TOKEN_FILE}}
+
+
+def test_the_token_of_several_hosts_is_in_s3_alone(use: Use, smpkit: Smpkit) -> None:
+    """Whoever may describe the job reads its hyperparameters and its environment."""
+    fake = use()
+    assert smpkit("submit", "job.yaml", "--name", "job").exit_code == 0
+    request = fake.jobs["job"].request
+    place = json.loads(request["HyperParameters"][TOKEN_FILE])
+    token = fake.storage.objects[place].content.decode()
+    assert len(bytes.fromhex(token)) == 32
+    assert token not in json.dumps(request, default=str)
+    assert place.startswith(json.loads(request["HyperParameters"]["sagemaker_submit_directory"]).rsplit("/", 2)[0])
+    assert smpkit("submit", "job.yaml", "--name", "one", "--set", "compute.instance_count=1").exit_code == 0
+    assert TOKEN_FILE not in fake.jobs["one"].request["HyperParameters"]
 
 
 @pytest.mark.parametrize(("flag", "read"), [("--json", json.loads), ("-q", yaml.safe_load)])

@@ -55,7 +55,15 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
     [
         ({"entry_point": "/a/train.py"}, "entry_point: must be a path inside source_dir"),
         ({"entry_point": "../train.py"}, "entry_point: must be a path inside source_dir"),
-        ({"entry_point": "train.sh"}, "entry_point: must be a Python script"),
+        ({"entry_point": "train.rb"}, "entry_point: must be a Python script"),
+        (
+            {"entry_point": "train.sh", "distribution": {"mpi": {"enabled": True}}},
+            "entry_point: is a shell script, which runs once on each host, without the launcher that `mpi` asks for",
+        ),
+        (
+            {"entry_point": "train.sh", "distribution": {"enabled": True, "parameters": {}}},
+            "without the launcher that `modelparallel` asks for",
+        ),
         ({"entry_point": "train"}, "entry_point: must be a Python script"),
         ({"entry_point": 3}, "entry_point: must be text, got 3"),
         ({"compute": {"instance_count": 100_001}}, "compute.instance_count: must be at most 100000, got 100001"),
@@ -97,6 +105,9 @@ def test_names_that_sagemaker_refuses_are_refused(name: str) -> None:
         ({"compute": {"spot": True, "max_wait_seconds": 9}}, "compute.max_wait_seconds: must be at least max_run_seco"),
         ({"compute": {"keep_alive_seconds": 30_000}}, "compute.keep_alive_seconds: must be at most 21600, got 30000"),
         ({"instance_count": 2}, "instance_count: belongs to `compute`"),
+        ({"microbatches": 2}, "microbatches: belongs to `distribution.smdistributed.modelparallel.parameters`"),
+        ({"distribution": {"mpi": {"enabled": True}, "ddp": True}}, "distribution.ddp: belongs to `parameters` of"),
+        ({"distribution": {"modelparallel": {}}}, "distribution.modelparallel: belongs to `smdistributed`"),
         ({"image_uri": "x"}, "image_uri: is called `image` here"),
     ],
 )

@@ -99,6 +99,47 @@ def test_killed_rank_may_be_out_of_memory() -> None:
     failure = rank_failure(RootCause(RankEnd(2, -9, 1.0)), outcome(), TOPOLOGY, CODE)
     assert failure.exit_code == 137
     assert failure.reason.startswith("the process was killed by SIGKILL (the machine may be out of memory)")
+    assert "hint: use more microbatches, checkpoint or offload activations" in failure.screen
+    measured = rank_failure(RootCause(RankEnd(2, -9, 1.0, peak_bytes=3 << 30)), outcome(), TOPOLOGY, CODE)
+    assert "SIGKILL (the machine may be out of memory; it held up to 3.0 GiB)" in measured.screen
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "last_lines", "hint"),
+    [
+        ("SystemExit", "SystemExit: 2", ("train.py: error: unrecognized arguments: --steps 3",), "remove `steps` from"),
+        ("SystemExit", "SystemExit: 2", ("Error: No such option: --steps",), "let the script take `--steps`"),
+        ("SystemExit", "SystemExit: 2", ("error: the following arguments are required: --num-steps",), "{num_steps: "),
+        ("AssertionError", "AssertionError: Torch not compiled with CUDA enabled", (), 'leave `.to("cuda")` out'),
+        ("RuntimeError", "RuntimeError: Found no NVIDIA driver on your system.", (), 'leave `.to("cuda")` out'),
+        ("torch.OutOfMemoryError", "torch.OutOfMemoryError: CUDA out of memory.", (), "use more microbatches"),
+    ],
+)
+def test_errors_that_do_not_say_what_to_try_get_a_hint(
+    name: str, text: str, last_lines: tuple[str, ...], hint: str
+) -> None:
+    code = 2 if name == "SystemExit" else 1
+    end = RankEnd(0, code, 1.0, RankError(name, text, f"{text}\n", exit_code=code), last_lines=last_lines)
+    failure = rank_failure(RootCause(end), outcome(), TOPOLOGY, CODE)
+    assert "\nhint: " in failure.screen
+    assert hint in failure.screen.partition("\nhint: ")[2]
+
+
+def test_an_error_without_a_known_remedy_gets_no_hint() -> None:
+    assert "hint" not in rank_failure(RootCause(RankEnd(0, 1, 1.0, ERROR)), outcome(), TOPOLOGY, CODE).screen
+    plain = RankError("SystemExit", "SystemExit: 2", "", exit_code=2)
+    assert "hint" not in rank_failure(RootCause(RankEnd(0, 2, 1.0, plain)), outcome(), TOPOLOGY, CODE).screen
+
+
+def test_a_rank_that_is_waited_for_shows_the_scripts_lines_below_those_of_libraries() -> None:
+    libraries = "".join(f'  File "/usr/lib/python3.11/x.py", line {line} in inner\n' for line in range(9))
+    stack = f'{libraries}  File "/job/code/train.py", line 7 in forgotten\n  File "<frozen runpy>", line 88 in _run\n'
+    cause = RootCause(RankEnd(0, 1, 1.0, ERROR), still_running=(RankEnd(2, -15, 9.0, stopped=True, stack=stack),))
+    said = rank_failure(cause, outcome(), TOPOLOGY, CODE).screen
+    assert 'rank 2 was still running, here:\n  File "train.py", line 7, in forgotten' in said
+    assert "inner" not in said
+    alone = replace(cause, still_running=(replace(cause.still_running[0], stack=libraries),))
+    assert rank_failure(alone, outcome(), TOPOLOGY, CODE).screen.count("in inner") == 4
 
 
 def test_waited_for_ranks_are_named_with_their_place() -> None:

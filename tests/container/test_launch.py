@@ -40,15 +40,20 @@ def job(base: Path, framework: dict[str, Any]) -> Environment:
     [
         ({}, LaunchError, "names no entry point"),
         ({"sagemaker_program": "no.py"}, LaunchError, "`no.py` is not in"),
-        ({"sagemaker_program": "run.sh"}, UnsupportedError, "is not a Python script"),
+        ({"sagemaker_program": "run.rb"}, UnsupportedError, "is neither a Python nor a shell script"),
+        (
+            {"sagemaker_program": "run.sh", "sagemaker_mpi_enabled": True},
+            ConfigError,
+            "is a shell script, .* without the launcher that `sagemaker_mpi_enabled` asks for",
+        ),
     ],
-    ids=["none", "missing", "shell"],
+    ids=["none", "missing", "another language", "shell and launcher"],
 )
 def test_entry_points_that_cannot_run(
     tmp_path: Path, framework: dict[str, Any], error: type[SmpkitError], message: str
 ) -> None:
     environment = job(tmp_path, framework)
-    (tmp_path / "code" / "run.sh").touch()
+    (tmp_path / "code" / "run.rb").touch()
     with pytest.raises(error, match=message):
         launch(environment, {}, Console(io.BytesIO(), io.BytesIO(), terminal=False, colour=False))
 

@@ -22,8 +22,7 @@ from smpkit.errors import LaunchError
 from smpkit_container.channel import packed
 from smpkit_container.environment import Environment, Folders, Resources
 from smpkit_container.peers import Peers, meet
-from smpkit_container.token import TOKEN as TOKEN_NAME
-from smpkit_container.token import job_token
+from smpkit_container.token import TOKEN_FILE, job_token
 from smpkit_container.topology import Topology
 
 HOSTS = ["localhost", "127.0.0.2"]
@@ -252,6 +251,33 @@ def test_the_token_is_the_same_on_all_hosts_and_random_where_there_is_one() -> N
     other = replace(job, folders=Folders(Path("/b")), resources=Resources(("algo-2", "algo-1"), "algo-2"))
     assert job_token(job) == job_token(other)
     assert job_token(job) != job_token(replace(job, hyperparameters={"lr": 2}))
-    assert job_token(replace(job, framework={TOKEN_NAME: "random"})) == b"random"
     alone = replace(job, resources=Resources())
     assert job_token(alone) != job_token(alone)
+
+
+def test_the_token_is_read_from_where_the_request_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Client:
+        def download_file(self, bucket: str, key: str, target: str) -> None:
+            asked.append((bucket, key))
+            Path(target).write_bytes(b"0" * 64)
+
+    monkeypatch.setattr("boto3.client", lambda *_, **__: Client())
+    two = Resources(("algo-1", "algo-2"), "algo-1")
+    job = Environment(Folders(tmp_path), framework={TOKEN_FILE: "s3://bucket/a/token"}, resources=two)
+    assert job_token(job) == b"0" * 64
+    assert asked == [("bucket", "a/token")]
+    brought = tmp_path / "token"
+    brought.write_bytes(b"1" * 64)
+    assert job_token(replace(job, framework={TOKEN_FILE: str(brought)})) == b"1" * 64
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), (b"short", "has 5 bytes, fewer than 16")])
+def test_a_token_that_is_none_ends_the_job(tmp_path: Path, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "token").write_bytes(content)
+    two = Resources(("algo-1", "algo-2"), "algo-1")
+    job = Environment(Folders(tmp_path), framework={TOKEN_FILE: str(tmp_path / "token")}, resources=two)
+    with pytest.raises(LaunchError, match=f"the job's token .* {said}"):
+        job_token(job)

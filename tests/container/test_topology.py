@@ -131,3 +131,10 @@ def test_ranks_are_on_the_groups_that_the_distribution_names() -> None:
 def test_a_group_that_there_is_not_is_refused(named: Any) -> None:
     with pytest.raises(ConfigError, match=r"must be names of the job's instance groups \(data, train\)"):
         distribution_hosts(of_groups("algo-1", named))
+
+
+def test_a_shell_script_has_one_process_on_each_host(tmp_path: Path) -> None:
+    framework = {"sagemaker_program": "train.sh", "sagemaker_smpkit_processes_per_host": 8}
+    resources = Resources(("algo-1", "algo-2"), "algo-2")
+    topology = read_topology(Environment(Folders(tmp_path), framework=framework, resources=resources, num_gpus=8))
+    assert (topology.launcher, topology.node_rank, topology.world_size) == ("shell", 1, 2)

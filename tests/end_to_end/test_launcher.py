@@ -260,7 +260,11 @@ FAILURES = {
     "exits_with_words": ("sys.exit('no data')", 1, "the script exited with code 1: no data"),
     "argparse": ("import argparse; argparse.ArgumentParser().parse_args(['--no'])", 2, "the script exited with code 2"),
     "leaves_at_once": ("print('last words', flush=True); os._exit(7)", 7, "the script exited with code 7"),
-    "killed": ("os.kill(os.getpid(), 9)", 137, "the process was killed by SIGKILL (the machine may be out of memory)"),
+    "killed": (
+        "os.kill(os.getpid(), 9)",
+        137,
+        "the process was killed by SIGKILL (the machine may be out of memory; it held up to 0.0 GiB)",
+    ),
     "crashes": (
         "import ctypes; ctypes.string_at(0)",
         139,
@@ -291,6 +295,7 @@ def test_first_failing_rank_wins(tmp_path: Path, launcher_name: str, kind: str) 
     assert "rank 0 stopped because of it" in done.err
     assert done.err.count("Traceback") == (1 if kind in ("raises", "import_error") else 0)
     assert "smpkit_container" not in done.err
+    assert "argparse.py" not in done.err
     assert done.seconds < 300
 
 
@@ -542,3 +547,14 @@ def test_mpirun_of_another_mpi_is_refused(tmp_path: Path) -> None:
     assert done.code == 1
     assert "is not Open MPI: it says `HYDRA build details:`" in done.err
     assert sys.executable not in done.err
+
+
+def test_a_shell_script_runs_once_without_a_launcher(tmp_path: Path) -> None:
+    source = 'echo "$@ rank=[$RANK] hosts=$SM_HOSTS"\npython -c "import sys; sys.exit(7)"\n'
+    values = {"lr": 0.1}
+    job = Job(tmp_path / "base", "torchrun", source, ranks=4, script="train.sh", hyperparameters=values)
+    done = job.run()
+    assert done.out == '[rank 0] --lr 0.1 rank=[] hosts=["algo-1"]\n'
+    assert done.code == 7
+    assert done.failure is not None
+    assert done.failure.startswith("the script exited with code 7\nrank 0 on algo-1, exit 7\n")

@@ -99,10 +99,16 @@ def test_no_sdk_comes_along_unasked() -> None:
     assert {extra for extra, names in extras.items() if any("sagemaker" in name for name in names)} == {"sdk2", "sdk3"}
 
 
-def test_several_hosts_get_a_token_that_is_sent_and_never_shown() -> None:
-    context = SubmitContext(**{**CONTEXT.__dict__, "token": "0123456789abcdef"})
-    job = job_from_arguments({"entry_point": "train.py", **CASES["no-distribution"][0]}, None)
-    request = build_request(job, context)
-    assert request.body["HyperParameters"]["sagemaker_smpkit_token"] == '"0123456789abcdef"'
-    assert "0123456789abcdef" not in str(request.shown())
-    assert "sagemaker_smpkit_token" not in build_request(job, CONTEXT).body["HyperParameters"]
+@pytest.mark.parametrize("isolation", [False, True])
+def test_several_hosts_are_told_where_their_token_is(isolation: bool) -> None:
+    uri = "s3://bucket/sources/tokens/job-1/token"
+    arguments = {**CASES["no-distribution"][0], "enable_network_isolation": isolation}
+    job = job_from_arguments({"entry_point": "train.py", **arguments}, None)
+    body = build_request(job, SubmitContext(**{**CONTEXT.__dict__, "token": uri})).body
+    channels = {each["ChannelName"]: each["DataSource"] for each in body.get("InputDataConfig", [])}
+    place = json.loads(body["HyperParameters"]["sagemaker_smpkit_token_file"])
+    assert place == ("/opt/ml/input/data/smpkit_token/token" if isolation else uri)
+    assert ("smpkit_token" in channels) == isolation
+    if isolation:
+        assert channels["smpkit_token"]["S3DataSource"]["S3Uri"] == uri
+    assert "smpkit_token" not in str(build_request(job, CONTEXT).body)

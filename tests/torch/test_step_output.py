@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
+from smpkit.errors import UsageError
 from smpkit.torch.step import StepOutput, collate
 
 
@@ -77,3 +81,46 @@ def test_what_differs_between_microbatches_stays_a_list(values: list[object]) ->
 
 def test_repr_says_what_is_inside() -> None:
     assert repr(StepOutput([torch.zeros(2, 3)] * 4)) == "StepOutput(4 microbatches, shape (2, 3))"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss: loss.item(),
+        float,
+        lambda loss: loss < 3,
+        lambda loss: loss == 0.0,
+        lambda loss: 1 + loss,
+        lambda loss: torch.ones(()) * loss,
+        lambda loss: f"{loss:.3f}",
+        lambda loss: round(loss, 2),
+        torch.isnan,
+        lambda loss: sum([loss]),
+        lambda loss: loss[0],
+    ],
+)
+def test_a_step_output_that_is_used_as_a_number_says_how_to_get_one(use: Any) -> None:
+    loss = StepOutput([torch.tensor(1.0), torch.tensor(2.0)])
+    with pytest.raises(UsageError, match=r"StepOutput, which holds a tensor for each microbatch") as caught:
+        use(loss)
+    assert isinstance(caught.value, AttributeError)
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.hint == "`.reduce_mean()` gives their mean"
+
+
+def test_a_step_output_of_batches_also_names_concat() -> None:
+    with pytest.raises(UsageError) as caught:
+        StepOutput([torch.zeros(2, 3)]).argmax(-1)
+    assert caught.value.hint == "`.concat()` gives those of the whole batch, `.reduce_mean()` gives their mean"
+
+
+def test_a_step_output_is_still_a_plain_object() -> None:
+    output = StepOutput([torch.tensor(1.0)])
+    assert output == output  # noqa: PLR0124 - what is tested
+    assert output not in (None, "x", StepOutput([torch.tensor(1.0)]))
+    assert bool(output)
+    assert len({output}) == 1
+    assert f"{output}" == str(output) == "StepOutput(1 microbatches, shape ())"
+    assert not hasattr(output, "no_such_attribute")
+    assert copy.deepcopy(output).outputs == output.outputs
+    assert pickle.loads(pickle.dumps(output)).outputs == output.outputs

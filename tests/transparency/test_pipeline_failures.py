@@ -193,7 +193,7 @@ def shown_traceback() -> list[str]:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks show notes from Python 3.11 on")
 def test_the_traceback_of_the_failing_rank_ends_with_the_place() -> None:
     _, second = run_ranks(shown_traceback, 2)
-    assert second[-2:] == ["KeyError: 'nothing'\n", "forward of microbatch 0, module `1`\n"]
+    assert second[-2:] == ["KeyError: 'nothing'\n", "raised in forward of microbatch 0, module `1`\n"]
 
 
 def die() -> tuple[str, float]:

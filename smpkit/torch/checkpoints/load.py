@@ -16,7 +16,6 @@ there are no masters. Float32 weights here are read from the float32 ones there,
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from smpkit.torch.checkpoints.state_entries import (
     shard_positions,
 )
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.placement.delayed import allocate, defer_load, is_delayed
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
@@ -381,9 +381,7 @@ def _load_opaque(optimizer: Optimizer, reader: PieceReader) -> None:
     """Load a state that has not torch's layout, as it was saved."""
     name = opaque_state_name()
     if name not in reader.metadata.state_dict_metadata:
-        if state.rank == 0:
-            text = f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew"
-            warnings.warn(text, stacklevel=6)
+        warn_user(f"{reader.folder} holds no optimizer state that this rank can use: the optimizer starts anew")
         return
     optimizer.load_state_dict(read_into(reader, {}, [name])[name])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from smpkit.torch.checkpoints.save import USER_CONTENT
 from smpkit.torch.checkpoints.save_load import read_file, read_mapped
 from smpkit.torch.checkpoints.state_entries import Model, Optimizer, all_or_raise, wrapped_model
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.distributed.rendezvous import name_ranks
 from smpkit.torch.placement.delayed import drop_deferred_loads
@@ -174,8 +174,8 @@ class _Wanted:
         of_this_kind = newest is not None and newest.endswith(files.PARTIAL) == self.partial
         if of_this_kind and newest != chosen and not passed:
             passed = {str(newest): "not all ranks have it"}
-        if passed and state.rank == 0:
-            _warn(self.folder, chosen, passed, stacklevel=5)
+        if passed:
+            _warn(self.folder, chosen, passed)
 
     def _find_damage(self, name: str) -> str | None:
         """Return how a checkpoint is damaged on some rank; None if it is intact on all. All ranks call this.
@@ -241,9 +241,9 @@ def _list(damaged: Mapping[str, str]) -> str:
     return "".join(f"; `{name}`: {text}" for name, text in damaged.items())
 
 
-def _warn(folder: Path, chosen: str, damaged: Mapping[str, str], stacklevel: int = 3) -> None:
+def _warn(folder: Path, chosen: str, damaged: Mapping[str, str]) -> None:
     text = f"`{chosen}` in {folder} is used instead of what `{files.NEWEST}` names{_list(damaged)}"
-    warnings.warn(text, UserWarning, stacklevel=stacklevel)
+    warn_user(text)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import socket
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +44,7 @@ from smpkit.torch.checkpoints.state_entries import (
     wrapped_model,
 )
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.placement.delayed import run_deferred_loads
 from smpkit.torch.state_dict import PARTIAL_KEY
@@ -264,12 +264,10 @@ def _finish_folder(save: _Save, parts: Sequence[_Part], job: _Job) -> None:
     checksums = {PIECES: zlib.crc32(pieces)}  # the other files carry their own
     files.write_index(save.staged, _index(save, sizes, elsewhere, checksums, job))
     if elsewhere:
-        warnings.warn(
+        warn_user(
             f"each host keeps the parts of its own ranks in a {save.path} of its own: these hosts can resume with these"
             " degrees; for others, bring the files of all hosts together in one folder, or save on a file system that"
             " all hosts share",
-            UserWarning,
-            stacklevel=5,
         )
 
 

@@ -205,9 +205,8 @@ def _split_tensor(value: torch.Tensor, cut: _SplitSpec) -> _GetPiece:
     size = value.shape[cut.axis]
     if size % cut.count:
         raise UsageError(
-            f"argument `{cut.name}` has a batch of {size} on axis {cut.axis}, "
-            f"which {cut.count} microbatches do not divide",
-            hint="use DataLoader(drop_last=True) and a batch size that `microbatches` divides,"
+            f"batch size {size} (argument `{cut.name}`, axis {cut.axis}) is not divisible by {cut.count} microbatches",
+            hint="use DataLoader(drop_last=True) and a batch size that is a multiple of `microbatches`,"
             " or name the argument in non_split_inputs",
         )
     part = size // cut.count

@@ -63,6 +63,7 @@ class WrappedModel(Protocol):
     pipeline: Any
     data_parallel: Any
     offloading: Any
+    updates: Any
 
     def modules(self) -> Iterator[nn.Module]: ...
     def local_parameters(self) -> Iterator[nn.Parameter]: ...

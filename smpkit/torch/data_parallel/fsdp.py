@@ -13,7 +13,6 @@ averaged over the columns once, in the last microbatch of the last pass of an ac
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
 from smpkit.torch.data_parallel.replicas import check_same_model
 from smpkit.torch.distributed.deadline import waiting
@@ -148,11 +148,9 @@ class ShardedDataParallel(DataParallel):
         if done and self._has_replicate_groups:
             # Gradients of earlier passes lie beside the parameters, reduced over a row and not yet over the columns.
             self._passes -= done
-            warnings.warn(
+            warn_user(
                 f"a step failed, and the gradients of the {done} before it in this accumulation are lost with it:"
                 " accumulation begins anew",
-                UserWarning,
-                stacklevel=4,
             )
 
     def _mark_called(self, *_: object) -> None:
@@ -232,10 +230,8 @@ def _warn_of_large_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
     sizes = sorted((sum(each.numel() for each in block.parameters()) for block in blocks), reverse=True)
     rest = sum(each.numel() for each in root.parameters()) - sum(sizes)
     live, most = rest + sum(sizes[:2]), state.cfg.sdp_max_live_parameters
-    if live > most and state.rank == 0:
-        warnings.warn(
+    if live > most:
+        warn_user(
             f"{live} parameters are gathered at once (what belongs to no repeated block, and two blocks), more than "
             f"sdp_max_live_parameters ({most}): a block is gathered as a whole",
-            UserWarning,
-            stacklevel=5,
         )

@@ -136,13 +136,13 @@ def add_error_context(error: Exception, **context: str) -> None:
     if isinstance(error, DeadlineError | RemoteError):
         return
     contexts = {**context, **getattr(error, _CONTEXT_ATTRIBUTE, {})}
-    others = [
-        note
-        for note in getattr(error, "__notes__", ())
-        if note != _context_text(getattr(error, _CONTEXT_ATTRIBUTE, {}))
-    ]
+    others = [note for note in getattr(error, "__notes__", ()) if note != _note(getattr(error, _CONTEXT_ATTRIBUTE, {}))]
     setattr(error, _CONTEXT_ATTRIBUTE, contexts)
-    vars(error)["__notes__"] = [*others, _context_text(contexts)]  # Python 3.10 has no `add_note`
+    vars(error)["__notes__"] = [*others, _note(contexts)]  # Python 3.10 has no `add_note`
+
+
+def _note(contexts: Mapping[str, str]) -> str:
+    return f"raised in {_context_text(contexts)}"
 
 
 def _context_text(contexts: Mapping[str, str]) -> str:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import socket
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +24,7 @@ from smpkit.torch.core import devices
 from smpkit.torch.core.context import Launch, launch_from
 from smpkit.torch.core.devices import backends
 from smpkit.torch.core.runtime import ModuleManager, Runtime, state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed import cores as numa
 from smpkit.torch.distributed import deadline, gpus, recorder, watcher
 from smpkit.torch.distributed.failure_store import FailureStore
@@ -140,7 +140,7 @@ def _announce(cfg: ModelParallelConfig, notices: Sequence[Problem], mesh: Mesh) 
     if state.rank != 0:
         return
     for text in [*map(str, notices), *_setting_notices(cfg, mesh)]:
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warn_user(text)
     _log.info("Configuration parameters:")
     for key, value in cfg.effective().items():
         _log.info("  %s: %s", key, value)
@@ -228,7 +228,7 @@ def _start(cfg: ModelParallelConfig, launch: Launch, mesh: Mesh) -> None:
             backend, notices = gpus.backend_of(gpu_infos, str(cfg.ddp_dist_backend)) if world.owned else ("", [])
         if launch.rank == 0 and not known:
             for text in [*gpus.notices_of(gpu_infos), *notices]:
-                warnings.warn(text, UserWarning, stacklevel=3)
+                warn_user(text)
         _set_device(launch, gpu_infos)
         if not dist.is_initialized():
             _make_default_group(backend, world, timeout)

@@ -14,7 +14,6 @@ Every value counts once::
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.placement.dtensor import is_dtensor, local_tensor_of
 from smpkit.torch.placement.shards import is_tp_shard, shard_of
@@ -220,11 +220,9 @@ def _warn_and_clip(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) ->
     if model is not None and model.pipeline is not None:
         held = set(map(id, model.local_parameters()))
         if any(id(each) in held for each in parameters):
-            warnings.warn(
+            warn_user(
                 "torch.nn.utils.clip_grad_norm_ sees the gradients of this pipeline rank's part only, so each clips by"
                 " another norm; call smp.clip_grad_norm_ with the same arguments for the whole model's",
-                UserWarning,
-                stacklevel=4,  # the script, past torch's function and what wraps it to go without gradients
             )
     assert _torch_function is not None
     _torch_function(parameters, *args, **kwargs)

@@ -15,7 +15,6 @@ adds up. If a gradient of any rank of the model is not finite, all its ranks ski
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -25,6 +24,7 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.optim.gradient_norm import clip_to_norm, global_norm
 from smpkit.torch.placement.dtensor import local_tensor_of
 from smpkit.torch.precision.cast import MASTER_KEY, SCALER_KEY
@@ -255,11 +255,9 @@ class MasterWeights:
         _log.info("step skipped: a gradient is not finite; loss scale %g -> %g", before, self.scaler.loss_scale)
         if is_at_minimum and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"a gradient is not finite at the smallest loss scale ({before:g}), so the step was skipped: the model"
                 " may have diverged",
-                UserWarning,
-                stacklevel=4,
             )
 
     # --- state -----------------------------------------------------------------------------------------------------

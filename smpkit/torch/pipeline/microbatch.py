@@ -229,7 +229,7 @@ class Microbatch:
                 if stream is not None:
                     stage.random.skip()  # the number that the owner takes, so that streams stay equal on all ranks
                 if call.output_spec is MISSING:
-                    received = stage.transport.receive_object(owner, f"the first result of `{name}`")
+                    received = stage.transport.receive_object(owner, f"the transfer of the first output of `{name}`")
                     stage.output_specs.remember(call, *received)
                 result = make_placeholders(call.output_spec, stage.device, owner)
                 if call.mutation_info is not None:

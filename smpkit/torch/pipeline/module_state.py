@@ -9,7 +9,6 @@ as in one process.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -18,8 +17,8 @@ import torch
 from torch import nn
 
 from smpkit.errors import UsageError
-from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import StageTensor
 
 if TYPE_CHECKING:
@@ -134,19 +133,15 @@ def gather_conflicts(microbatch: Microbatch, stage: StageContext) -> list[str]:
 
 
 def warn_of_conflicts(conflicts: list[str]) -> None:
-    """Warn on rank 0 that microbatches run one after the other, and why."""
-    if state.rank:
-        return
+    """Warn that microbatches run one after the other, and why."""
     names = ", ".join(f"`{name}`" for name in conflicts[:_NUM_NAMED])
     if len(conflicts) > _NUM_NAMED:
         names += ", ..."
-    warnings.warn(
+    warn_user(
         f"{names} changed while a microbatch was on its way that comes back to the rank later: microbatches run one"
         " after the other, so that none sees what another has left there, and ranks wait for each other. To train"
         " faster, put the calls between which it must stay into one module on one rank (smp.set_partition), or hand"
         " it on as an argument and a result",
-        UserWarning,
-        stacklevel=2,
     )
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,7 +11,7 @@ from torch import nn
 
 from smpkit.torch.core import devices
 from smpkit.torch.core.microbatches import RootGradients
-from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.module_state import ModuleStateTracker
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
@@ -139,19 +136,9 @@ class StageContext:
             self._hint_at_python_values(name)
 
     def _hint_at_python_values(self, name: str) -> None:
-        """Warn once per job, at the line of the script, what it costs that Python needs values in each step."""
-        if not state.initialized or state.rank:
-            return
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("smpkit", "torch"):
-            frame = frame.f_back
-        if frame is None:
-            return
-        warnings.warn_explicit(
+        """Warn once what it costs that Python needs values in each step."""
+        warn_user(
             f"`{name}` asks for the value of a tensor in each step ({sum(self.python_values.values())} times in "
             f"{_HINT_STEP} steps so far): every pipeline rank waits for the rank that has it. To train faster, return "
             "the tensor from the step and look at it afterwards, or put the code into a torch.nn.Module",
-            UserWarning,
-            frame.f_code.co_filename,
-            frame.f_lineno,
         )

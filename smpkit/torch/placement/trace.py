@@ -26,6 +26,7 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -163,7 +164,7 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
             module = root.get_submodule(name)
             handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
         watched = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-        with counter, kernels.installed(), checkpointed.watch(), watched:
+        with _without_torchs_log(), counter, kernels.installed(), checkpointed.watch(), watched:
             body()
     except Exception as error:  # user code on tensors without data may fail in any way
         _log.warning(
@@ -184,6 +185,21 @@ def _trace(root: nn.Module, costs: Mapping[str, UnitCost], body: Callable[[], An
                 known, [call], activation_bytes=known.activation_bytes + call.boundary_bytes
             )
     return measured
+
+
+@contextlib.contextmanager
+def _without_torchs_log() -> Iterator[None]:
+    """Keep the traceback to ourselves that torch logs where an operation has no shapes to offer: we warn, once."""
+    log = logging.getLogger(fake_tensor.__name__)
+
+    def drop(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(drop)
 
 
 def _checkpointed(cost: UnitCost, calls: Sequence[CheckpointedCall], **changes: Any) -> UnitCost:

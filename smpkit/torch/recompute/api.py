@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -21,6 +20,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
 from smpkit.torch.pipeline.units import pp_rank_of, pp_ranks_of, run_together
 from smpkit.torch.recompute.region import name_of, run_checkpointed
@@ -261,8 +261,8 @@ def _cannot_checkpoint(module: nn.Module, pp_ranks: Collection[int]) -> bool:
 
 
 def _warn_once(module: nn.Module, why: str) -> None:
-    if module not in _warned and (not state.initialized or state.rank == 0):
-        warnings.warn(f"`{name_of(module)}` is not checkpointed: it {why}", UserWarning, stacklevel=2)
+    if module not in _warned:
+        warn_user(f"`{name_of(module)}` is not checkpointed: it {why}")
     _warned.add(module)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,13 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def move_between_hosts(path: Path) -> tuple[list[str], str, dict[str, str], list[dict[str, Tensor]]]:
+def move_between_hosts(path: Path) -> tuple[list[str], dict[str, str], list[dict[str, Tensor]]]:
     model, optimizer = begin(2)
     host = smp.rank() // smp.local_size()
     own, other = path / f"host_{host}", path / f"host_{1 - host}"
     train(model, optimizer, 0)
-    with pytest.warns(UserWarning, match="each host keeps the parts of its own ranks") as warned:
+    said = "each host keeps the parts of its own ranks.* bring the files of all hosts together"
+    with contextlib.nullcontext() if host else pytest.warns(UserWarning, match=said):
         smp.save_checkpoint(own, "one", user_content={"step": 1})
     kept = sorted(each.name for each in (own / "one_partial").iterdir())
     weights = [train(model, optimizer, 1)]
@@ -93,15 +95,14 @@ def move_between_hosts(path: Path) -> tuple[list[str], str, dict[str, str], list
     smp.barrier()
     smp.shutdown()
     weights += [resumed(other), resumed(own, 1)]
-    return kept, str(warned[0].message), messages, weights
+    return kept, messages, weights
 
 
 def test_a_pipeline_over_hosts_resumes_there_and_elsewhere_once_its_files_are_together(tmp_path: Path) -> None:
     results = run_ranks(move_between_hosts, 2, tmp_path, hosts=2, timeout=120)
-    for host, (kept, warning, messages, weights) in enumerate(results):
+    for host, (kept, messages, weights) in enumerate(results):
         files = [f"model_{host}_0.pt", f"optimizer_{host}_0.pt"]
         assert kept == ["index.json", *files, "pieces.json", "user_content.pt"]
-        assert "bring the files of all hosts together" in warning
         assert f"lacks `model_{1 - host}_0.pt` (saved by rank {1 - host} on " in messages["degree 1"]
         assert "copy these files here" in messages["degree 1"]
         assert "there is no complete checkpoint in" in messages["one host"]

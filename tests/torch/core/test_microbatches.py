@@ -122,7 +122,7 @@ def test_gradients_flow_back_into_the_whole_input() -> None:
 @pytest.mark.parametrize(
     ("value", "options", "message"),
     [
-        (torch.zeros(5), {}, "`x` has a batch of 5 on axis 0, which 2 microbatches do not divide"),
+        (torch.zeros(5), {}, r"batch size 5 \(argument `x`, axis 0\) is not divisible by 2 microbatches"),
         (torch.zeros(4), {"input_split_axes": {"x": 1}}, r"`x` has shape \(4,\) and no axis 1 to split"),
         (DataLoader([1]), {}, "`x` of `plain` is a DataLoader"),  # type: ignore[arg-type]
     ],

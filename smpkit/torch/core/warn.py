@@ -1,0 +1,75 @@
+"""Warn the user: once per job, at the line of the script that led here."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from smpkit.torch.core.runtime import state
+
+__all__ = ["warn_user"]
+
+_OURS: Final = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
+"""Where smpkit and torch lie."""
+_LIBRARIES: Final = (
+    *_OURS,
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",  # code without a file, such as `<frozen importlib._bootstrap>`
+)
+_INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def warn_user(text: str) -> None:
+    """Warn with a UserWarning that names a line of the script: smpkit's own lines say nothing to its user.
+
+    All warnings of smpkit.torch go through here. Only the first rank warns: what all ranks find must not stand in the
+    log once for each.
+    """
+    if _rank() != 0:
+        return
+    frame = _script_frame(sys._getframe(1))
+    module, names = str(frame.f_globals.get("__name__", "<unknown>")), frame.f_globals
+    warnings.warn_explicit(
+        text,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=module,
+        registry=names.setdefault("__warningregistry__", {}),
+    )
+
+
+def _script_frame(here: FrameType) -> FrameType:
+    """Return the innermost frame of the script; where a library called smpkit from a thread, that of the library."""
+    frames: list[FrameType] = []
+    each: FrameType | None = here
+    while each is not None:
+        frames.append(each)
+        each = each.f_back
+    for is_inside in (_is_library, _is_ours):
+        for frame in frames:
+            if not is_inside(frame.f_code.co_filename):
+                return frame
+    return here
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS)
+
+
+def _rank() -> int:
+    if state.initialized:
+        return state.rank
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
