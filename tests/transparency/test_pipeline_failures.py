@@ -249,7 +249,7 @@ def other_shapes() -> tuple[str, float]:
 
 def test_other_batches_on_other_pipeline_ranks_are_refused() -> None:
     _, second = run_ranks(other_shapes, 2)
-    assert "pipeline rank 1 was given tensors float64[16, 6], float64[16, 6] for the step" in second[0]
+    assert "rank 1 (pipeline rank 1) was given tensors float64[16, 6], float64[16, 6] for the step" in second[0]
 
 
 @smp.step

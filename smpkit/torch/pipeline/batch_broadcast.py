@@ -91,9 +91,10 @@ class InputBroadcast:
         source = self._rank - 1
         head = self._transport.receive_bytes(head_bytes, source, Tag.INPUTS_HEAD + head_bytes, _WHAT)
         if int(head[:8].view(torch.int64)) != checksum:
+            ranks = self._transport.ranks
             raise UsageError(
-                f"pipeline rank {self._rank} was given tensors {_shapes(specs) or 'none'} for the step, and pipeline"
-                " rank 0 others",
+                f"rank {ranks[self._rank]} (pipeline rank {self._rank}) was given tensors {_shapes(specs) or 'none'}"
+                f" for the step, and rank {ranks[0]} (pipeline rank 0) others",
                 hint="feed every rank of a pipeline the same batches: shard data by smp.dp_rank(), not by smp.rank()",
             )
         rest = head[:0]
