@@ -89,10 +89,9 @@ def strike(case: Case, folder: Path, reference: Path) -> None:
     began_in_shm = time.time()
     if fault.in_files:
         _copy_checkpoints(reference, folder, case)
-        newest_first = sorted((folder / "checkpoints").glob("*_partial"), key=lambda each: each.name != case.newest)
-        fault.in_files(
-            sorted(newest_first, key=lambda each: -int(each.name.split("_")[1])), random.Random(f"damage {case.seed}")
-        )
+        checkpoints = (folder / "checkpoints").glob("*_partial")
+        newest_first = sorted(checkpoints, key=lambda each: -int(each.name.split("_")[1]))
+        fault.in_files(newest_first, random.Random(f"damage {case.seed}"))
     else:
         (folder / "fault.json").write_text(json.dumps({"fault": case.fault, "at": case.at, "victim": case.victim}))
     code, said = job.run(fault)
