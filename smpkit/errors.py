@@ -20,6 +20,7 @@ says the one thing to try. Exit code 3 is kept for bugs in smpkit itself, 130 fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,11 +36,19 @@ __all__ = [
     "SmpkitError",
     "UnsupportedError",
     "UsageError",
+    "escaped",
 ]
+
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def escaped(text: str) -> str:
+    """Escape what a terminal would obey, such as a control sequence in the name of a file; lines and tabs stay."""
+    return _OBEYED.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 
 class SmpkitError(Exception):
-    """Base of all errors that smpkit raises on purpose.
+    """Base of all errors that smpkit raises on purpose; Python prints them, too, so control characters are escaped.
 
     Args:
         message: what happened, with the values.
@@ -49,9 +58,10 @@ class SmpkitError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        message = escaped(message)
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = None if hint is None else escaped(hint)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"

@@ -25,7 +25,7 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # Folders whose tests start whole jobs or worlds of ranks, longest tests first.
-LONG = ("end_to_end", "transparency", "compat", "container", "torch")
+LONG = ("end_to_end", "chaos", "transparency", "compat", "container", "torch")
 
 
 def pytest_configure() -> None:

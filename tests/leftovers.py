@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["kill_processes_of", "kill_processes_with"]
+__all__ = ["kill_processes_of", "kill_processes_with", "processes_with"]
 
 
 def kill_processes_of(test: str) -> list[int]:
@@ -22,11 +22,20 @@ def kill_processes_of(test: str) -> list[int]:
 def kill_processes_with(beginning: str) -> list[int]:
     """Kill every other process with a variable that begins so, and return their process ids."""
     killed = []
+    for pid in processes_with(beginning):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+    return killed
+
+
+def processes_with(beginning: str) -> list[int]:
+    """Return the process ids of every other living process with a variable that begins so."""
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
             entries = (folder / "environ").read_bytes().split(b"\0")
             if pid != os.getpid() and any(entry.startswith(beginning.encode()) for entry in entries):
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-    return killed
+                found.append(pid)
+    return found

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 
 from smpkit.config.confidential import hide_known
+from smpkit.errors import escaped
 
 __all__ = ["closest", "coloured", "plain", "printable", "quoted", "suggestion", "typed"]
 
 _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
-_OBEYED = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _RESET = "\x1b[0m"
 
 
@@ -81,8 +81,8 @@ def coloured(text: str) -> str:
 
 def plain(text: str) -> str:
     """Leave colours out and escape all other control sequences, line by line."""
-    return "\n".join(_escaped(_COLOUR.sub("", line)) for line in text.split("\n"))
+    return escaped(_COLOUR.sub("", text))
 
 
-def _escaped(text: str) -> str:
-    return _OBEYED.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
+def _escaped(line: str) -> str:
+    return escaped(line).replace("\n", "\\n")

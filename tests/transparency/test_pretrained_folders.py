@@ -179,6 +179,35 @@ def test_what_is_wrong_with_a_folder_is_said(damage: str, message: str, tmp_path
         smp.load_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("limit", ["5GB", 20])
+def test_no_flipped_bit_changes_what_is_loaded(limit: int | str, tmp_path: Path) -> None:
+    model = plain_model()
+    smp.save_pretrained(tmp_path, max_shard_size=limit)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    refused = 0
+    for file in sorted(tmp_path.glob("*.safetensors")):
+        data = file.read_bytes()
+        for at in range(len(data)):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+            try:
+                smp.load_pretrained(tmp_path)
+            except CheckpointError:
+                refused += 1
+            assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items()), (
+                file.name,
+                at,
+            )
+        flipped_last = data[:-1] + bytes([data[-1] ^ 1])
+        file.write_bytes(flipped_last)
+        with pytest.raises(CheckpointError, match=rf"rank 0: `tensors` in .*{file.name} has the CRC-32"):
+            smp.load_pretrained(tmp_path)
+        file.write_bytes(data)
+    assert refused > 100
+    file.write_bytes(flipped_last)
+    smp.load_pretrained(tmp_path, verify_checksums=False)
+    assert not all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("size", [0, True, "5 apples", 1.5], ids=repr)
 def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
     plain_model()

@@ -13,7 +13,7 @@ from smpkit.torch.checkpoints.state_entries import all_or_raise
 from smpkit.torch.core.runtime import state
 from smpkit.torch.distributed.objects import allgather
 
-__all__ = ["FileSystems", "find_file_systems"]
+__all__ = ["FileSystems", "find_file_systems", "position_beside"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,22 @@ def find_file_systems(path: Path, save_id: str, failure: str) -> FileSystems:
     finally:
         with contextlib.suppress(OSError):
             marker.unlink(missing_ok=True)
+
+
+def position_beside(path: Path) -> tuple[int, int]:
+    """Return which of the ranks that see the same file this one is, and how many there are; all ranks call this."""
+    same = allgather(_identity(path))
+    here = [rank for rank, identity in enumerate(same) if identity == same[state.rank]]
+    return here.index(state.rank), len(here)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what is the same on all hosts that see the same file, and differs between copies of it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _make_folder(path: Path) -> None:

@@ -20,10 +20,10 @@ from torch import nn
 
 from smpkit.errors import UsageError
 from smpkit.torch.checkpoints import folder as files
-from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems
+from smpkit.torch.checkpoints.file_systems import FileSystems, find_file_systems, position_beside
 from smpkit.torch.checkpoints.full_state import FileSlot, FullState, full_state_of, write_slots
 from smpkit.torch.checkpoints.load import load_model
-from smpkit.torch.checkpoints.safetensors import INDEX, SafetensorsReader, header_of
+from smpkit.torch.checkpoints.safetensors import INDEX, SafetensorsReader, add_checksum, header_of
 from smpkit.torch.checkpoints.state_entries import Model, all_or_raise, model_entries, wrapped_model
 from smpkit.torch.distributed.objects import allgather
 from smpkit.torch.placement.delayed import run_deferred_loads
@@ -66,13 +66,19 @@ def save_pretrained(
         slots = all_or_raise(failure, lambda: _plan_files(staged, target, model, full_state, limit, file_systems))
         entries = all_or_raise(failure, lambda: model_entries(model))
         write_slots(slots, full_state, entries, file_systems, failure)
+        all_or_raise(failure, lambda: _add_checksums(staged) if file_systems.is_leader else None)
         all_or_raise(failure, lambda: _publish(staged, target, file_systems))
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
 
 
-def load_pretrained(folder: str | os.PathLike[str], model: Model | None = None, strict: bool = True) -> None:
+def load_pretrained(
+    folder: str | os.PathLike[str],
+    model: Model | None = None,
+    strict: bool = True,
+    verify_checksums: bool = True,
+) -> None:
     """Load the weights of a Hugging Face folder (safetensors) into the wrapped model; called by all ranks.
 
     Every rank reads the slices that it holds. With a pipeline, parameters without memory
@@ -81,16 +87,20 @@ def load_pretrained(folder: str | os.PathLike[str], model: Model | None = None, 
     Args:
         model: the wrapped model; the last one that was wrapped if not given.
         strict: raise if names differ, apart from those that the model's class ignores.
+        verify_checksums: compare the files that `smp.save_pretrained` wrote with their checksums, which reads them once
+            before they are loaded. Files of other programs carry none.
 
     Raises:
-        CheckpointError: on all ranks, if there are no safetensors, or they belong to another model.
+        CheckpointError: on all ranks, if there are no safetensors, they are damaged, or they belong to another model.
         UsageError: there is no model.
     """
     wrapped, path = wrapped_model(model), Path(folder)
-    all_or_raise(
-        f"{path} was not loaded",
-        lambda: load_model(wrapped, SafetensorsReader(path, _NameMapping(wrapped.module)), strict, prefix=""),
-    )
+    failure = f"{path} was not loaded"
+    reader = SafetensorsReader(path, _NameMapping(wrapped.module))
+    if verify_checksums:
+        position, count = position_beside(path)
+        all_or_raise(failure, lambda: reader.verify(position, count))
+    all_or_raise(failure, lambda: load_model(wrapped, reader, strict, prefix=""))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -167,6 +177,12 @@ def _split_by_size(full_state: FullState, limit: int) -> Iterator[dict[str, tupl
         part[name] = shape, dtype
         used += size
     yield part
+
+
+def _add_checksums(staged: Path) -> None:
+    with files.as_checkpoint_error(f"{staged} cannot be written"):
+        for path in sorted(staged.glob("*.safetensors")):
+            add_checksum(path)
 
 
 def _write_index(staged: Path, full_state: FullState, slots: Mapping[str, FileSlot]) -> None:

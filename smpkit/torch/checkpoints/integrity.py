@@ -20,7 +20,16 @@ from typing import IO, Final
 
 from smpkit.errors import CheckpointError
 
-__all__ = ["Member", "add_checksums", "check_archive", "find_corruption", "members_of", "share_of", "whole_file"]
+__all__ = [
+    "Member",
+    "add_checksums",
+    "check_archive",
+    "crc_of",
+    "find_corruption",
+    "members_of",
+    "share_of",
+    "whole_file",
+]
 
 _PIECE_BYTES: Final = 4 << 20
 _MAX_THREADS: Final = 8
@@ -41,6 +50,7 @@ class Member:
         offset: of its first byte in the file.
         size: in bytes.
         crc: the CRC-32 that it must have.
+        start: the CRC-32 of what comes before it, which `crc` goes on from.
     """
 
     path: Path
@@ -48,6 +58,7 @@ class Member:
     offset: int
     size: int
     crc: int
+    start: int = 0
 
 
 def whole_file(path: Path, crc: int) -> Member:
@@ -137,7 +148,7 @@ def _threads(local_size: int) -> ThreadPoolExecutor:
 
 def _corruption(member: Member) -> str | None:
     try:
-        crc = _crc_of(member)
+        crc = crc_of(member)
     except OSError as error:
         return f"{member.path} cannot be read: {error.strerror or error}"
     if crc is None:
@@ -147,9 +158,9 @@ def _corruption(member: Member) -> str | None:
     return None
 
 
-def _crc_of(member: Member) -> int | None:
+def crc_of(member: Member) -> int | None:
     """Return the CRC-32 of a member's bytes; None if the file ends before they do."""
-    crc, left = 0, member.size
+    crc, left = member.start, member.size
     with member.path.open("rb", buffering=0) as file:
         file.seek(member.offset)
         buffer = memoryview(bytearray(min(_PIECE_BYTES, left)))
@@ -171,7 +182,7 @@ def add_checksums(path: Path) -> None:
     """
     missing = [member for member in members_of(path) if not member.crc and member.size]
     with _threads(1) as pool:
-        crcs = dict(zip((member.name for member in missing), pool.map(_crc_of, missing), strict=True))
+        crcs = dict(zip((member.name for member in missing), pool.map(crc_of, missing), strict=True))
     with path.open("rb+") as file, zipfile.ZipFile(file) as archive:
         file.seek(archive.start_dir)
         for _ in archive.infolist():

@@ -20,7 +20,6 @@ import functools
 import io
 import pickle
 import types
-import warnings
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -30,6 +29,7 @@ from torch import nn
 from smpkit.errors import CheckpointError, UsageError
 from smpkit.torch.checkpoints.allowed_classes import find_allowed, why_refused
 from smpkit.torch.checkpoints.integrity import check_open_archive
+from smpkit.torch.core.warn import warn_user
 
 __all__ = ["RefusedObject", "dump", "first_line", "load"]
 
@@ -216,10 +216,8 @@ def load(source: Path | IO[bytes], map_location: Any = None, *, quiet: bool = Fa
     if reading.refused and not quiet:
         told = sorted({f"{each._kind} ({each._why})" for each in reading.refused})
         more = f", and {len(told) - _MAX_NAMED} more" if len(told) > _MAX_NAMED else ""
-        warnings.warn(
-            f"{source} holds objects that were not loaded: {', '.join(told[:_MAX_NAMED])}{more}; to load them, {_HINT}",
-            UserWarning,
-            stacklevel=4,
+        warn_user(
+            f"{source} holds objects that were not loaded: {', '.join(told[:_MAX_NAMED])}{more}; to load them, {_HINT}"
         )
     return found
 

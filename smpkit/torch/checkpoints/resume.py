@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smpkit.errors import CheckpointError
+from smpkit.errors import CheckpointError, escaped
 from smpkit.plan.partition.assignment import Assignment
 from smpkit.torch.checkpoints import folder as files
+from smpkit.torch.checkpoints.file_systems import position_beside
 from smpkit.torch.checkpoints.integrity import Member, find_corruption, members_of, share_of
 from smpkit.torch.checkpoints.load import load_loss_scale, load_model, load_optimizer
 from smpkit.torch.checkpoints.reader import CheckpointReader, StateReader, members_in
@@ -184,9 +185,8 @@ class _Wanted:
         """
         path = files.folder_of(self.folder, name) if self.partial else self.folder / name
         known = path / files.INDEX if self.partial else path
-        same = allgather(_identity(known))
-        here = [rank for rank, identity in enumerate(same) if identity == same[state.rank]]
-        found = _damage_of(lambda: self._look(path, here.index(state.rank), len(here)))
+        position, count = position_beside(known)
+        found = _damage_of(lambda: self._look(path, position, count))
         return next((f"rank {rank}: {damage}" for rank, damage in enumerate(allgather(found)) if damage), None)
 
     def _look(self, path: Path, position: int, count: int) -> str | None:
@@ -221,15 +221,6 @@ def _damage_of(look: Callable[[], str | None]) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """Return what is the same on all hosts that see the same file, and differs between copies of it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
-
-
 def _none_usable(folder: Path, damaged: Mapping[str, str]) -> CheckpointError:
     return CheckpointError(
         f"no checkpoint in {folder} can be used{_list(damaged)}",
@@ -238,7 +229,7 @@ def _none_usable(folder: Path, damaged: Mapping[str, str]) -> CheckpointError:
 
 
 def _list(damaged: Mapping[str, str]) -> str:
-    return "".join(f"; `{name}`: {text}" for name, text in damaged.items())
+    return escaped("".join(f"; `{name}`: {text}" for name, text in damaged.items()))
 
 
 def _warn(folder: Path, chosen: str, damaged: Mapping[str, str]) -> None:

@@ -4,12 +4,17 @@
 
     length of the header (8 bytes, little end first) | {"wte.weight": {"dtype": "F32", "shape": [8, 4],
                                                         "data_offsets": [0, 128]}, ...} | the tensors, row-major
+
+The format has no checksums. What smpkit writes carries a CRC-32 of the whole file among the header's free texts, where
+other programs leave it alone; it is computed as if it were eight zeros itself.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +23,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from smpkit.errors import CheckpointError
+from smpkit.torch.checkpoints.integrity import Member, crc_of, find_corruption, share_of
 from smpkit.torch.checkpoints.reader import PieceReader, metadata_of
+from smpkit.torch.core.runtime import state
 
-__all__ = ["INDEX", "SafetensorsReader", "header_of"]
+__all__ = ["INDEX", "SafetensorsReader", "add_checksum", "header_of"]
 
 INDEX: Final = "model.safetensors.index.json"
 
@@ -44,6 +51,8 @@ _DTYPES: Final = {
 }
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER: Final = 100_000_000  # the format's own limit
+_CRC: Final = "crc32"
+_NO_CRC: Final = "0" * 8
 
 
 def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
@@ -52,7 +61,7 @@ def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tup
     Raises:
         CheckpointError: the format has no name for a dtype.
     """
-    spec: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    spec: dict[str, Any] = {"__metadata__": {_CRC: _NO_CRC, "format": "pt"}}  # first, where `add_checksum` finds it
     at = 0
     # Wide dtypes first, so that every tensor is aligned.
     for name in sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name)):
@@ -69,6 +78,36 @@ def header_of(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tup
     return len(text).to_bytes(8, "little") + text, offsets
 
 
+def add_checksum(path: Path) -> None:
+    """Write the checksum of a file whose tensors several ranks have written into its header, reading it once.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    member = _member_of(path)
+    if member is None:
+        return
+    crc = crc_of(member)
+    with path.open("rb+") as file:
+        file.seek(file.read(8 + 100).index(_NO_CRC.encode()))
+        file.write(f"{crc:08x}".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _member_of(path: Path) -> Member | None:
+    """Return the tensors of a file as one member, whose checksum covers the header, too; None if it has none."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        text = file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
+    known = json.loads(text).get("__metadata__", {}).get(_CRC)
+    if known is None:
+        return None
+    start = zlib.crc32(length + text.replace(known.encode(), _NO_CRC.encode(), 1))
+    size = path.stat().st_size - 8 - len(text)
+    return Member(path, "tensors", 8 + len(text), size, int(known, 16), start)
+
+
 class SafetensorsReader(PieceReader):
     """Reads the safetensors files of a folder.
 
@@ -79,6 +118,23 @@ class SafetensorsReader(PieceReader):
     def __init__(self, folder: Path, rename: Callable[[list[str]], Mapping[str, str]]) -> None:
         super().__init__(folder)
         self._rename = rename
+
+    def verify(self, position: int, count: int) -> None:
+        """Compare files with their checksums; this rank is one of `count` that divide them.
+
+        Raises:
+            CheckpointError: one of this rank's is damaged.
+        """
+        members = []
+        for name in self._files():
+            _read_header(self.folder / name)  # names what cannot be a header at all
+            try:
+                members.append(_member_of(self.folder / name))
+            except (OSError, ValueError, AttributeError) as error:
+                raise CheckpointError(f"{self.folder / name} is damaged: {error}") from error
+        mine = share_of([member for member in members if member is not None], position, count)
+        if corruption := find_corruption(mine, state.local_size):
+            raise CheckpointError(corruption)
 
     def _describe(self) -> Metadata:
         headers = {name: _read_header(self.folder / name)[0] for name in self._files()}

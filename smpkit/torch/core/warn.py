@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 from smpkit.torch.core.runtime import state
 
-__all__ = ["warn_user"]
+__all__ = ["ScriptLine", "script_line", "warn_user"]
+
+ScriptLine = tuple[str, int]
+"""A file and the number of a line in it."""
 
 _OURS: Final = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 """Where smpkit and torch lie."""
@@ -27,13 +30,20 @@ _LIBRARIES: Final = (
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
-def warn_user(text: str) -> None:
+def warn_user(text: str, line: ScriptLine | None = None, by_rank: int = 0) -> None:
     """Warn with a UserWarning that names a line of the script: smpkit's own lines say nothing to its user.
 
-    All warnings of smpkit.torch go through here. Only the first rank warns: what all ranks find must not stand in the
-    log once for each.
+    All warnings of smpkit.torch go through here. Only one rank warns: what all ranks find must not stand in the log
+    once for each.
+
+    Args:
+        line: None: the line that is running now.
+        by_rank: the rank that warns.
     """
-    if _rank() != 0:
+    if _rank() != by_rank:
+        return
+    if line is not None:
+        warnings.warn_explicit(text, UserWarning, *line)
         return
     frame = _script_frame(sys._getframe(1))
     module, names = str(frame.f_globals.get("__name__", "<unknown>")), frame.f_globals
@@ -45,6 +55,12 @@ def warn_user(text: str) -> None:
         module=module,
         registry=names.setdefault("__warningregistry__", {}),
     )
+
+
+def script_line() -> ScriptLine:
+    """Return the line of the script that is running now."""
+    frame = _script_frame(sys._getframe(1))
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _script_frame(here: FrameType) -> FrameType:

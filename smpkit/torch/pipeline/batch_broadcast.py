@@ -17,7 +17,6 @@ for ever.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -27,7 +26,9 @@ import torch
 from smpkit.errors import UsageError
 from smpkit.torch.core import devices
 from smpkit.torch.core.announce import announce
+from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import TensorSpec, as_layout, map_tensors, spec_of, to_layout
+from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.messages import Tag, packed_bytes, unpack
 from smpkit.torch.pipeline.step_arguments import StepArguments, key_of
 from smpkit.torch.pipeline.transport import Transport
@@ -236,11 +237,10 @@ class _Comparison:
             announce([f"pipeline rank {rank} passed {shapes} to {call}; it uses {expected} of pipeline rank 0."])
         elif not all(map(_has_same_bytes, tensors, arrived)):
             self.calls_left = 0
-            warnings.warn(
+            warn_user(
                 f"pipeline rank {rank} passed other values to {call} than pipeline rank 0, whose values are used: shard"
                 " data by smp.dp_rank() of smp.dp_size(), not by smp.rank(), or a part of it is never trained on",
-                UserWarning,
-                stacklevel=2,
+                by_rank=state.rank,
             )
 
 

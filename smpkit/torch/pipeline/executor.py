@@ -173,7 +173,10 @@ class Executor:
         known.num_steps += 1
         if known.trial is not None:
             self.stage.synchronize()  # a trial compares steps: time the GPU's work, not its launch
-        if any(microbatch.diverged for microbatch in step.microbatches):
+        has_diverged = any(microbatch.diverged for microbatch in step.microbatches)
+        if plan is None or has_diverged:
+            self.stage.hints.count_unscheduled(microbatch.departure for microbatch in step.microbatches)
+        if has_diverged:
             self._record_again(known)
         elif known.num_conflicting == 1 and plan is None:
             # Record the second step too: what modules make only once (a table of positions) is no conflict there.

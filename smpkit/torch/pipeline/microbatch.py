@@ -31,6 +31,7 @@ from smpkit.torch.core.tensor_spec import (
     tensors_in,
     to_layout,
 )
+from smpkit.torch.core.warn import ScriptLine, script_line
 from smpkit.torch.pipeline.backward import BackwardWork
 from smpkit.torch.pipeline.message_order import DIVERGED, MAX_TRANSFERS, P2PTransfer, TransferRecord
 from smpkit.torch.pipeline.messages import version_of
@@ -52,6 +53,7 @@ from smpkit.torch.pipeline.output_specs import (
 )
 from smpkit.torch.pipeline.stage_parameters import StageParameters, parameter_change_error
 from smpkit.torch.pipeline.stage_tensor import StageTensor, make_stage_tensor, refuse_foreign_graph
+from smpkit.torch.pipeline.step_hints import Departure
 from smpkit.torch.pipeline.units import owner_of_operation
 
 if TYPE_CHECKING:
@@ -71,6 +73,12 @@ _T: Final = torch.Tensor
 _BRANCHING: Final = frozenset({_T.__bool__, _T.__index__, _T.__int__, _T.__contains__, torch.equal})
 """Questions whose answer usually decides a branch, so that another microbatch may take another path."""
 
+_BRANCH_ADVICE: Final = "branch inside one torch.nn.Module, or on what every rank has (labels, Python's own numbers)"
+_SHAPES_ADVICE: Final = (
+    'hand the same layers the same shapes in each step (a masked loss: `reduction="none"` times the mask; lengths: '
+    "padding), or put the code whose shapes depend on the data into one torch.nn.Module"
+)
+
 
 class Microbatch:
     """The run of a step function for one microbatch on this rank.
@@ -85,6 +93,8 @@ class Microbatch:
     """The transfers that it should make; None if it is the first of its kind, or each may differ."""
     diverged = False
     """Whether it has diverged from the record. All ranks must detect this at the same transfer, or they deadlock."""
+    departure: Departure | None = None
+    """Why it cannot follow a schedule, if so; `dynamic` is one reason, and `diverged` the other."""
     dynamic = False
     """Whether Python asked for a value that a branch may depend on."""
     has_mutations = False
@@ -381,10 +391,16 @@ class Microbatch:
 
     def value_for_python(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer Python's question for a value (`.item()`, `if tensor:`) on every rank."""
-        self.dynamic = self.dynamic or func in _BRANCHING
-        self.stage.count_python_value(func)
+        if func in _BRANCHING:
+            self.note_dynamic(f"`{func.__name__}` asks for the value of a tensor, on which a branch may depend")
+        self.stage.hints.count_python_value(func)
         args, kwargs = map_tensors(self.replicate, (args, kwargs))
         return func(*args, **kwargs)
+
+    def note_dynamic(self, why: str) -> None:
+        """Note that another microbatch may take another path."""
+        if not self.dynamic:
+            self.dynamic, self.departure = True, Departure(why, _BRANCH_ADVICE, script_line())
 
     # --- transfers -----------------------------------------------------------------------------------------------
 
@@ -484,10 +500,16 @@ class Microbatch:
     def _diverge(self) -> None:
         """Diverge from the record, and first run everything that follows it."""
         if self.record is not None and not self.diverged:
-            self.diverged = True
-            self.stage.transport.leave_channels()
+            self._leave_record(script_line())
             if self.before_wait is not None:
                 self.before_wait()
+
+    def _leave_record(self, line: ScriptLine | None) -> None:
+        self.diverged = True
+        self.departure = Departure(
+            "other values go between pipeline ranks than when this step was recorded", _SHAPES_ADVICE, line
+        )
+        self.stage.transport.leave_channels()
 
     def end_forward(self) -> None:
         """Note that the code of this microbatch has run to its end."""
@@ -495,8 +517,7 @@ class Microbatch:
         self.call_trace.append("the end of the step function")
         if self.record is not None and len(self.transfers) < len(self.record.transfers):
             # As `_diverge`, but no code is left that could wait for others.
-            self.diverged = True
-            self.stage.transport.leave_channels()
+            self._leave_record(None)
 
     def make_record(self) -> TransferRecord:
         """Return the transfers that this microbatch has made, for later ones to follow."""

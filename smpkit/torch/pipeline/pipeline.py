@@ -246,7 +246,7 @@ class Pipeline:
             with random.between_units():
                 output = body(index)
             if random.reads_after_draw:  # a branch on a random number may differ in the next microbatch
-                current_microbatch().dynamic = True
+                current_microbatch().note_dynamic("a random number is drawn between layers and read by Python")
             return output
 
         versions = [tied.version for tied in self._tied]

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from smpkit.torch.core import devices
 from smpkit.torch.core.microbatches import RootGradients
-from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.module_state import ModuleStateTracker
 from smpkit.torch.pipeline.output_specs import OutputSpecs
 from smpkit.torch.pipeline.random_streams import RandomStreams
+from smpkit.torch.pipeline.step_hints import StepHints
 from smpkit.torch.pipeline.transport import Transport
 
 if TYPE_CHECKING:
     from smpkit.torch.pipeline.microbatch import Microbatch
 
 __all__ = ["StageContext"]
-
-
-_HINT_STEP: Final = 3
-"""The step in which a script is told that it asks for values."""
 
 
 class StageContext:
@@ -62,10 +58,7 @@ class StageContext:
         """Of calls in steps of the same kind as the one that runs, or ran last."""
         self.inside_unit = False
         """Whether a unit runs here now: calls inside it are not dispatched."""
-        self.python_values: dict[str, int] = {}
-        """How often Python needed a value, by the function that asked."""
-        self._has_hinted = False
-        self.num_steps = 0
+        self.hints = StepHints()
         self.microbatches: Sequence[Microbatch] = ()
         """Those of the step that runs, or ran last."""
         self.from_first_pipeline: Callable[[str], str] = from_first_pipeline or (lambda text: text)
@@ -80,6 +73,11 @@ class StageContext:
         self._owners = owners
         self._first_trainable: bytes | None = None
         self._trainable_entry = ""
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have begun."""
+        return self.hints.num_steps
 
     def set_trainable(self, trainable: bytes) -> None:
         """Note which parameters need gradients.
@@ -99,7 +97,7 @@ class StageContext:
 
     def begin_step(self, microbatches: Sequence[Microbatch]) -> None:
         """Count a step, and keep its microbatches."""
-        self.num_steps += 1
+        self.hints.num_steps += 1
         self.microbatches = microbatches
         if self._trainable_entry:
             for microbatch in microbatches:
@@ -125,20 +123,3 @@ class StageContext:
     def synchronize(self) -> None:
         """Wait for the current stream, to time the GPU's work and not its launch."""
         devices.wait_for_stream(self.device)
-
-    def count_python_value(self, func: Callable[..., Any]) -> None:
-        """Count a value that Python needed: each time, all ranks wait for its owner."""
-        name = getattr(func, "__name__", str(func))
-        self.python_values[name] = self.python_values.get(name, 0) + 1
-        # Not in the first steps: a script may look at a value once, and look no more.
-        if self.num_steps == _HINT_STEP and not self._has_hinted:
-            self._has_hinted = True
-            self._hint_at_python_values(name)
-
-    def _hint_at_python_values(self, name: str) -> None:
-        """Warn once what it costs that Python needs values in each step."""
-        warn_user(
-            f"`{name}` asks for the value of a tensor in each step ({sum(self.python_values.values())} times in "
-            f"{_HINT_STEP} steps so far): every pipeline rank waits for the rank that has it. To train faster, return "
-            "the tensor from the step and look at it afterwards, or put the code into a torch.nn.Module",
-        )

@@ -101,7 +101,8 @@ class Transport:
         self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, channels: P2PChannels | None = None
     ) -> None:
         self._group = group
-        self._ranks = list(ranks)
+        self.ranks = list(ranks)
+        """The ranks of the job by pp_rank."""
         self._rank = group.rank()
         self._device = device
         self._on_cpu = device.type == "cpu"
@@ -123,8 +124,8 @@ class Transport:
         self._header_receives: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         """By rank, the receive of its next header, if that has begun."""
         self._timeout = state.timeout
-        self._others = [peer for peer in range(len(self._ranks)) if peer != self._rank]
-        self._sending: list[list[SentMessage]] = [[] for _ in self._ranks]
+        self._others = [peer for peer in range(len(self.ranks)) if peer != self._rank]
+        self._sending: list[list[SentMessage]] = [[] for _ in self.ranks]
         self._interrupted: list[object] = []
         self._num_abandoned = 0
         """Microbatches of abandoned steps; all ranks count alike, since no rank abandons a step alone."""
@@ -268,7 +269,7 @@ class Transport:
         try:
             return self._group.recv([buffer], source, tag)
         except RuntimeError as error:  # the peer has closed the connection
-            raise explain_error(error, what(), [self._ranks[source]], started) from None
+            raise explain_error(error, what(), [self.ranks[source]], started) from None
 
     def _send_transfer(
         self, tensor: torch.Tensor | None, microbatch: int, transfer: P2PTransfer, *, backward: bool
@@ -339,7 +340,7 @@ class Transport:
         try:
             work = self._group.send([outgoing], target, tag)
         except RuntimeError as error:
-            raise explain_error(error, describe_message(what), [self._ranks[target]], started) from None
+            raise explain_error(error, describe_message(what), [self.ranks[target]], started) from None
         self._sending[target].append(SentMessage(work, outgoing, version_of(outgoing), what, receive_index))
 
     # --- channels -----------------------------------------------------------------------------------------------------
@@ -521,7 +522,7 @@ class Transport:
         except RuntimeError as error:
             if self.failure is not None:
                 raise self.failure from None
-            raise explain_error(error, describe_message(what), [self._ranks[peer]], started) from None
+            raise explain_error(error, describe_message(what), [self.ranks[peer]], started) from None
         self.waiting_since = None
 
     def _release_sent(self, peer: int, index: int | None) -> None:

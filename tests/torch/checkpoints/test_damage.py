@@ -137,6 +137,21 @@ def test_what_newest_names_is_missed(newest: str, partial: bool, tmp_path: Path)
     assert str(caught.value).replace("\n", "").isprintable()
 
 
+def test_names_of_damaged_files_do_not_control_the_terminal(saved: Path) -> None:
+    hostile = "\x1b]0;title\a\x9b2J\u202e"
+    shutil.copytree(saved / "two_partial", saved / f"{hostile}_partial")
+    os.truncate(saved / "two_partial" / "model_0_0.pt", 7)
+    for tag in ("two", hostile):
+        edit_index(saved / f"{tag}_partial", files={f"{hostile}.pt": 1})
+    with pytest.warns(UserWarning, match=r"`two_partial`: .*\\x1b\]0;title.*\.pt is missing") as warned:
+        assert latest_checkpoint(saved) == "one_partial"
+    shutil.rmtree(saved / "one_partial")
+    with pytest.raises(CheckpointError, match=r"2J\\u202e_partial`: .*is missing") as caught:
+        latest_checkpoint(saved)
+    for text in (str(warned[0].message), *str(caught.value).split("\n")):
+        assert text.isprintable()
+
+
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_checkpoint_of_the_other_kind_is_pointed_to(partial: bool, tmp_path: Path) -> None:
     smp.init()

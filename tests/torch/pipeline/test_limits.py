@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +135,69 @@ def test_values_that_python_needs_in_each_step_are_reported_once_at_the_line_of_
     assert others == []
     assert [name for _, name in warned] == [__file__]
     assert "`item` asks for the value of a tensor in each step (3 times in 3 steps so far)" in warned[0][0]
+
+
+@smp.step
+def branching_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().sum()
+    if loss > 0:
+        model.backward(loss)
+    return loss
+
+
+@smp.step
+def drawing_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    noise = torch.rand(1)
+    loss: torch.Tensor = model(x).square().sum() * (2 if noise.item() < 2 else 1)
+    model.backward(loss)
+    return loss
+
+
+def unscheduled(name: str) -> tuple[list[tuple[str, str, int]], list[bool]]:
+    """Train eight steps of a kind; return what was warned of schedules, and which steps had one."""
+    model = begin()
+    had_schedule = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(8):
+            x = torch.arange(16.0).view(8, 2)
+            if name == "mask":
+                masked_step(model, x, torch.arange(8) < step + 1)
+            else:
+                {"branch": branching_step, "draw": drawing_step, "item": asking_step, "plain": train_step}[name](
+                    model, x
+                )
+            had_schedule.append(model.pipeline._executor.last_schedule is not None)
+    texts = [(str(each.message), each.filename, each.lineno) for each in caught]
+    return [each for each in texts if "follow no schedule" in each[0]], had_schedule
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "line", "advice"),
+    [
+        ("mask", "other values go between pipeline ranks than when", "model(x)[mask]", "a masked loss"),
+        ("branch", "`__bool__` asks for the value of a tensor", "if loss > 0", "branch inside one torch.nn.Module"),
+        ("draw", "a random number is drawn between layers and read by Python", "drawing_step", "branch inside one"),
+        ("item", "", "", ""),
+        ("plain", "", "", ""),
+    ],
+)
+def test_a_step_without_a_schedule_says_so_once_at_the_line_of_the_script(
+    name: str, why: str, line: str, advice: str
+) -> None:
+    (warned, planned), (others, same) = run_ranks(unscheduled, 2, name)
+    assert others == []
+    assert planned == same
+    if not why:
+        assert warned == []
+        assert planned == [True] * 8
+        return
+    [(message, file, number)] = warned
+    assert why in message
+    assert (
+        f"in 3 steps so far: such steps follow no schedule. {'Their microbatches run one after the other'}" in message
+    )
+    assert advice in message
+    assert file == __file__
+    assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
+    assert planned[-2:] == [False] * 2

@@ -1,0 +1,152 @@
+"""What can go wrong with a job, how to bring it about, and what must be seen then: one line of a table for each."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.chaos.job import TIMEOUT, Training, traps
+
+__all__ = ["FAULTS", "Fault"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One of `in_rank`, `from_outside` and `in_files` says how to bring it about.
+
+    Args:
+        says: patterns in what `smpkit run` prints on stderr, in which `{rank}` is the rank that the fault strikes.
+        in_rank: called on that rank before a step; returns "skip" to leave the step out.
+        from_outside: called with the processes that stand above each other, from the rank to the command line.
+        in_files: called with the folders of checkpoints, the newest first, before the job starts.
+        code: of `smpkit run`; None: any but 0.
+        resumes: whether the same job can go on from its checkpoints.
+    """
+
+    says: tuple[str, ...]
+    in_rank: Callable[[Training], object] | None = None
+    from_outside: Callable[[Sequence[int]], object] | None = None
+    in_files: Callable[[Sequence[Path], random.Random], object] | None = None
+    code: int | None = 1
+    resumes: bool = True
+
+
+RANK, WATCHER, LAUNCHER, HOST_LAUNCHER, COMMAND_LINE = range(5)
+
+
+def send(who: int, number: int, processes: Sequence[int]) -> None:
+    os.kill(processes[who], number)
+
+
+def raise_in(place: str, training: Training) -> None:
+    def trap() -> None:
+        raise ValueError(f"the {place} of this rank has gone wrong")
+
+    traps[place] = trap
+
+
+def stall(training: Training) -> None:
+    traps["forward"] = lambda: time.sleep(600)
+
+
+def skip_step(training: Training) -> str:
+    return "skip"
+
+
+def take_other_shapes(training: Training) -> None:
+    training.tokens = training.tokens[:, :-2]
+
+
+def leave(training: Training) -> None:
+    sys.exit(0)
+
+
+def fill_disk(training: Training) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+
+
+def pick(folder: Path, chance: random.Random) -> Path:
+    return chance.choice(sorted(folder.glob("*.pt")))
+
+
+def truncate(folders: Sequence[Path], chance: random.Random) -> None:
+    file = pick(folders[0], chance)
+    os.truncate(file, chance.randrange(file.stat().st_size))
+
+
+def remove_file(folders: Sequence[Path], chance: random.Random) -> None:
+    pick(folders[0], chance).unlink()
+
+
+def flip(file: Path, at: int, chance: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1 << chance.randrange(8)
+    file.write_bytes(data)
+
+
+def flip_in_tensors(folders: Sequence[Path], chance: random.Random) -> None:
+    file = chance.choice(sorted(folders[0].glob("model_*.pt")))
+    data = file.read_bytes()
+    begin = data.index(b"PK", data.index(b"/data/0"))  # of the second tensor: the first is before it
+    flip(file, begin - 1 - chance.randrange(64), chance)
+
+
+def flip_in_index(folders: Sequence[Path], chance: random.Random) -> None:
+    file = folders[0] / "index.json"
+    data = file.read_bytes()
+    flip(file, chance.choice([at for at in range(len(data)) if chr(data[at]).isalnum()]), chance)
+
+
+def damage_all(folders: Sequence[Path], chance: random.Random) -> None:
+    for folder in folders:
+        os.truncate(pick(folder, chance), 7)
+
+
+def lose_newest(folders: Sequence[Path], chance: random.Random) -> None:
+    shutil.rmtree(folders[0])
+
+
+KILLED = (r"\(rank {rank} on algo-1, exit 137\)", "killed by SIGKILL")
+WAITED = (rf"waited {TIMEOUT:.0f} s in .* for rank {{rank}}|rank {{rank}} was still running",)
+OLDER = (r"`step_\d+_partial` in .* is used", r"`{newest}_partial`: ")
+
+FAULTS = {
+    # processes: what is killed or stopped from outside
+    "kill rank": Fault(KILLED, from_outside=partial(send, RANK, signal.SIGKILL)),
+    "kill watcher": Fault((r"rank {rank}",), from_outside=partial(send, WATCHER, signal.SIGKILL)),
+    "kill launcher": Fault((r"(torchrun|mpirun)", "SIGKILL"), from_outside=partial(send, LAUNCHER, signal.SIGKILL)),
+    "kill host launcher": Fault(
+        ("the launcher was killed by SIGKILL",), from_outside=partial(send, HOST_LAUNCHER, signal.SIGKILL)
+    ),
+    "kill command line": Fault((), from_outside=partial(send, COMMAND_LINE, signal.SIGKILL), code=-signal.SIGKILL),
+    "terminate": Fault((r"Stopped|stopped",), from_outside=partial(send, COMMAND_LINE, signal.SIGTERM), code=None),
+    "stop rank": Fault(WAITED, from_outside=partial(send, RANK, signal.SIGSTOP)),
+    "stop watcher": Fault((r"{rank}",), from_outside=partial(send, WATCHER, signal.SIGSTOP), code=0),
+    # what a script does on one rank
+    "raise in forward": Fault((r"rank {rank} on", "the forward of this rank"), partial(raise_in, "forward")),
+    "raise in backward": Fault((r"rank {rank} on", "the backward of this rank"), partial(raise_in, "backward")),
+    "raise in step": Fault((r"rank {rank} on", "the update of this rank"), partial(raise_in, "update")),
+    "stall in forward": Fault(WAITED, stall),
+    "skip a step": Fault((r"rank {rank}",), skip_step),
+    "other shapes": Fault((r"ranks? (\d and )?{rank}\b", r"\[4, [68]\]"), take_other_shapes),
+    "leave early": Fault((r"rank {rank}",), leave),
+    "full disk": Fault((r"rank {rank}: .*cannot be written: File too large",), fill_disk),
+    # checkpoints that are damaged between two runs
+    "truncated file": Fault(OLDER, in_files=truncate, code=0),
+    "missing file": Fault((*OLDER, "is missing"), in_files=remove_file, code=0),
+    "flipped bit in a tensor": Fault((*OLDER, "has the CRC-32"), in_files=flip_in_tensors, code=0),
+    "flipped bit in the index": Fault((*OLDER, r"index\.json is damaged"), in_files=flip_in_index, code=0),
+    "missing checkpoint": Fault((*OLDER, "it is missing"), in_files=lose_newest, code=0),
+    "all checkpoints damaged": Fault(
+        (r"can be used", r"`{newest}_partial`: .* has 7 bytes instead of"), in_files=damage_all, resumes=False
+    ),
+}

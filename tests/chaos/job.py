@@ -1,0 +1,145 @@
+"""The job that faults strike: a GPT of four blocks with dropout, AdamW, and a checkpoint every few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import smpkit.torch as smp
+
+__all__ = ["BLOCKS", "SAVE_EVERY", "STEPS", "TIMEOUT", "Training", "run", "traps"]
+
+STEPS, SAVE_EVERY, TIMEOUT = 12, 3, 10
+BLOCKS, HEADS, TOKENS, WIDTH, LENGTH, BATCH = 4, 2, 32, 16, 8, 4
+
+traps: dict[str, Callable[[], object]] = {}
+"""What a fault makes this rank do in `forward`, `backward` or before the `update` of the weights."""
+
+
+def spring(place: str) -> None:
+    traps.get(place, lambda: None)()
+
+
+class Trap(torch.autograd.Function):
+    """The identity, in which a fault can wait."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        spring("forward")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        spring("backward")
+        return gradient
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
+        self.attention = nn.Linear(WIDTH, 3 * WIDTH)
+        self.join = nn.Linear(WIDTH, WIDTH)
+        with smp.tensor_parallelism():
+            self.grow = nn.Linear(WIDTH, 4 * WIDTH)
+        self.shrink = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Trap.apply(x)
+        heads = self.attention(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.dropout(self.join(seen.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.shrink(functional.gelu(self.grow(self.norms[1](x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return torch.as_tensor(self.head(x))
+
+
+@smp.step
+def train_step(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(tokens)
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    model.backward(loss)
+    return loss
+
+
+class Training:
+    """A run of the job on this rank; it writes `step loss` to `losses-RANK`, the loss to the last bit."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(1)
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self.model = smp.DistributedModel(GPT())
+        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
+        self.tokens = torch.empty(0)
+
+    def run(self, fault: Callable[[Training], object] | None, at: int, victim: int) -> None:
+        """Train to the end; before step `at`, the rank `victim` calls `fault`."""
+        start = 0
+        if smp.latest_checkpoint(self.checkpoints) is not None:
+            start = smp.resume_from_checkpoint(self.checkpoints)["step"]
+        losses = self.folder / f"losses-{smp.rank()}"
+        for step in range(start, STEPS):
+            random = torch.Generator().manual_seed(100 * step + smp.dp_rank())
+            self.tokens = torch.randint(TOKENS, (BATCH, LENGTH), generator=random)
+            if fault is not None and (step, smp.rank()) == (at, victim) and fault(self) == "skip":
+                losses = Path(os.devnull)  # from here on, its steps have other numbers than those of its peers
+                continue
+            self.optimizer.zero_grad()
+            loss = train_step(self.model, self.tokens).reduce_mean()
+            spring("update")
+            self.optimizer.step()
+            with losses.open("a") as file:
+                file.write(f"{step} {loss.item().hex()}\n")
+            if (step + 1) % SAVE_EVERY == 0:
+                smp.save_checkpoint(self.checkpoints, f"step_{step + 1}", user_content={"step": step + 1})
+
+
+def wait_to_be_struck(training: Training) -> None:
+    """Tell the runner who this rank is, and train on; but not to the end before it has struck."""
+    told = training.folder / "victim"
+    told.with_suffix(".new").write_text(str(os.getpid()))
+    told.with_suffix(".new").rename(told)
+
+    steps = iter(range(STEPS))
+
+    def wait() -> None:
+        last = next(steps) == 1
+        while last and not (training.folder / "struck").exists():
+            time.sleep(0.01)
+
+    traps["update"] = wait
+
+
+def run(folder: str, config: Mapping[str, Any] | None = None) -> None:
+    """Run the job; what goes wrong is in `fault.json`."""
+    from tests.chaos.faults import FAULTS
+
+    smp.init(None if config is None else dict(config))
+    file = Path(folder) / "fault.json"
+    training = Training(Path(folder))
+    if not file.exists():
+        training.run(None, 0, 0)
+        return
+    told = json.loads(file.read_text())
+    training.run(FAULTS[told["fault"]].in_rank or wait_to_be_struck, told["at"], told["victim"])
