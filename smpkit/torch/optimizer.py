@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -35,9 +37,11 @@ __all__ = ["DistributedOptimizer"]
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wrap an optimizer for training under an SMP v1 configuration (the class of the same name in SMP v1).
 
-    It shares `param_groups` and `state` with the optimizer inside, so learning-rate schedulers, gradient scalers and
-    hooks may be given either. It may be made before or after the model is wrapped, and may wrap any object that has
-    `param_groups`, `state`, `step` and `zero_grad`.
+    It is the optimizer inside in every respect but those that it adds: both share `param_groups` and `state`, so
+    learning-rate schedulers, gradient scalers and hooks may be given either; methods, arguments and attributes that are
+    not its own are those of the optimizer inside, also when they are set. It may be made before or after the model is
+    wrapped, and may wrap any object that has `param_groups`, `state`, `step` and `zero_grad`: a script's own optimizer
+    for half precision keeps its master weights, its loss scale and its members of these names.
 
     With `fp16` or `bf16` the `param_groups` hold float32 master weights from the first step on (see
     `smpkit.torch.optim.master_weights`). With `fp16` the loss has a scale, and all ranks skip the `step` if a gradient
@@ -53,6 +57,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises:
         UsageError: before `smp.init()`, for something that is no optimizer, or an invalid loss scale.
     """
+
+    masters: MasterWeights | None = None
+    """The float32 weights behind a model in half precision; None without `fp16` and `bf16`."""
+    _norm: float | None = None
 
     # False even if the optimizer inside has it: a GradScaler would write `grad_scale` on this object, unseen in there.
     _step_supports_amp_scaling = False
@@ -78,7 +86,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.model is not None and state.model.data_parallel is not None:
             state.model.data_parallel.update_param_groups(optimizer.param_groups)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)
-        """The float32 weights behind a model in half precision; None without `fp16` and `bf16`."""
         state.optimizer = self
 
     _is_accelerate_prepared = True
@@ -88,6 +95,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last step was left out because gradients had overflowed (accelerate's name for it)."""
         return bool(getattr(self, "overflow", False))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        inside = own.get("optimizer")
+        is_own = inside is None or name in own or hasattr(type(self), name) or not hasattr(inside, name)
+        # Of half precision, each has its members: smpkit's master weights, or a script's own optimizer.
+        if is_own and not (name in _OF_HALF_PRECISION and self.masters is None):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(inside, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # copy and pickle look for methods before __init__ has run: an endless recursion
@@ -129,10 +146,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Update this rank's parameters; with `fp16`, unless a gradient of any rank is not finite.
 
         All ranks call this. Sharded data parallelism clips their gradients to `sdp_gradient_clipping` first.
+
+        Args:
+            options: further arguments of the optimizer inside.
 
         Raises:
             UsageError: a closure with `fp16` or `bf16`, or no backward has run yet after passes for training.
@@ -163,16 +183,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         with contextlib.nullcontext() if zero1 is None else zero1.hide_unowned_gradients():
             if self.masters is not None:
-                result = self.masters.step(self.optimizer.step)
+                result = self.masters.step(functools.partial(self.optimizer.step, **options))
             else:
-                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+                given = () if closure is None else (closure,)
+                result = self.optimizer.step(*given, **options)
         if zero1 is not None and not (self.masters is not None and self.masters.overflow):
             zero1.broadcast_updated()
         return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of this rank's parameters."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+    def zero_grad(self, set_to_none: bool = True, **options: Any) -> None:
+        """Clear the gradients of this rank's parameters.
+
+        Args:
+            set_to_none: also by the names that optimizers for half precision give it, `set_grads_to_None` and
+                `set_grads_to_none`.
+            options: further arguments of the optimizer inside.
+        """
+        for name in _NAMES_OF_SET_TO_NONE:
+            set_to_none = options.pop(name, set_to_none)
+        self.optimizer.zero_grad(**{_name_of_set_to_none(self.optimizer): set_to_none}, **options)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
 
@@ -202,17 +231,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _clip(self, max_norm: float, norm_type: float = 2.0) -> float:
         if self.masters is None:
-            return float(clip_grad_norm_(self._model_parameters(), max_norm, norm_type))
-        return self._masters_or_raise.clip(max_norm, norm_type)
+            self._norm = float(clip_grad_norm_(self._model_parameters(), max_norm, norm_type))
+        else:
+            self._norm = self.masters.clip(max_norm, norm_type)
+        return self._norm
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """The norm of the whole model's gradient before it was last clipped, under the name by which scripts log it."""
+        return getattr(self.optimizer, "_global_grad_norm", None) if self._norm is None else self._norm
 
     @property
     def overflow(self) -> bool:
         """Whether the latest step was skipped because a gradient was not finite (with `fp16` or `bf16` only)."""
         return self._masters_or_raise.overflow
 
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self._masters_or_raise.overflow = value
+
     @property
     def loss_scaler(self) -> LossScaler:
+        """What chooses the loss scale; may be replaced by another one with the same members."""
         return self._masters_or_raise.scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: Any) -> None:
+        self._masters_or_raise.scaler = scaler
 
     @property
     def loss_scale(self) -> float:
@@ -229,18 +274,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The model's parameters that have master weights, by parameter group."""
         return self._masters_or_raise.fp16_groups
 
-    def init_master_params(self) -> None:
+    def init_master_params(self, *args: Any, **kwargs: Any) -> Any:
         """Make the master weights now; without this call they are made when they are first needed."""
-        if self.masters is not None:
-            self.masters.create_missing()
+        if self.masters is None:
+            return self._call_inside("init_master_params", *args, **kwargs)
+        self.masters.create_missing()
+        return None
 
-    def reload_model_params(self) -> None:
+    def reload_model_params(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the model's weights into the master weights, after the script has changed them itself.
 
         After `model.load_state_dict` that is done already.
         """
-        if self.masters is not None:
-            self.masters.copy_from_model()
+        if self.masters is None:
+            return self._call_inside("reload_model_params", *args, **kwargs)
+        self.masters.copy_from_model()
+        return None
+
+    def _call_inside(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a script's own optimizer for half precision; without one there is nothing to do."""
+        method = getattr(self.optimizer, name, None)
+        return None if method is None else method(*args, **kwargs)
 
     def refresh_masters(self) -> None:
         """Copy weights that were loaded into the model into their masters (called by `model.load_state_dict`)."""
@@ -337,7 +391,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model = state.model
         if model is None or not model.partitioned or (model.pipeline is None and _zero1_partition() is None):
             return
-        self.init_master_params()
+        if self.masters is not None:
+            self.masters.create_missing()
         for parameter, values in list(self.state.items()):
             if not model.owns(self.model_parameter(parameter)):
                 del self.state[parameter]
@@ -354,6 +409,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter whose master weight a member of `param_groups` is: itself if it is none."""
         return parameter if self.masters is None else self.masters.model_parameter_of(parameter)
+
+
+_OF_HALF_PRECISION: Final = frozenset({"overflow", "loss_scaler", "loss_scale", "fp16_groups", "fp32_from_fp16_groups"})
+_NAMES_OF_SET_TO_NONE: Final = ("set_grads_to_None", "set_grads_to_none")
+
+
+def _name_of_set_to_none(optimizer: Any) -> str:
+    """Return what the optimizer calls the argument of `zero_grad` that torch calls `set_to_none`."""
+    parameters = inspect.signature(optimizer.zero_grad).parameters
+    return next((name for name in _NAMES_OF_SET_TO_NONE if name in parameters), "set_to_none")
 
 
 def _zero1_partition() -> Zero1Partition | None:

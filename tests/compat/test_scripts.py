@@ -128,5 +128,26 @@ def test_translation(tmp_path: Path) -> None:
     assert half["scale"] == 2.0**13
 
 
+def test_half_precision_of_the_script_itself(tmp_path: Path) -> None:
+    """A script's own fp16, data on the first pipeline rank only, and objects in a checkpoint that is resumed from."""
+    alone = _run("own_fp16.py", tmp_path / "1", ranks=1, parameters={})
+    assert alone["losses"][-1] < alone["losses"][0]
+    assert (alone["scale"], alone["history"]) == (2.0**9, 2)
+    for ranks in (2, 4):
+        folder = tmp_path / str(ranks)
+        whole = _run("own_fp16.py", folder, "--save_at", "4", ranks=ranks, parameters={"partitions": 2})
+        # Replicas add up halves of the batch in another order.
+        assert whole["losses"] == pytest.approx(alone["losses"], rel=0 if ranks == 2 else 1e-3)
+        again = tmp_path / f"{ranks} again"
+        again.mkdir()
+        for path in folder.glob("checkpoint.pt*"):
+            path.rename(again / path.name)
+        report = ("--model-dir", str(again), "--report", str(again / "report.json"))
+        run_on_ranks("own_fp16.py", "--resume", "1", *report, ranks=ranks, parameters={"partitions": 2})
+        resumed = json.loads((again / "report.json").read_text())
+        assert resumed["losses"] == whole["losses"][4:]
+        assert (resumed["scale"], resumed["history"]) == (whole["scale"], whole["history"]) == (2.0**9, 2)
+
+
 def _as_arguments(settings: dict[str, int]) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(int(value)))]

@@ -84,6 +84,84 @@ def test_trap_9_a_plain_object_with_the_right_members_may_be_wrapped() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
+class OwnHalfPrecision:
+    """As the optimizers that scripts of 2021 and 2022 brought along, after Apex: no torch optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.overflow = False
+        self.loss_scaler: Any = "own"
+        self.loss_scale = 128.0
+        self._global_grad_norm = 3.0
+        self.calls: list[tuple[Any, ...]] = []
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803 - their name
+        self.calls.append(("zero_grad", set_grads_to_None))
+
+    def step(self, closure: Any = None, grads: Any = None) -> None:
+        self.calls.append(("step", closure, grads))
+
+    def init_master_params(self, model: Any = None) -> str:
+        self.calls.append(("init_master_params", model))
+        return "made"
+
+    def reload_model_params(self) -> None:
+        self.calls.append(("reload_model_params",))
+
+    def scale_it(self, factor: float) -> float:
+        return factor * self.loss_scale
+
+
+def test_it_is_the_half_precision_optimizer_of_the_script() -> None:
+    smp.init()
+    plain = OwnHalfPrecision(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    optimizer: Any = smp.DistributedOptimizer(plain)
+    optimizer.zero_grad(set_grads_to_None=True)
+    optimizer.zero_grad()
+    optimizer.step(grads=[1])
+    assert optimizer.init_master_params("model") == "made"
+    optimizer.reload_model_params()
+    assert plain.calls == [
+        ("zero_grad", True),
+        ("zero_grad", True),
+        ("step", None, [1]),
+        ("init_master_params", "model"),
+        ("reload_model_params",),
+    ]
+    optimizer.overflow, optimizer.loss_scaler, optimizer.loss_scale = True, "new", 2.0
+    assert (plain.overflow, plain.loss_scaler, plain.loss_scale) == (True, "new", 2.0)
+    assert (optimizer.overflow, optimizer.loss_scaler, optimizer.loss_scale) == (True, "new", 2.0)
+    assert optimizer.scale_it(3.0) == 6.0
+    assert optimizer._global_grad_norm == 3.0
+    optimizer.calls = []  # what the optimizer inside has is set there
+    assert plain.calls == []
+    optimizer.note = "mine"
+    assert not hasattr(plain, "note")
+
+
+def test_gradients_are_cleared_by_the_names_that_scripts_use() -> None:
+    module, optimizer = make()
+    for name in ("set_to_none", "set_grads_to_None", "set_grads_to_none"):
+        for value in (False, True):
+            module(torch.ones(1, 1)).sum().backward()
+            optimizer.zero_grad(**{name: value})
+            assert (module.weight.grad is None) == value
+
+
+def test_the_loss_scaler_of_smpkit_can_be_replaced() -> None:
+    from smpkit.torch.precision.loss_scale import DynamicLossScaler
+
+    smp.init({"fp16": True})
+    model = smp.DistributedModel(nn.Linear(1, 1))
+    optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+    optimizer.loss_scaler = DynamicLossScaler(init_scale=8.0)
+    assert optimizer.loss_scale == 8.0
+    optimizer.overflow = True
+    assert optimizer.overflow
+    assert optimizer._global_grad_norm is None
+
+
 def test_trap_14_its_local_state_is_marked_partial_and_loads_again() -> None:
     module, optimizer = make(torch.optim.AdamW)
     module(torch.ones(1, 1)).sum().backward()
