@@ -406,6 +406,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the model's parameters, in the order of the numbers that state dicts give them."""
         return [self.model_parameter(parameter) for group in self.param_groups for parameter in group["params"]]
 
+    # Members that public scripts of 2021 and 2022 reach into, and some of which they replace.
+
+    redefined_params = False
+    """Whether the parameters of the groups are others than the model's: they never are, but for master weights."""
+
+    def param_name_to_index(self) -> dict[str, int]:
+        """Return the number of each parameter in state dicts, by its name in the model."""
+        return state.param_name_to_index_tp_group[state.tp_rank]
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        return {id(parameter): index for index, parameter in enumerate(self._model_parameters())}
+
+    def _param_index_to_param_local(self) -> dict[int, torch.Tensor]:
+        owned = {} if state.model is None else {id(each) for each in state.model.local_parameters()}
+        return {index: each for index, each in enumerate(self._model_parameters()) if id(each) in owned}
+
     def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter whose master weight a member of `param_groups` is: itself if it is none."""
         return parameter if self.masters is None else self.masters.model_parameter_of(parameter)

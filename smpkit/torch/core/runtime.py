@@ -66,6 +66,7 @@ class WrappedModel(Protocol):
     updates: Any
 
     def modules(self) -> Iterator[nn.Module]: ...
+    def local_state_dict(self) -> dict[str, Any]: ...
     def local_parameters(self) -> Iterator[nn.Parameter]: ...
     def owns(self, parameter: torch.Tensor) -> bool: ...
     def run_post_step_hooks(self) -> None: ...
@@ -198,6 +199,21 @@ class State:
     def index(self, kind: CommGroup) -> int:
         """Return this rank's position in its group of a kind."""
         return self.mesh.index(kind, self.rank)
+
+    @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """By tp_rank, the names of the optimizer's parameters by their numbers in its state dict: the same on all."""
+        if self.model is None or self.optimizer is None:
+            raise UsageError("there is no model or no optimizer yet", hint="wrap both first")
+        names = {id(parameter): name for name, parameter in self.model.module.named_parameters()}
+        numbered = enumerate(each for group in self.optimizer.param_groups for each in group["params"])
+        found = {index: names.get(id(self.optimizer.model_parameter(each))) for index, each in numbered}
+        return [{index: name for index, name in found.items() if name is not None} for _ in range(self.tp_size)]
+
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """By tp_rank, the numbers of the optimizer's parameters in its state dict by their names."""
+        return [{name: index for index, name in each.items()} for each in self.param_index_to_name_tp_group]
 
     @property
     def mp_rank(self) -> int:

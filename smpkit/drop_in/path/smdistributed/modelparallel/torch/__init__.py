@@ -17,7 +17,16 @@ step = _step_module.step
 setattr(step, "StepOutput", _step_module.StepOutput)  # noqa: B010  functions have no such attribute, say type checkers
 __all__ = list(smpkit.torch.__all__)
 
-_MODULES = ("amp", "exceptions", "nn", "optimizers", "patches", "state_mod", "utils")
+_MODULES = (
+    "amp",
+    "exceptions",
+    "nn",
+    "optimizers",
+    "patches",
+    "sharded_data_parallel_checkpoint",
+    "state_mod",
+    "utils",
+)
 
 
 def __getattr__(name: str) -> Any:

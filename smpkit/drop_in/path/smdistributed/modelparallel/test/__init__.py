@@ -1,0 +1,1 @@
+"""Helpers of SMP v1's tests that public scripts import."""

@@ -1,0 +1,137 @@
+"""Every name by which public scripts reach into SMP v1 is there (reference: its specification), and does its work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smpkit.torch as smp
+from smpkit.drop_in import DROP_IN_PATH
+from smpkit.errors import UsageError
+from tests.ranks import run_ranks
+
+PACKAGE = """
+    init rank size local_rank local_size mp_rank mp_size dp_rank dp_size pp_rank pp_size tp_rank tp_size rdp_rank
+    rdp_size
+    get_mp_group get_dp_group get_tp_group get_pp_group get_rdp_group get_world_process_group get_mp_process_group
+    get_dp_process_group get_tp_process_group get_pp_process_group get_rdp_process_group CommGroup RankType
+    send recv_from broadcast allgather barrier dp_barrier mp_barrier step StepOutput DistributedModel
+    DistributedOptimizer partition set_partition tensor_parallelism set_tensor_parallelism delay_param_initialization
+    model_creation save load save_checkpoint resume_from_checkpoint checkpoint checkpoint_sequential
+    set_activation_checkpointing tp_register tp_register_with_module is_initialized is_tracing shutdown state amp nn
+    optimizers patches exceptions utils state_mod model sharded_data_parallel_checkpoint
+""".split()  # noqa: SIM905
+MODEL = """
+    forward backward train eval partitioned module get_module cpu join register_comm_hook register_post_partition_hook
+    register_post_step_hook local_parameters local_named_parameters local_buffers local_named_buffers local_modules
+    local_named_modules parameters named_parameters modules local_state_dict state_dict load_state_dict
+    distributed_modules is_distributed_parameter is_distributed_buffer is_scaled_batch_parameter
+    is_scaled_batch_buffer default_reducer_named_parameters scaled_batch_reducer_named_parameters
+    virtual_named_parameters
+""".split()  # noqa: SIM905
+OPTIMIZER = """
+    step zero_grad state_dict local_state_dict orig_state_dict load_state_dict param_groups state optimizer
+    clip_master_grads init_master_params reload_model_params add_param_group redefined_params param_name_to_index
+    _param_id_to_index _param_index_to_param_local _global_grad_norm
+""".split()  # noqa: SIM905
+OPTIMIZER_IN_FP16 = ["overflow", "loss_scale", "loss_scaler", "fp16_groups", "fp32_from_fp16_groups"]
+STATE = ["cfg", "model", "optimizer", "module_manager", "param_index_to_name_tp_group", "param_name_to_index_tp_group"]
+
+
+def missing() -> list[str]:
+    sys.path.append(str(DROP_IN_PATH))
+    import smdistributed.modelparallel.torch as v1
+    from smdistributed.modelparallel.test.torch.utils import dump_model, verify
+
+    assert callable(dump_model)
+    assert callable(verify)
+    v1.init({"fp16": True})
+    model = v1.DistributedModel(nn.Linear(2, 2))
+    optimizer = v1.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    wanted = [(v1, PACKAGE), (model, MODEL), (optimizer, [*OPTIMIZER, *OPTIMIZER_IN_FP16]), (v1.state, STATE)]
+    return [name for owner, names in wanted for name in names if not hasattr(owner, name)]
+
+
+def test_every_name_of_the_specification_is_there() -> None:
+    assert run_ranks(missing, 1) == [[]]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with smp.tensor_parallelism():
+            self.inner = nn.Linear(4, 4)
+        self.outer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.outer(self.inner(x))
+        return result
+
+
+@smp.step
+def train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x) - x).pow(4).mean()
+    model.backward(loss)
+    return loss
+
+
+def names_and_numbers(folder: str) -> list[Any]:
+    """Return what the helpers for state dicts say, and what `verify` says of a model before and after a step."""
+    from smpkit.torch.compat.debugging import dump_model, verify
+    from smpkit.torch.compat.sharded_checkpoint import get_buffer_names, get_param_shapes
+
+    options = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "auto_partition": False}
+    smp.init(options | {"default_partition": 0, "prescaled_batch": True})
+    torch.manual_seed(0)
+    model: Any = smp.DistributedModel(Model())
+    smp.set_partition(model.module.outer, 1)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    train_step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))
+    dump_model(model, Path(folder) / "dump")
+    verify(model, Path(folder) / "dump")
+    optimizer.step()
+    said = ""
+    try:
+        verify(model, Path(folder) / "dump")
+    except AssertionError as error:
+        said = str(error).splitlines()[0]
+    names = smp.state.param_index_to_name_tp_group
+    assert names == [{number: name for name, number in each.items()} for each in smp.state.param_name_to_index_tp_group]
+    assert list(optimizer._param_id_to_index().values()) == list(range(6))
+    local = sorted(
+        optimizer.param_name_to_index()[name] for name, _ in model.module.named_parameters() if _is_here(name)
+    )
+    assert sorted(optimizer._param_index_to_param_local()) == local
+    (shapes,) = get_param_shapes(model.module, optimizer)
+    return [names, get_buffer_names(model.module), list(shapes), said]
+
+
+def _is_here(name: str) -> bool:
+    return name.startswith("inner") == (smp.pp_rank() == 0)
+
+
+def test_names_and_numbers_of_parameters(tmp_path: Path) -> None:
+    found = run_ranks(names_and_numbers, 4, str(tmp_path))
+    names = ["inner.weight", "inner.bias", "outer.0.weight", "outer.0.bias", "outer.1.weight", "outer.1.bias"]
+    for rank, (by_tp_rank, buffers, shapes, said) in enumerate(found):
+        assert by_tp_rank == [dict(enumerate(names))] * 2
+        assert buffers == ["outer.1.running_mean", "outer.1.running_var", "outer.1.num_batches_tracked"]
+        assert shapes == names
+        assert f"on rank {rank}" in said
+
+
+def test_verify_names_another_partition(tmp_path: Path) -> None:
+    from smpkit.torch.compat.debugging import dump_model, verify
+
+    smp.init()
+    dump_model(smp.DistributedModel(nn.Linear(1, 1)), tmp_path / "dump")
+    smp.shutdown()
+    smp.init()
+    with pytest.raises(UsageError, match=r"was saved from another model or another partition: it differs in `0.bias`"):
+        verify(smp.DistributedModel(nn.Sequential(nn.Linear(1, 1))), tmp_path / "dump")
+    smp.shutdown()
