@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -177,6 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--repetitions", type=int, default=30)
     options = parser.parse_args(arguments)
+    if "WORLD_SIZE" not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
+        os.execv(sys.executable, [*torchrun, "benchmarks.pipeline.overhead", *(arguments or sys.argv[1:])])
     torch.set_num_threads(1)
     figures = gathered({**beside_torch(options.repetitions), **slopes(options.repetitions)})
     if state.rank == 0:

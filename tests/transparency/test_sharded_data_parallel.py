@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -446,7 +447,7 @@ def fail_everywhere(degree: int, threshold: int) -> dict[str, Tensor]:
     return weights
 
 
-def fail_in_many_ways() -> tuple[list[dict[str, Tensor]], str, str]:
+def fail_in_many_ways() -> tuple[list[dict[str, Tensor]], str]:
     """Fail and go on; then fail in an accumulation, and then at different places."""
     found = [fail_everywhere(2, 0), fail_everywhere(4, 10**6)]
     start(2, sdp_param_persistence_threshold=0)
@@ -455,7 +456,9 @@ def fail_in_many_ways() -> tuple[list[dict[str, Tensor]], str, str]:
     tokens, targets = batch(0)
     train_step(model, tokens, targets, 1)
     module.fails_at = "forward"
-    with pytest.raises(_Trouble), pytest.warns(UserWarning, match="accumulation begins anew") as warned:
+    said = "the gradients of the 1 before it .* accumulation begins anew"
+    warned = contextlib.nullcontext() if smp.rank() else pytest.warns(UserWarning, match=said)
+    with pytest.raises(_Trouble), warned:
         train_step(model, tokens, targets, 1)
     assert model.data_parallel._passes == 0
     module.fails_at = "last forward" if smp.rank() % 2 else ""
@@ -463,14 +466,13 @@ def fail_in_many_ways() -> tuple[list[dict[str, Tensor]], str, str]:
         failing_step(model, tokens, targets, "after")
     with pytest.raises(UsageError, match="a step failed") as caught:
         train_step(model, tokens, targets, 1)
-    return found, str(warned[0].message), str(caught.value)
+    return found, str(caught.value)
 
 
 def test_after_a_failed_pass_training_goes_on_as_if_it_had_not_been() -> None:
-    for found, warning, message in run_ranks(fail_in_many_ways, 4, timeout=120):
+    for found, message in run_ranks(fail_in_many_ways, 4, timeout=120):
         for weights in found:
             assert_close(weights, train_plainly(1, 1.0, build_failing()))
-        assert "the gradients of the 1 before it" in warning
         assert "at one place on rank 0 and at another on rank 1" in message
 
 

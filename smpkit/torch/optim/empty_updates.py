@@ -40,7 +40,7 @@ class UpdateCheck:
         if self._is_on:
             # A weak reference: torch's hooks outlive the model.
             reference = weakref.ref(self)
-            handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _check(reference(), optimizer))
+            handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _check(reference, optimizer))
             state.reset_hooks.append(handle.remove)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -98,6 +98,7 @@ def _weight_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter if masters is None else masters.model_parameter_of(parameter)
 
 
-def _check(found: UpdateCheck | None, optimizer: torch.optim.Optimizer) -> None:
+def _check(reference: weakref.ref[UpdateCheck], optimizer: torch.optim.Optimizer) -> None:
+    found = reference()
     if found is not None:
         found.check(optimizer)
