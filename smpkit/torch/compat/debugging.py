@@ -5,6 +5,7 @@ They are for debugging: save what a rank holds of a model, and compare another r
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,10 +49,8 @@ def verify(
             hint="verify with the degrees and the partition that dump_model ran with",
         )
     for name, tensor in now.items():
-        try:
-            torch.testing.assert_close(tensor, saved[name], rtol=rtol, atol=atol)
-        except AssertionError as error:
-            raise AssertionError(f"`{name}` on rank {state.rank}: {error}") from None
+        msg = functools.partial("`{}` on rank {}: {}".format, name, state.rank)
+        torch.testing.assert_close(tensor, saved[name], rtol=rtol, atol=atol, msg=msg)
 
 
 def _tensors_of(model: WrappedModel) -> Mapping[str, torch.Tensor]:
