@@ -12,6 +12,7 @@ import torch
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core.runtime import state
+from smpkit.torch.data_parallel.shard_attributes import flat_shards
 from smpkit.torch.data_parallel.state_sharding import Zero1Partition
 from smpkit.torch.optim.gradient_norm import clip_grad_norm_
 from smpkit.torch.optim.master_weights import MasterWeights
@@ -405,6 +406,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _model_parameters(self) -> list[torch.Tensor]:
         """Return the model's parameters, in the order of the numbers that state dicts give them."""
         return [self.model_parameter(parameter) for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """A copy of this rank's parts of the parameters, float32 and flat, for each parameter group.
+
+        For reading; with sharded data parallelism only, like `ds_param_shard_group`.
+        """
+        self._shard_group()
+        return flat_shards(group["params"] for group in self.param_groups)
+
+    @property
+    def ds_param_shard_group(self) -> Any:
+        """The process group whose ranks together hold the model once."""
+        return self._shard_group()
+
+    def _shard_group(self) -> Any:
+        model = state.model
+        if state.cfg.sharded_data_parallel_degree == 1 or model is None:
+            raise AttributeError("there are no shards of parameters without sharded data parallelism")
+        return model.data_parallel.shard_group
 
     # Members that public scripts of 2021 and 2022 reach into, and some of which they replace.
 

@@ -484,3 +484,42 @@ def test_blocks_are_what_a_list_repeats_without_those_that_share_parameters() ->
     model.register_parameter("outside", shared.norm.weight)
     assert repeated_blocks(model) == [model.blocks[0], model.blocks[2]]
     assert repeated_blocks(nn.Linear(2, 2)) == []
+
+
+def shard_attributes() -> list[Any]:
+    """Return what a script finds on the parameters and the optimizer, before and after a step that it clips."""
+    options = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.25}
+    smp.init(options)
+    model = smp.DistributedModel(build())
+    optimizer: Any = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    wholes = {name: value.clone() for name, value in build().named_parameters()}
+    names = [name for name, _ in model.module.named_parameters()]
+    parameters: list[Any] = list(model.module.parameters())
+    assert [each.ds_id for each in parameters] == list(range(len(parameters)))
+    assert [each.ds_shape for each in parameters] == [wholes[name].shape for name in names]
+    assert [each.ds_numel for each in parameters] == [wholes[name].numel() for name in names]
+    assert optimizer._global_grad_norm is None
+    tokens, targets = batch(0)
+    loss_of(model, tokens, targets).backward()
+    optimizer.step()
+    (flat,) = optimizer.fp32_partitioned_groups_flat
+    held = [each.ds_tensor for each in parameters]
+    assert flat.dtype is torch.float32
+    assert flat.numel() == sum(each.ds_numel for each in held)
+    assert optimizer.ds_param_shard_group.size() == 2
+    norm = torch.stack([torch.norm(each.float()) for each in held]).norm()
+    torch.testing.assert_close(norm, flat.norm())
+    return [sum(each.ds_numel for each in held), optimizer._global_grad_norm, flat]
+
+
+def test_scripts_can_read_their_shards() -> None:
+    first, second = run_ranks(shard_attributes, 2)
+    model = build()
+    assert first[0] + second[0] == sum(each.numel() for each in model.parameters())
+    tokens, targets = batch(0)
+    loss_of(model, tokens, targets).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    assert first[1] == second[1] == pytest.approx(norm.item())
+    whole = torch.cat([each.detach().flatten() for each in model.parameters()]).float().sort().values
+    torch.testing.assert_close(torch.cat([first[2], second[2]]).sort().values, whole)

@@ -28,6 +28,7 @@ from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
 from smpkit.torch.data_parallel.replicas import check_same_model
+from smpkit.torch.data_parallel.shard_attributes import set_shard_attributes
 from smpkit.torch.distributed.deadline import waiting
 from smpkit.torch.distributed.init import extra_group
 from smpkit.torch.placement.blocks import repeated_blocks
@@ -82,7 +83,8 @@ def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataPa
         for part in parts:
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
             part.parameter.data = part.parameter.new_empty(0)
-    return ShardedDataParallel(module, replaced, reduction)
+    set_shard_attributes(module.parameters())
+    return ShardedDataParallel(module, replaced, reduction, mesh.get_group("shard"))
 
 
 class ShardedDataParallel(DataParallel):
@@ -91,9 +93,15 @@ class ShardedDataParallel(DataParallel):
     shards_parameters = True
 
     def __init__(
-        self, module: nn.Module, replaced: dict[int, tuple[nn.Parameter, str]], reduction: ReductionOptions
+        self,
+        module: nn.Module,
+        replaced: dict[int, tuple[nn.Parameter, str]],
+        reduction: ReductionOptions,
+        shard_group: dist.ProcessGroup,
     ) -> None:
         super().__init__(module, [], reduction)
+        self.shard_group = shard_group
+        """The ranks that together hold the model once."""
         assert isinstance(module, FSDPModule)
         self._root = module
         self._has_replicate_groups = state.rdp_size > state.cfg.sharded_data_parallel_degree
