@@ -127,6 +127,8 @@ def wait_to_be_struck(training: Training) -> None:
         last = next(steps) == 1
         while last and not (training.folder / "struck").exists():
             time.sleep(0.01)
+        if last:
+            time.sleep(0.6 * TIMEOUT)  # the launchers notice before the job is over
 
     traps["update"] = wait
 
