@@ -30,6 +30,8 @@ class Fault:
         in_files: called with the folders of checkpoints, the newest first, before the job starts.
         code: of `smpkit run`; None: any but 0.
         resumes: whether the same job can go on from its checkpoints.
+        everywhere: whether it strikes all ranks.
+        misleads: whether the rank hands other batches to its pipeline until that is noticed.
     """
 
     says: tuple[str, ...]
@@ -38,6 +40,8 @@ class Fault:
     in_files: Callable[[Sequence[Path], random.Random], object] | None = None
     code: int | None = 1
     resumes: bool = True
+    everywhere: bool = False
+    misleads: bool = False
 
 
 RANK, WATCHER, LAUNCHER, HOST_LAUNCHER, COMMAND_LINE = range(5)
@@ -136,10 +140,10 @@ FAULTS = {
     "raise in backward": Fault((r"rank {rank} on", "the backward of this rank"), partial(raise_in, "backward")),
     "raise in step": Fault((r"rank {rank} on", "the update of this rank"), partial(raise_in, "update")),
     "stall in forward": Fault(WAITED, stall),
-    "skip a step": Fault((r"rank {rank}",), skip_step),
+    "skip a step": Fault((r"rank {rank}",), skip_step, misleads=True),
     "other shapes": Fault((r"ranks? (\d and )?{rank}\b", r"\[4, [68]\]"), take_other_shapes),
     "leave early": Fault((r"rank {rank}",), leave),
-    "full disk": Fault((r"rank {rank}: .*cannot be written: File too large",), fill_disk),
+    "full disk": Fault((r"rank \d: .*cannot be written: File too large",), fill_disk, everywhere=True),
     # checkpoints that are damaged between two runs
     "truncated file": Fault(OLDER, in_files=truncate, code=0),
     "missing file": Fault((*OLDER, "is missing"), in_files=remove_file, code=0),

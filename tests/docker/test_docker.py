@@ -115,7 +115,7 @@ MPI = [
 @pytest.mark.parametrize(
     ("hosts", "launcher"),
     [
-        pytest.param(1, TORCHRUN, id="1-torchrun"),
+        pytest.param(1, TORCHRUN, id="1-torchrun", marks=pytest.mark.full),
         pytest.param(2, MPI, id="2-mpirun"),
         pytest.param(1, MPI, id="1-mpirun", marks=pytest.mark.full),
         pytest.param(2, TORCHRUN, id="2-torchrun", marks=pytest.mark.full),

@@ -355,10 +355,10 @@ def test_rank_that_left_early_is_named(make_any_job: MakeJob) -> None:
     assert done.failure is not None and "rank 1 ended with exit code 0 while others still waited for it" in done.failure  # noqa: PT018
 
 
-def test_rank_that_hangs_is_named_with_the_place(make_job: MakeJob) -> None:
+def test_rank_that_hangs_is_named_with_the_place(make_any_job: MakeJob) -> None:
     """The others' collective times out at the configured deadline; the hung rank is asked where it is."""
     source = SHORT_OF_TIME + "def forgotten():\n    time.sleep(600)\nif rank == 1: forgotten()\ndist.barrier(group)\n"
-    done = make_job(source).run()
+    done = make_any_job(source).run()
     assert done.code == 1, done.err
     assert "(rank 0 on algo-1, exit 1)" in done.err
     assert 'rank 1 was still running, here:\n  File "train.py", line 11, in forgotten' in done.err

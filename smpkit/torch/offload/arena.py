@@ -447,6 +447,10 @@ class Arena:
                 spare -= 1
                 self._cut[size] -= 1
                 loose.append(_Range(block.slab, block.offset, block.size, block.free_after))
+            if not same:
+                del self._free[size]  # sizes vary with the data, without end
+            if not self._cut[size]:
+                del self._cut[size]
         self._ranges = list(_coalesced(sorted(loose, key=lambda each: (each.slab.data_ptr(), each.offset))))
 
     def _grow(self, size: int, upcoming: Sequence[int] = ()) -> _Range | None:

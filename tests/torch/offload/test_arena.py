@@ -67,6 +67,15 @@ def test_pieces_of_many_segments_are_used_up() -> None:
     assert arena.mapped_bytes == mapped
 
 
+def test_sizes_that_vary_without_end_leave_nothing() -> None:
+    arena = Arena(budget_bytes=1 << 20)
+    for number in range(1000):
+        blocks = [take(arena, (1300 - number - each) * ALIGNMENT) for each in (0, 1)]
+        for block in blocks:
+            arena.free(block)
+    assert len(arena._free) + len(arena._cut) + len(arena._ranges) < 20
+
+
 def test_a_spent_budget_gives_none_and_recovers() -> None:
     arena = Arena(budget_bytes=1024)
     block = take(arena, 1000)

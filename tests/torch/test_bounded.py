@@ -1,0 +1,140 @@
+"""Whatever is kept of the shapes of data stays bounded: no container of the runtime grows with their number."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from operator import and_, or_
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import pytest
+import torch
+
+from smpkit.torch.core import tensor_spec
+from smpkit.torch.offload import hooks, report
+from smpkit.torch.pipeline import executor
+from tests.ranks import run_ranks
+from tests.torch.small_steps import KINDS, WIDTH, begin, begin_offload_model
+
+CONTAINERS = (dict, list, set, frozenset, tuple, deque, WeakKeyDictionary, WeakSet, WeakValueDictionary)
+BOUND = 6
+"""In place of the bounds of caches, so that steps are few."""
+
+
+BY_MEMORY = {"Arena", "Block", "_Range"}
+"""Blocks of host memory: there are no more than the arena has room for (tests/torch/offload/test_arena.py)."""
+
+
+def sizes() -> Counter[str]:
+    """Return how much all modules, classes and objects of smpkit hold, by class and attribute.
+
+    Caches of functions have their own bounds, and are emptied.
+    """
+    for cache in caches():
+        cache.cache_clear()
+    gc.collect()
+    found: Counter[str] = Counter()
+    for owner in [*gc.get_objects()]:
+        name = owner.__name__ if isinstance(owner, ModuleType | type) else type(owner).__qualname__
+        module = (
+            owner if isinstance(owner, ModuleType) else sys.modules.get(getattr(type(owner), "__module__", None) or "")
+        )
+        if isinstance(owner, type):
+            module = sys.modules.get(owner.__module__)
+        if module is None or module.__name__.partition(".")[0] != "smpkit" or module is owner is None:
+            continue
+        if name in BY_MEMORY:
+            continue
+        found[name] += 1
+        for attribute, value in attributes(owner):
+            found[f"{name}.{attribute}"] += held(value)
+    return found
+
+
+def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    yield from list(getattr(owner, "__dict__", {}).items())
+    if not isinstance(owner, ModuleType | type):
+        for each in type(owner).__mro__:
+            for name in getattr(each, "__slots__", ()):
+                if hasattr(owner, name):
+                    yield name, getattr(owner, name)
+
+
+def held(value: Any, depth: int = 4) -> int:
+    """Return the entries of a container, with those of containers inside."""
+    if not isinstance(value, CONTAINERS) or not depth:
+        return 0
+    inside = [*value.values()] if isinstance(value, Mapping) else [*value]
+    return len(inside) + sum(held(each, depth - 1) for each in inside)
+
+
+def lower_bounds() -> None:
+    executor.MAX_KINDS = BOUND  # type: ignore[misc]
+    executor.MAX_OUTPUT_SPECS = 8 * BOUND  # type: ignore[misc]
+    tensor_spec.MAX_INTERNED = BOUND  # type: ignore[misc]
+    hooks._MAX_SIZES = BOUND  # type: ignore[misc]
+    report._STEPS_KEPT = BOUND  # type: ignore[misc]
+
+
+def train_many(step: Callable[[torch.Tensor], torch.Tensor], count: int) -> dict[str, tuple[int, int]]:
+    """Train with a batch of another size in each step; return what grew in the second half."""
+    seen = []
+    for number in range(count):
+        step(torch.ones(8 * (count - number), WIDTH))  # the largest first: memory for it stays
+        if (number + 1) % (count // 2) > count // 2 - 4 or (number + 1) % (count // 2) == 0:
+            seen.append(sizes())
+    assert math.isfinite(float(step(torch.ones(8, WIDTH))))  # whose plan has been forgotten, on all ranks alike
+    # What a step has just begun or not yet let go is no growth.
+    half = len(seen) // 2
+    early, late = reduce(or_, seen[:half]), reduce(and_, seen[half:])
+    return {name: (early[name], late[name]) for name in late if late[name] > early[name] + 2}
+
+
+def train_kind(name: str, count: int) -> dict[str, tuple[int, int]]:
+    lower_bounds()
+    with begin(KINDS[name]) as trained:
+        return train_many(trained.step, count)
+
+
+def train_offload_model(count: int) -> dict[str, tuple[int, int]]:
+    lower_bounds()
+    return train_many(begin_offload_model().step, count)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["interleaved", "tensor", "data, sharded state", "activations offloaded"])
+def test_nothing_grows_with_the_number_of_shapes(name: str, count: int) -> None:
+    assert run_ranks(train_kind, KINDS[name].ranks, name, count, timeout=600) == [{}] * KINDS[name].ranks
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.full)])
+def test_nothing_of_an_offload_model_grows_with_the_number_of_shapes(count: int) -> None:
+    assert run_ranks(train_offload_model, 1, count, timeout=600) == [{}]
+
+
+def caches() -> list[Any]:
+    """Return the functions of the runtime with caches."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("smpkit.torch.")]
+    return [value for module in modules for value in vars(module).values() if hasattr(value, "cache_parameters")]
+
+
+UNBOUNDED = {
+    "_bound",  # of the kernels for each pair of dtypes
+    "_library",
+    "_lazy_class",  # of classes of outputs
+}
+
+
+def test_caches_of_functions_have_a_bound() -> None:
+    importlib.import_module("smpkit.torch.offload_model")
+    importlib.import_module("smpkit.torch.tensor_parallel.loss")
+    asked = [each for each in caches() if each.__wrapped__.__code__.co_argcount]
+    assert len(asked) > 4
+    assert {each.__name__ for each in asked if each.cache_parameters()["maxsize"] is None} <= UNBOUNDED
