@@ -42,6 +42,8 @@ class Fault:
     resumes: bool = True
     everywhere: bool = False
     misleads: bool = False
+    victims: tuple[str, Sequence[int]] | None = None
+    """The only configuration in which it is a fault, and the ranks there; None: any rank of any."""
 
 
 RANK, WATCHER, LAUNCHER, HOST_LAUNCHER, COMMAND_LINE = range(5)
@@ -141,7 +143,10 @@ FAULTS = {
     "raise in step": Fault((r"rank {rank} on", "the update of this rank"), partial(raise_in, "update")),
     "stall in forward": Fault(WAITED, stall),
     "skip a step": Fault((r"rank {rank}",), skip_step, misleads=True),
-    "other shapes": Fault((r"ranks? (\d and )?{rank}\b", r"\[4, [68]\]"), take_other_shapes),
+    # Only the batch of a pipeline's first rank is used.
+    "other shapes": Fault(
+        (r"ranks? (\d and )?{rank}\b", r"\[4, [68]\]"), take_other_shapes, victims=("tensor 2, pipeline 2", (0, 1))
+    ),
     "leave early": Fault((r"rank {rank}",), leave),
     "full disk": Fault((r"rank \d: .*cannot be written: File too large",), fill_disk, everywhere=True),
     # checkpoints that are damaged between two runs

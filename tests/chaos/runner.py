@@ -62,12 +62,12 @@ class Case:
     def of(cls, seed: int, launchers: tuple[str, ...], *, small: bool = False) -> Case:
         """Take the faults in turn, so that as many seeds as there are faults try each, and all else by chance."""
         chance = random.Random(seed)
+        fault = list(FAULTS)[seed % len(FAULTS)]
         launcher, config = chance.choice(launchers), _SMALL if small else chance.choice(_LARGE)
         # A checkpoint before it to go on from, an older one for damage, and steps left to notice it.
         at = chance.randrange(2 * SAVE_EVERY + 1, STEPS - 2)
-        return cls(
-            list(FAULTS)[seed % len(FAULTS)], config, launcher, chance.randrange(CONFIGS[config].ranks), at, seed
-        )
+        config, victims = FAULTS[fault].victims or (config, range(CONFIGS[config].ranks))
+        return cls(fault, config, launcher, chance.choice(victims), at, seed)
 
     @property
     def newest(self) -> str:
