@@ -95,6 +95,9 @@ class DistributedModel(nn.Module):
         broadcast_buffers: with `ddp`, copy buffers from the first replica at the start of every training step.
         gradient_as_bucket_view: keep gradients inside the reduction buffers, saving one copy of all gradients.
         find_unused_parameters: accepted for compatibility; unused parameters are always found, at no cost.
+        replace_at_degree_1: whether modules that are marked for tensor parallelism are replaced at degree 1, too, so
+            that the model has the modules and names of higher degrees (`transformer.seq_layers`). None: only in
+            scripts that import `smdistributed`, as SMP v1 did.
 
     Raises:
         UsageError: before `smp.init()`, a second model, a wrapped model, or an argument out of its range.
@@ -113,6 +116,7 @@ class DistributedModel(nn.Module):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
         find_unused_parameters: bool = False,
+        replace_at_degree_1: bool | None = None,
     ) -> None:
         super().__init__()
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
@@ -136,7 +140,8 @@ class DistributedModel(nn.Module):
         #
         # Tensor parallelism comes first, because it replaces modules and parameters: whatever keeps one of them, such
         # as an optimizer that the script made before its model, must keep the new one.
-        module = distribute(module)
+        replaces = state.is_v1_script if replace_at_degree_1 is None else replace_at_degree_1
+        module = distribute(module, at_degree_1=replaces)
         _renew_optimizer_parameters()
         # On the classes of the modules that stay: SMP v1 scripts call `super()._orig_forward()`.
         expose_original_forwards(module)
@@ -163,7 +168,7 @@ class DistributedModel(nn.Module):
         if self.pipeline is None:
             self._refuse_backward_on_tensors()
         state.model = self
-        if state.tp_size > 1:
+        if state.tp_size > 1 or replaces:
             to_original = functools.partial(with_original_names, module)
             state.module_manager = ModuleManager(((to_original, lambda values: values),))
 

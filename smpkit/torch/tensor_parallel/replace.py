@@ -53,19 +53,28 @@ from smpkit.torch.tensor_parallel.replaced import record_replacement
 __all__ = ["applied_rule_of", "distribute", "distribute_without_weights", "replacement_stubs"]
 
 
-def distribute(root: nn.Module) -> nn.Module:
+def distribute(root: nn.Module, *, at_degree_1: bool = False) -> nn.Module:
     """Replace what is marked in a model and return the model: another object only if it was replaced as a whole.
 
     Modules keep their weights where a translation is known, so one seed gives one model at every degree. All ranks of a
     tensor-parallel group call this together.
 
+    Args:
+        at_degree_1: whether one rank has distributed modules, too, so that a model has the same modules and names at
+            every degree.
+
     Raises:
         UsageError: the model differs between tensor-parallel ranks, or a marked module cannot be made as registered.
     """
-    if state.tp_size == 1:
+    if state.tp_size == 1 and not at_degree_1:
         return root
     finder = _Finder(root)
     finder.visit(root, "")
+    if state.tp_size == 1:
+        # What is divided in place has its own modules and names at every degree.
+        finder.targets = [target for target in finder.targets if target.rewrite is None]
+        if not finder.targets:
+            return root
     # Before anything is sent for a single module: ranks that found other modules would wait for each other.
     comparison = compare_models(root, [*finder.skipped, *(target.name for target in finder.targets)])
     for target in finder.targets:
@@ -442,7 +451,7 @@ class _WrappedForward:
 def _report(finder: _Finder) -> Iterator[str]:
     """Say what is distributed, what is not and why."""
     if finder.num_custom:
-        yield f"Tensor parallelism over {state.tp_size} ranks: {finder.num_custom} distributed modules of the script."
+        yield f"{_over_ranks()}: {finder.num_custom} distributed modules of the script."
     elif not finder.targets and not finder.skipped:
         yield (
             "Tensor parallelism: nothing is distributed: create the model under smp.tensor_parallelism(), or call"
@@ -455,11 +464,15 @@ def _report(finder: _Finder) -> Iterator[str]:
         was = type(target.module).__name__
         kinds[was if target.replacement is None else f"{was} -> {type(target.replacement).__name__}"] += 1
     distributed = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing"
-    yield f"Tensor parallelism over {state.tp_size} ranks: {distributed}."
+    yield f"{_over_ranks()}: {distributed}."
     for sentence in finder.skipped.values():
         yield f"  not distributed: {sentence}"
     for name in sorted(_unused_overrides(finder.targets)):
         yield f"  no distributed module has an argument `{name}`: it has no effect"
+
+
+def _over_ranks() -> str:
+    return f"Tensor parallelism over {state.tp_size} rank{'s' if state.tp_size > 1 else ''}"
 
 
 def _unused_overrides(targets: list[_Target]) -> set[str]:
