@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.offload.engine import GROUP_BYTES, make_engine
 from smpkit.torch.offload.hooks import HookContext
 from smpkit.torch.offload.link import Link
@@ -137,7 +138,7 @@ class _LayerHook:
 def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost items of lists of modules, with their paths."""
     # Not those of compiled modules: a hook on a module that torch.compile has traced would make it trace again.
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+    if hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled:
         return
     for name, child in module.named_children():
         if isinstance(module, _LISTS):

@@ -67,7 +67,7 @@ class OffloadModel(nn.Module):
 
     Raises:
         TypeError: no model, no device, or a model that is not known to be a chain of layers.
-        UsageError: a number below 1, paths that lead nowhere.
+        UsageError: an argument of a wrong type or value, paths that lead nowhere; two threads call the model at once.
         UnsupportedError: an `offload_device` other than the CPU, or a device that does not exist.
     """
 
@@ -166,11 +166,12 @@ class OffloadModel(nn.Module):
         tensors, structure = flatten((inputs, kwargs))
         parameters = self._engine.parameters
         training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *parameters))
-        run = Run(self._engine, structure, training=training)
-        if training:
-            outputs = _SlicedModelFunction.apply(run, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
-        else:
-            outputs, _ = run.forward(tensors)
+        with self._engine.alone():
+            run = Run(self._engine, structure, training=training)
+            if training:
+                outputs = _SlicedModelFunction.apply(run, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
+            else:
+                outputs, _ = run.forward(tensors)
         return run.outputs.fill(outputs)
 
     def expect_averaging(self, who: str) -> None:
@@ -261,7 +262,7 @@ class _SlicedModelFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Run, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.run, ctx.num_parameters = run, num_parameters
+        ctx.run, ctx.num_parameters, ctx.engine = run, num_parameters, run.engine
         # Not `save_for_backward`: hooks that offload what is saved would copy all weights on the CPU.
         ctx.tensors, ctx.versions = tensors, [tensor._version for tensor in tensors]
         ctx.set_materialize_grads(False)  # None, not zeros, for outputs that the loss does not use
@@ -278,7 +279,7 @@ class _SlicedModelFunction(torch.autograd.Function):
         _check_unchanged(tensors, ctx.versions)
         parameters, inputs = tensors[: ctx.num_parameters], tensors[ctx.num_parameters :]
         try:
-            with torch.no_grad():
+            with ctx.engine.alone(), torch.no_grad():
                 of_inputs, of_parameters = run.backward(inputs, parameters, gradients, keep=keep)
         finally:
             if not keep:  # also after an error half way, which has consumed the graphs of the last slices
