@@ -310,7 +310,8 @@ class ModuleState:
             value, history, name = cell.value, cell.history, cell.name
             assert value is not None
             cell.version_after = _version(value)
-            cell.is_written = cell.version_after != cell.version
+            # What was once written to silently may have been so again: a comparison would make a GPU wait.
+            cell.is_written = cell.version_after != cell.version or (name in history.silently and not cell.is_compared)
             if not cell.is_written and cell.is_compared and cell.content is not None and _is_comparable(value):
                 cell.is_written = not torch.equal(value, cell.content)
                 if cell.is_written:

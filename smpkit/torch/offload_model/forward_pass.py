@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -81,6 +82,10 @@ class Run:
         self._joined: list[JoinSpec] = []
         self._rows: list[list[int | None]] = []
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Run inside; raises UsageError if another thread uses the model at present."""
+        return self._engine.alone()
+
     def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
         """Return the output tensors of all microbatches, joined, and which of them have a gradient."""
         engine = self._engine
@@ -137,6 +142,7 @@ class Run:
         boundary_gradients = [[_offloaded(column[part]) for column in columns] for part in range(self._count)]
         if engine.consumer is None:  # the parameters' `.grad` hold all of them at once
             engine.gradients.reserve()
+        engine.gradients.keeps_sparse = engine.consumer is None  # an OffloadOptimizer takes flat ones
         engine.gradients.prepare()
         gradient_copies = []
         for index in reversed(range(len(engine.slices))):

@@ -143,6 +143,9 @@ class SliceWeights:
             for name, parameter in holder._parameters.items():
                 if parameter is not None:
                     self._owners.append((holder, name, position[id(parameter)]))
+        self._lookups = [
+            (each, each.weight) for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+        ]
         self._rnns = [holder for holder in module.modules() if isinstance(holder, nn.RNNBase)]
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._copied: list[tuple[nn.Parameter, Tensor]] = []
@@ -165,6 +168,11 @@ class SliceWeights:
     def is_copied(self) -> bool:
         """Whether `refresh` must copy parameters into the buffer before each forward."""
         return bool(self._copied)
+
+    @property
+    def sparse(self) -> set[int]:
+        """Ids of parameters that get sparse gradients: the tables of `nn.Embedding(sparse=True)`."""
+        return {id(weight) for lookup, weight in self._lookups if lookup.sparse}
 
     def note_read(self, link: Link, event: Event) -> None:
         """Note that a copy reads the buffer until `event`; copies are made in order, so the latest is enough."""
