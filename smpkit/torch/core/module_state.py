@@ -13,8 +13,8 @@ generators          `torch.Generator` attributes: their states
 
 [Note: who copies what] Only what forward writes to in place must be copied before it, and nearly nothing is. A write
 changes a tensor's version, but it is then too late for a copy. So a call copies what earlier calls of that module have
-written to. The first call in a *configuration* (training mode and simple attributes) copies everything and compares
-it afterwards, which also finds writes that leave the version alone: `.data`, NumPy, operations in C++. Of small buffers
+written to. The first calls in a *configuration* (training mode and simple attributes) copy everything and compare it
+afterwards, which also finds writes that leave the version alone: `.data`, NumPy, operations in C++. Of small buffers
 one copy per version is kept, for a write that comes after many calls without one. A large tensor that is written to
 for the first time in a known configuration cannot be had back: the recomputation refuses, and the next call copies.
 
@@ -53,6 +53,8 @@ _MOST_ITEMS: Final = 256
 """Larger containers are left alone: a list that grows with every call would cost more with every call."""
 _MOST_CONFIGURATIONS: Final = 16
 """Of a module with more of them (it has a counter) only the training mode counts."""
+_FIRST_CALLS: Final = 3
+"""So many calls in a configuration compare: one alone may happen to write what was there."""
 _SMALL_BYTES: Final = 64 << 10
 _MISSING: Final = object()
 
@@ -63,8 +65,12 @@ class _History:
     def __init__(self) -> None:
         self.written: dict[Any, set[str]] = {}
         """By configuration: the tensors that a call has written to in place."""
-        self.silently: set[str] = set()
-        """Those of them that a call has written to without changing their version."""
+        self.num_calls: dict[Any, int] = {}
+        """By configuration, up to `_FIRST_CALLS`."""
+        self.is_silent = False
+        """Whether a call has written to buffers or attributes without changing their version."""
+        self.has_silent_weights = False
+        """Whether one has written so to weights."""
         self.copies: dict[str, tuple[weakref.ref[Tensor], Any, Tensor]] = {}
         """Small tensors: of which one, of which version, and its content."""
         self.num_writes: dict[str, int] = {}
@@ -78,8 +84,9 @@ class _Cell:
     """A tensor on a module, at the time of a call; several attributes may share it."""
 
     __slots__ = (
-        *("content", "history", "is_compared", "is_lost", "is_statistic", "is_weight", "is_written", "name"),
-        *("num_writes", "owner", "placeholder", "stamp", "value", "version", "version_after", "written"),
+        *("content", "history", "is_compared", "is_lost", "is_normed", "is_statistic", "is_weight"),
+        *("is_written", "name", "num_writes", "owner", "placeholder", "stamp"),
+        *("value", "version", "version_after", "written"),
     )
 
     def __init__(self, owner: str, name: str, value: Tensor, history: _History) -> None:
@@ -102,7 +109,16 @@ class _Cell:
         self.is_statistic = False
         """Whether it does not affect the output: recomputation writes to a copy of what it finds."""
         self.is_weight = False
+        self.is_normed = False
+        """Whether it is the table of an embedding that scales rows in forward."""
         self.num_writes = 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether calls may write to it without changing its version."""
+        if self.is_statistic or self.is_normed:
+            return False
+        return self.history.has_silent_weights if self.is_weight else self.history.is_silent
 
     @property
     def label(self) -> str:
@@ -121,7 +137,7 @@ class _Copied:
 class _Saved:
     """A module at the time of a call."""
 
-    __slots__ = ("attributes", "buffers", "children", "module", "names", "parameters", "training")
+    __slots__ = ("attributes", "buffers", "children", "is_built", "module", "names", "parameters", "training")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -133,6 +149,8 @@ class _Saved:
         self.children: dict[str, nn.Module | None] = {}
         self.names: frozenset[str] | None = None
         """Of all attributes; None: those of the module are left as they are."""
+        self.is_built = False
+        """Whether the call has made parts of the module: it can be repeated with these only."""
 
 
 class ModuleState:
@@ -172,7 +190,10 @@ class ModuleState:
 
     def _save(self, module: nn.Module) -> _Saved:
         saved = _Saved(module)
-        if isinstance(module, torch.jit.ScriptModule) or _is_wrapper(module) or _has_lazy(module):
+        if isinstance(module, torch.jit.ScriptModule) or _is_wrapper(module):
+            return saved
+        if _has_lazy(module):
+            saved.is_built = True
             return saved
         saved.names = frozenset(vars(module))
         saved.buffers = {}
@@ -225,7 +246,8 @@ class ModuleState:
             visit.configure(visit.module.training)
             cell.is_weight = True
             # Copies of weights are large: those of sharded weights, which others gather and free, are not made.
-            if _is_comparable(parameter) and not _is_normed(visit.module):
+            cell.is_normed = _is_normed(visit.module)
+            if _is_comparable(parameter) and not cell.is_normed:
                 self._copy(cell, visit)
         return cell
 
@@ -277,7 +299,7 @@ class ModuleState:
     def _copy(self, cell: _Cell, visit: _Visit) -> bool:
         """Copy a tensor if the forward may write to it; return whether it was copied."""
         cell.written = visit.written
-        if not (visit.is_new or cell.name in cell.written or cell.name in cell.history.silently):
+        if not (visit.is_new or cell.name in cell.written or cell.is_silent):
             return False
         assert cell.value is not None
         cell.is_compared = visit.is_new
@@ -307,32 +329,39 @@ class ModuleState:
     def end_forward(self) -> None:
         """Note which tensors the call has written to, and drop the copies of the others."""
         for cell in self._cells.values():
-            value, history, name = cell.value, cell.history, cell.name
-            assert value is not None
-            cell.version_after = _version(value)
-            # What was once written to silently may have been so again: a comparison would make a GPU wait.
-            cell.is_written = cell.version_after != cell.version or (name in history.silently and not cell.is_compared)
-            if not cell.is_written and cell.is_compared and cell.content is not None and _is_comparable(value):
-                cell.is_written = not torch.equal(value, cell.content)
-                if cell.is_written:
-                    history.silently.add(name)
-            if cell.is_written:
-                history.num_writes[name] = history.num_writes.get(name, 0) + cell.version_after - cell.version
-                cell.written.add(name)
-                cell.is_lost = cell.content is None and cell.placeholder is None and not cell.is_statistic
-            elif cell.is_compared:
-                if not cell.is_weight and value.nbytes <= _SMALL_BYTES and cell.content is not None:
-                    history.copies[name] = (weakref.ref(value), (cell.version, cell.stamp), cell.content)
-                else:
-                    cell.content = None
-            cell.num_writes = history.num_writes.get(name, 0)
-            if cell.placeholder is not None:
-                cell.value = cell.content = None  # so that it can be offloaded
+            assert cell.value is not None
+            cell.version_after = _version(cell.value)
+            cell.is_written = cell.version_after != cell.version
+            if not cell.is_written and cell.is_compared and cell.content is not None and _is_comparable(cell.value):
+                cell.is_written = not torch.equal(cell.value, cell.content)
+                # Of all the module's buffers: another one may happen to have got the content that it had.
+                cell.history.is_silent |= cell.is_written and not cell.is_weight
+                cell.history.has_silent_weights |= cell.is_written and cell.is_weight
+        for cell in self._cells.values():
+            self._end(cell)
         for saved in self._saved:
             if saved.names is not None and _was_built(saved):
                 # Lazy modules: their first call makes what later calls find, the recomputation of the first one too.
                 saved.names, saved.buffers, saved.attributes, saved.parameters = None, None, {}, {}
+                saved.is_built = True
         self._cells.clear()
+
+    def _end(self, cell: _Cell) -> None:
+        value, history, name = cell.value, cell.history, cell.name
+        assert value is not None
+        cell.is_written |= cell.is_silent  # perhaps: to compare in each call would make a GPU wait
+        if cell.is_written:
+            history.num_writes[name] = history.num_writes.get(name, 0) + cell.version_after - cell.version
+            cell.written.add(name)
+            cell.is_lost = cell.content is None and cell.placeholder is None and not cell.is_statistic
+        elif cell.is_compared:
+            if not cell.is_weight and value.nbytes <= _SMALL_BYTES and cell.content is not None:
+                history.copies[name] = (weakref.ref(value), (cell.version, cell.stamp), cell.content)
+            else:
+                cell.content = None
+        cell.num_writes = history.num_writes.get(name, 0)
+        if cell.placeholder is not None:
+            cell.value = cell.content = None  # so that it can be offloaded
 
     # --- recomputation -----------------------------------------------------------------------------------------------
 
@@ -365,7 +394,7 @@ class _Visit:
         self.owner = type(module).__name__
         self.history = history
         self.is_new = False
-        """Whether no call has had this configuration."""
+        """Whether few calls have had this configuration."""
         self.written: set[str] = set()
         """What calls with this configuration have written to."""
 
@@ -375,7 +404,10 @@ class _Visit:
         for configuration in configurations:
             if configuration in known or len(known) < _MOST_CONFIGURATIONS:
                 break
-        self.is_new = configuration not in known
+        num_calls = self.history.num_calls.get(configuration, 0)
+        self.is_new = num_calls < _FIRST_CALLS
+        if self.is_new:
+            self.history.num_calls[configuration] = num_calls + 1
         self.written = known.setdefault(configuration, set())
 
 
@@ -394,6 +426,12 @@ class _Restorer:
         if saved.names is None or saved.buffers is None:
             undo.callback(setattr, module, "training", module.training)
             module.training = saved.training
+            if saved.is_built:
+                undo.callback(_refill, module._buffers, dict(module._buffers))
+                _refill(
+                    module._buffers,
+                    {name: None if each is None else _clone(each) for name, each in module._buffers.items()},
+                )
             return
         attributes = vars(module)
         undo.callback(_refill, attributes, dict(attributes))
@@ -406,7 +444,8 @@ class _Restorer:
         buffers = module._buffers
         if buffers or saved.buffers:
             undo.callback(_refill, buffers, dict(buffers))
-            _refill(buffers, {name: cell and self._tensor(cell) for name, cell in saved.buffers.items()})
+            earlier = {name: None if cell is None else self._tensor(cell) for name, cell in saved.buffers.items()}
+            _refill(buffers, earlier)
         for name, cell in saved.parameters.items():
             self._restore_weight(module, name, cell, undo)
 
@@ -446,7 +485,7 @@ class _Restorer:
         else:
             scratch = then
             writes = cell.history.num_writes.get(cell.name, 0) - cell.num_writes
-            is_same = _version(then) == cell.version_after + writes and (not writes or _is_normed(module))
+            is_same = _version(then) == cell.version_after + writes and (not writes or cell.is_normed)
             if _is_plain(then) and not is_same:
                 raise _changed(cell)
         if now is not scratch:
@@ -478,7 +517,7 @@ def _earlier(cell: _Cell, kept: Callable[[Any], Any]) -> Tensor:
             f" (it has {value.nbytes} bytes, too many to keep a copy in case)",
             hint="assign a new tensor to it, or do not checkpoint this module",
         )
-    if cell.is_written and content is not None:
+    if content is not None and (cell.is_written or cell.is_silent):
         return _clone(content)
     if _version(value) == cell.version_after and (content is None or cell.stamp is None):
         return value
@@ -546,7 +585,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _has_lazy(module: nn.Module) -> bool:
-    """Return whether this call makes the module's weights or buffers: it can be repeated with these only."""
+    """Return whether the module's weights or buffers have no shape yet."""
     return any(each is not None and is_lazy(each) for each in (*module._parameters.values(), *module._buffers.values()))
 
 
