@@ -186,6 +186,8 @@ class Script:
             habits = self.random.sample(usable, self.random.randint(1, 4))
             norms = [habit for habit in habits if habit in NORMS]  # one at most: they share `Part.norm`
             habits = [habit for habit in habits if habit not in norms[1:]]
+            if "spectral norm" in habits and "clamp" in habits:  # the weight is computed anew in each forward
+                habits.remove("clamp")
             self.parts.append(Part(habits, seed + number).double())
         habits_of_all = {habit for part in self.parts for habit in part.habits}
         # Plain PyTorch refuses backward after another forward has written to weights.

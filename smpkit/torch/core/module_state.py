@@ -80,6 +80,9 @@ class _History:
 _histories: Final[weakref.WeakKeyDictionary[nn.Module, _History]] = weakref.WeakKeyDictionary()
 
 
+_wrappers: Final[weakref.WeakKeyDictionary[type[nn.Module], bool]] = weakref.WeakKeyDictionary()
+
+
 class _Cell:
     """A tensor on a module, at the time of a call; several attributes may share it."""
 
@@ -190,7 +193,7 @@ class ModuleState:
 
     def _save(self, module: nn.Module) -> _Saved:
         saved = _Saved(module)
-        if isinstance(module, torch.jit.ScriptModule) or _is_wrapper(module):
+        if isinstance(module, torch.jit.ScriptModule) or _is_wrapper(type(module)):
             return saved
         if _has_lazy(module):
             saved.is_built = True
@@ -245,10 +248,8 @@ class ModuleState:
             cell = self._cells[id(parameter)] = _Cell(visit.owner, name, parameter, visit.history)
             visit.configure(visit.module.training)
             cell.is_weight = True
-            # Copies of weights are large: those of sharded weights, which others gather and free, are not made.
             cell.is_normed = _is_normed(visit.module)
-            if _is_comparable(parameter) and not cell.is_normed:
-                self._copy(cell, visit)
+            self._copy(cell, visit)
         return cell
 
     def _buffer(self, name: str, buffer: Tensor, visit: _Visit) -> _Cell:
@@ -302,6 +303,9 @@ class ModuleState:
         if not (visit.is_new or cell.name in cell.written or cell.is_silent):
             return False
         assert cell.value is not None
+        # Of sharded weights, which others gather and free, there are no copies.
+        if cell.is_weight and (cell.is_normed or not _is_comparable(cell.value)):
+            return False
         cell.is_compared = visit.is_new
         cell.content = _clone(cell.value)
         return True
@@ -578,15 +582,20 @@ def _is_custom(norm: nn.Module) -> bool:
     return not type(norm).__module__.startswith("torch.nn.") or bool(norm._forward_hooks or norm._forward_pre_hooks)
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module runs another one and keeps state of its own about it (FSDP, DDP)."""
-    of_forward = next(each for each in type(module).__mro__ if "forward" in vars(each))
-    return of_forward.__module__.startswith(("torch.distributed.", "torch.nn.parallel."))
+def _is_wrapper(kind: type[nn.Module]) -> bool:
+    """Return whether modules of a class run another one and keep state of their own about it (FSDP, DDP, scripts)."""
+    known = _wrappers.get(kind)
+    if known is None:
+        of_forward = next(each for each in kind.__mro__ if "forward" in vars(each))
+        known = of_forward.__module__.startswith(("torch.distributed.", "torch.nn.parallel.", "torch.jit."))
+        _wrappers[kind] = known
+    return known
 
 
 def _has_lazy(module: nn.Module) -> bool:
     """Return whether the module's weights or buffers have no shape yet."""
-    return any(each is not None and is_lazy(each) for each in (*module._parameters.values(), *module._buffers.values()))
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(each is not None and is_lazy(each) for each in tensors)
 
 
 def _was_built(saved: _Saved) -> bool:
