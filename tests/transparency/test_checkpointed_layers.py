@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -356,11 +357,10 @@ class FailsAgain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.runs = [0]
+        self.runs = itertools.count(1)  # an object: simple attributes and lists are restored
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs[0] += 1
-        if self.runs[0] > 4:
+        if next(self.runs) > 4:
             raise ValueError("not again")
         result: Tensor = self.linear(x).tanh()
         return result

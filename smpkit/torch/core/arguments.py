@@ -8,7 +8,7 @@ from torch import nn
 
 from smpkit.errors import UsageError
 
-__all__ = ["check_callable", "check_module", "check_probability", "check_sizes"]
+__all__ = ["check_bool", "check_callable", "check_module", "check_num_bytes", "check_probability", "check_sizes"]
 
 
 def check_sizes(owner: str, minimum: int = 1, **sizes: object) -> None:
@@ -16,6 +16,25 @@ def check_sizes(owner: str, minimum: int = 1, **sizes: object) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, numbers.Integral) or int(size) < minimum:
             raise UsageError(f"{name} of {owner} must be an integer of at least {minimum}, got {size!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise UsageError unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; it must be True or False")
+
+
+def check_num_bytes(name: str, value: object, *, of_none: str) -> None:
+    """Raise UsageError unless a value is a number of bytes, or None.
+
+    Args:
+        of_none: what None means.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 0):
+        raise UsageError(
+            f"{name} is {value!r}; it must be a whole number of bytes, at least 0, or None",
+            hint=f"for example 8 << 30 for 8 GiB; None means {of_none}",
+        )
 
 
 def check_probability(owner: str, name: str, value: object) -> None:

@@ -261,7 +261,8 @@ class ActivationEngine:
         event = self.link.send(CopyBatch(sources, targets), after, group.label)
         copying = StorageState.COPYING
         for saved in storages:
-            saved.state, saved.d2h_event = copying, event
+            saved.enter(copying)
+            saved.d2h_event = event
         self.stats.bytes_out += sum(sizes)
         self._copying.append(weakref.ref(group))
 
@@ -319,7 +320,7 @@ class ActivationEngine:
                     is_complete = False
                     break
             num_bytes += saved.num_bytes
-            saved.state = host
+            saved.enter(host)
             released.append(saved)
         self._drop(released)
         self.stats.release(num_bytes)
@@ -347,7 +348,8 @@ class ActivationEngine:
             if not h2d_event.done():
                 self._await(group, h2d_event)
             self._last_wait = (h2d_event, stream)
-        saved.state = StorageState.LIVE
+        if saved.state == StorageState.LOADING:  # not if it was handed out before
+            saved.enter(StorageState.LIVE)
         return data if saved.stream == stream else self._copy_to_stream(saved, data, stream)
 
     def release(self, group: Group, saved: SavedStorage) -> None:
@@ -360,7 +362,7 @@ class ActivationEngine:
             assert saved.d2h_event is not None
             self._before_reuse(group, saved.d2h_event, saved.stream)
         self._drop((saved,))
-        saved.state = StorageState.HOST
+        saved.enter(StorageState.HOST)
 
     def _enter_group(self, group: Group) -> None:
         """Begin the backward of a group: load it and prefetch those after it."""
@@ -409,12 +411,12 @@ class ActivationEngine:
         # still use, and the copy must come after that work.
         after.append(self.link.now())
         event, stream = self.link.fetch(CopyBatch(hosts, rooms), after, group.label), self.link.stream()
-        on_host, loading = StorageState.HOST, StorageState.LOADING
+        loading = StorageState.LOADING
         self.stats.hold(num_bytes)
         self.stats.bytes_back += num_bytes
         for saved, room in zip(absent, rooms, strict=True):
-            assert saved.state == on_host
-            saved.state, saved.data, saved.h2d_event, saved.stream = loading, room, event, stream
+            saved.enter(loading)
+            saved.data, saved.h2d_event, saved.stream = room, event, stream
         return True
 
     def _allocate(self, saved: SavedStorage) -> Tensor:
@@ -470,7 +472,7 @@ class ActivationEngine:
             saved.version_alias = self.empty  # so that `_drop` does not empty data that a copy or a user still has
             self.stats.release(saved.num_bytes)
             self._drop((saved,))
-        saved.state = StorageState.DEAD
+        saved.enter(StorageState.DEAD)
         block = saved.block
         if block is None:
             return

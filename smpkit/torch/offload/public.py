@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.arguments import check_module, check_num_bytes
+from smpkit.torch.core.module_call import ModuleCall
 from smpkit.torch.offload.engine import GROUP_BYTES, make_engine
 from smpkit.torch.offload.hooks import HookContext
 from smpkit.torch.offload.link import Link
@@ -59,7 +62,7 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
         deadline_seconds: no wait for a copy lasts longer; then DeadlineError names the layer.
 
     Raises:
-        UsageError: a model without parameters, on several devices, or a lead that is not positive.
+        UsageError: an argument of a wrong type or value, or a model without parameters or on several devices.
     """
 
     def __init__(
@@ -72,7 +75,13 @@ class activations:  # noqa: N801 - used as a function, like torch.autograd.graph
         link: Link | None = None,
         deadline_seconds: float = 600.0,
     ) -> None:
+        check_module("activations", model)
         check_lead(lead)
+        check_num_bytes("min_bytes", min_bytes, of_none="1 MiB on a GPU, 0 on the CPU")
+        check_num_bytes("host_budget_bytes", host_budget_bytes, of_none="three quarters of what is free")
+        _check_seconds(deadline_seconds)
+        if link is not None and not isinstance(getattr(link, "device", None), torch.device):
+            raise UsageError(f"link is {link!r}; it must be a link, such as `smpkit.testing.EmulatedLink()`, or None")
         self._model = model
         self._engine = make_engine(
             _device_of(model) if link is None else link.device,
@@ -134,10 +143,18 @@ class _LayerHook:
         self._context.next_layer(self._name)
 
 
+def _check_seconds(seconds: object) -> None:
+    # NaN is in no range.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise UsageError(
+            f"deadline_seconds is {seconds!r}; it must be a number of seconds above 0", hint="the default is 600"
+        )
+
+
 def _layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost items of lists of modules, with their paths."""
     # Not those of compiled modules: a hook on a module that torch.compile has traced would make it trace again.
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+    if hasattr(module, "_orig_mod") or ModuleCall.of(module).is_compiled:
         return
     for name, child in module.named_children():
         if isinstance(module, _LISTS):

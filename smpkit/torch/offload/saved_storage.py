@@ -41,13 +41,14 @@ class StorageState:
     DEAD: Final = 16
 
 
-_NEXT: Final = {
-    StorageState.LIVE: StorageState.COPYING | StorageState.HOST | StorageState.DEAD,
-    StorageState.COPYING: StorageState.HOST | StorageState.DEAD,
-    StorageState.HOST: StorageState.LOADING | StorageState.DEAD,
-    StorageState.LOADING: StorageState.LIVE | StorageState.HOST | StorageState.DEAD,
-    StorageState.DEAD: 0,
+_EARLIER: Final = {
+    StorageState.LIVE: StorageState.LOADING,
+    StorageState.COPYING: StorageState.LIVE,
+    StorageState.HOST: StorageState.LIVE | StorageState.COPYING | StorageState.LOADING,
+    StorageState.LOADING: StorageState.HOST,
+    StorageState.DEAD: StorageState.LIVE | StorageState.COPYING | StorageState.HOST | StorageState.LOADING,
 }
+"""From which states a storage may come."""
 _NAMES: Final = {value: name for name, value in vars(StorageState).items() if name.isupper()}
 
 
@@ -66,6 +67,7 @@ class SavedStorage:
     """
 
     __slots__ = (
+        "_state",
         "block",
         "d2h_event",
         "data",
@@ -78,7 +80,6 @@ class SavedStorage:
         "num_handles",
         "num_pending",
         "spec",
-        "state",
         "storage",
         "stream",
         "version",
@@ -104,7 +105,7 @@ class SavedStorage:
         self.spec = spec
         self.num_bytes = num_bytes
         self.stream = stream
-        self.state: int = 1  # StorageState.LIVE, without two attribute lookups per saved tensor
+        self._state: int = 1  # StorageState.LIVE, without two attribute lookups per saved tensor
         self.block: Block | None = None
         """Host memory, shared by what left together."""
         self.host: Tensor | None = None
@@ -118,10 +119,15 @@ class SavedStorage:
         self.last_group = group
         """The index of the latest of them."""
 
+    @property
+    def state(self) -> int:
+        """Where the bytes are; only `enter` changes it."""
+        return self._state
+
     def enter(self, state: int) -> None:
-        """Go on to the next state. Hot paths of the engine set `state` directly."""
-        assert _NEXT[self.state] & state, f"a saved storage cannot go from {_NAMES[self.state]} to {_NAMES[state]}"
-        self.state = state
+        """Go on to the next state."""
+        assert _EARLIER[state] & self._state, f"a saved storage cannot go from {_NAMES[self._state]} to {_NAMES[state]}"
+        self._state = state
 
     def detach_version_alias(self, empty: Tensor) -> None:
         """Give the version alias a tensor of its own: others now hold `data`, which must not be emptied with it."""

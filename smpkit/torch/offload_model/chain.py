@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -208,9 +209,9 @@ def _costs(layers: Sequence[nn.Module], balance: Balance) -> list[int]:
     if balance == "bytes":
         return [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
     given: Any = balance
-    if isinstance(given, str):
+    if not isinstance(given, list | tuple) or not all(isinstance(cost, int | float) for cost in given):
         raise UsageError(f"balance is {given!r}; it must be 'params', 'bytes' or a list with a cost for each layer")
-    if len(balance) != len(layers) or min(balance) < 0:
+    if len(balance) != len(layers) or not all(0 <= cost < math.inf for cost in balance):  # also refuses NaN
         raise UsageError(f"balance must give {len(layers)} layers a cost of at least 0 each; it is {list(balance)}")
     whole = sum(balance) or 1.0
     return [round(cost / whole * _RESOLUTION) for cost in balance]

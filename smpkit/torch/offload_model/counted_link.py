@@ -27,6 +27,8 @@ class Traffic:
     """Bytes that have crossed the link since the model was made."""
 
     weights_in: int = 0
+    weights_out: int = 0
+    """Only weights that a forward writes to."""
     gradients_out: int = 0
     boundaries_out: int = 0
     boundaries_in: int = 0
@@ -48,7 +50,7 @@ class Transfers:
 
     def send(
         self,
-        kind: Literal["gradients_out", "boundaries_out"],
+        kind: Literal["gradients_out", "boundaries_out", "weights_out"],
         source: Tensor,
         target: Tensor,
         after: Sequence[Event],

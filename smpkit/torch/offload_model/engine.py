@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -22,7 +23,6 @@ from smpkit.torch.offload_model.activation_offload import TensorOffloader
 from smpkit.torch.offload_model.chain import ModelShard
 from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS, HostBuffers, Traffic, Transfers
 from smpkit.torch.offload_model.gradients import BufferedGradients, GradientCopy, InPlaceGradients
-from smpkit.torch.offload_model.rng_and_autocast import SliceBuffers
 from smpkit.torch.offload_model.weights import DeviceWeights, SliceWeights
 
 __all__ = ["GradientConsumer", "Modes", "Slice", "SliceEngine", "synchronize_on_state_dict"]
@@ -32,12 +32,14 @@ Modes = tuple[bool, ...]
 
 
 class Slice:
-    """One slice: its layers, its weights and its buffers."""
+    """One slice: its layers and its weights."""
 
     def __init__(self, shard: ModelShard, weights: SliceWeights, device: torch.device) -> None:
         self.shard = shard
         self.weights = weights
-        self.buffers = SliceBuffers(shard, device)
+        for module in shard.modules():  # buffers stay on the device: they are small, and forward changes them
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
         self.overwrites_input: dict[Modes, bool] = {}
         """Whether it changes its input in place, by modes (dropout may, in training only); known once it has run so."""
         self._modules = list(shard.modules())
@@ -46,24 +48,6 @@ class Slice:
     def modes(self) -> Modes:
         """Which modules are in training mode now."""
         return tuple([module.training for module in self._modules])
-
-    @contextlib.contextmanager
-    def with_modes(self, modes: Modes) -> Iterator[None]:
-        """Switch modules to `modes` inside."""
-        # `eval()` between a forward and its backward must not change what backward recomputes.
-        before = self.modes
-        if before == modes:
-            yield
-            return
-        self._switch(modes)
-        try:
-            yield
-        finally:
-            self._switch(before)
-
-    def _switch(self, modes: Modes) -> None:
-        for module, mode in zip(self._modules, modes, strict=True):
-            module.training = mode
 
 
 class GradientConsumer(Protocol):
@@ -122,6 +106,9 @@ class SliceEngine:
         self.averaged_by: str | None = None
         self.traffic = Traffic()
         self.links = links
+        self._in_use = threading.RLock()
+        """Never waited for: who finds it taken is told so."""
+        self._user = ""
         bulk, boundary_link = links or (link_for(device, DEADLINE_SECONDS), link_for(device, DEADLINE_SECONDS))
         self.weight_link = bulk
         in_place = links is None and is_the_host(device)
@@ -195,6 +182,25 @@ class SliceEngine:
             piece.weights.invalidate()
         if (consumer := self.consumer) is not None:
             consumer.invalidate()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Use the engine inside.
+
+        Raises:
+            UsageError: another thread does so at present; both would load slices into the same buffers.
+        """
+        if not self._in_use.acquire(blocking=False):
+            raise UsageError(
+                f"an OffloadModel is used by two threads at once: `{threading.current_thread().name}` called it while"
+                f" `{self._user}` was in its forward or backward",
+                hint="call it from one thread at a time, or give each thread a model of its own (copy.deepcopy)",
+            )
+        self._user = threading.current_thread().name
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     @contextlib.contextmanager
     def on_device(self, index: int, *, fresh: bool, next_index: int | None) -> Iterator[list[nn.Parameter]]:

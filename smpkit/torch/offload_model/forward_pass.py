@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpkit.errors import UsageError
+from smpkit.torch.core.module_state import ModuleState
 from smpkit.torch.offload_model.activation_offload import OffloadedTensor
 from smpkit.torch.offload_model.engine import Modes, SliceEngine
 from smpkit.torch.offload_model.rng_and_autocast import AutocastState, RandomState, random_state, restored_random_state
@@ -52,7 +54,7 @@ class _Piece:
     inputs: _Boundary
     modes: Modes = ()
     random: RandomState | None = None
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    state: ModuleState | None = None
     graph: tuple[list[Tensor], list[Tensor]] | None = None
     """Inputs and outputs, if the graph is kept."""
 
@@ -79,6 +81,10 @@ class Run:
         self._count = 1
         self._joined: list[JoinSpec] = []
         self._rows: list[list[int | None]] = []
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Run inside; raises UsageError if another thread uses the model at present."""
+        return self._engine.alone()
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
         """Return the output tensors of all microbatches, joined, and which of them have a gradient."""
@@ -136,6 +142,7 @@ class Run:
         boundary_gradients = [[_offloaded(column[part]) for column in columns] for part in range(self._count)]
         if engine.consumer is None:  # the parameters' `.grad` hold all of them at once
             engine.gradients.reserve()
+        engine.gradients.keeps_sparse = engine.consumer is None  # an OffloadOptimizer takes flat ones
         engine.gradients.prepare()
         gradient_copies = []
         for index in reversed(range(len(engine.slices))):
@@ -184,6 +191,7 @@ class Run:
             piece = _Piece(boundary)
             outgoing.append(self._forward_piece(index, piece))
             pieces.append(piece)
+        self._engine.device_weights.collect_writes(index)
         if self._training:
             self._pieces.append(pieces)
         return outgoing
@@ -220,9 +228,12 @@ class Run:
                 passed_in, value, changed = self._call(index, boundary, tensors)
             piece.graph = (tensors, flatten(value)[0])
         else:
-            piece.modes, piece.random = engine.slices[index].modes, random_state(engine.device)
-            with discarding(), engine.slices[index].buffers.snapshot(piece.buffers):
+            running = engine.slices[index]
+            piece.modes, piece.random = running.modes, random_state(engine.device)
+            piece.state = ModuleState([running.shard], overwrite_weights=True)
+            with discarding():
                 passed_in, value, changed = self._call(index, boundary, tensors)
+            piece.state.end_forward()
         return self._outgoing(index, boundary, passed_in, value, changed=changed)
 
     def _call(self, index: int, boundary: _Boundary, tensors: list[Tensor]) -> tuple[list[Tensor], Any, bool]:
@@ -301,7 +312,7 @@ class Run:
         """Return the gradients of the slice's inputs; those of its weights are added to the device parameters'."""
         engine = self._engine
         arrived = [self._take(offloaded) for offloaded in gradients]
-        with self._restored(index, piece) if self._recompute else contextlib.nullcontext():
+        with contextlib.nullcontext() if piece.state is None else piece.state.restored():
             inputs, outputs = piece.graph or self._rerun(index, piece)
             roots = [
                 (output, gradient)
@@ -321,13 +332,6 @@ class Run:
         if index:
             self._send([offloaded for offloaded in found if offloaded is not None], always=False)
         return found
-
-    @contextlib.contextmanager
-    def _restored(self, index: int, piece: _Piece) -> Iterator[None]:
-        """Put a slice's modes and buffers inside back to what they were before its forward."""
-        running = self._engine.slices[index]
-        with running.with_modes(piece.modes), running.buffers.restored(piece.buffers):
-            yield
 
     def _rerun(self, index: int, piece: _Piece) -> tuple[list[Tensor], list[Tensor]]:
         """Run a slice again exactly as the first time, with a graph; return its input and output tensors."""

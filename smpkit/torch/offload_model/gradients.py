@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from smpkit.torch.core import devices
 from smpkit.torch.offload.link import DONE, Event, Link
-from smpkit.torch.offload_model.counted_link import HostBuffers, Transfers
+from smpkit.torch.offload_model.counted_link import HostBuffers, Transfers, flat_bytes
 from smpkit.torch.offload_model.weights import Layout, SliceWeights
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class GradientCopy:
     """By parameter, in the order of the layout, with its padding if there is any; readable after `event`. Parameters
     without a gradient are left out, as torch's optimizers skip them."""
     event: Event
+    sparse: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """Gradients of looked-up weights in their own shape and layout; only where `keeps_sparse` is set."""
     norm: Tensor | None = None
     """Norm of all of them, computed on the device, where that is fastest; None unless requested."""
 
@@ -55,6 +57,8 @@ class BufferedGradients:
     ) -> None:
         self.wants_norm = False
         """Whether an optimizer clips by the norm."""
+        self.keeps_sparse = False
+        """Whether sparse gradients stay sparse; may change between backwards."""
         self._slices = slices
         self._device = device
         self._transfers = transfers
@@ -87,7 +91,7 @@ class BufferedGradients:
         return self._layouts[index]
 
     def _trained_layout(self, index: int) -> Layout:
-        trained = [parameter for parameter in self._slices[index].layout.parameters if parameter.requires_grad]
+        trained = [parameter for parameter in self._slices[index].layout.parameters if self._has_slot(index, parameter)]
         known = self._layouts.get(index)
         # By identity: `==` would compare values.
         if (
@@ -98,6 +102,10 @@ class BufferedGradients:
             known = self._layouts[index] = Layout(trained, self._slices[index].dtype)
             self._views.pop(index, None)
         return known
+
+    def _has_slot(self, index: int, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter's gradient is added up in the buffer."""
+        return parameter.requires_grad and not (self.keeps_sparse and id(parameter) in self._slices[index].sparse)
 
     def begin(self, index: int, device_parameters: Sequence[nn.Parameter]) -> None:
         """Set the device parameters' gradients to zeros in the slice's buffer on the device, for autograd to add to."""
@@ -110,16 +118,19 @@ class BufferedGradients:
             # `.data` gives each view a version counter of its own, which tells whether it has received a gradient.
             self._views[index] = [view.data for view in layout.views(buffer)]
         self._versions = [view._version for view in self._views[index]]
-        trained = [device_parameter for device_parameter in device_parameters if device_parameter.requires_grad]
-        for device_parameter, view in zip(trained, self._views[index], strict=True):
-            device_parameter.grad = view
+        views = iter(self._views[index])
+        for device_parameter, parameter in zip(device_parameters, self._slices[index].layout.parameters, strict=True):
+            device_parameter.grad = next(views) if self._has_slot(index, parameter) else None
 
     def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
         """Start to copy the slice's gradients to the host."""
         layout, views = self.layout(index), self._views[index]
         used = [view._version != before for view, before in zip(views, self._versions, strict=True)]
-        for device_parameter in device_parameters:
-            device_parameter.grad = None
+        sparse = {}
+        for device_parameter, parameter in zip(device_parameters, self._slices[index].layout.parameters, strict=True):
+            gradient, device_parameter.grad = device_parameter.grad, None
+            if gradient is not None and not self._has_slot(index, parameter):
+                sparse[parameter] = self._send_sparse(index, gradient)
         source = self._buffers[index % 2][: layout.num_bytes]
         target = self._host_buffer(layout.num_bytes)
         after = (self._transfers.link.now(),)
@@ -127,7 +138,26 @@ class BufferedGradients:
         self._copies_to_host[index % 2] = event = self._transfers.send("gradients_out", source, target, after, what)
         rows = zip(layout.parameters, layout.slots, used, strict=True)
         flat = {parameter: slot.padded(target) for parameter, slot, is_used in rows if is_used}
-        return GradientCopy(index, flat, event, _norm(views) if self.wants_norm else None)
+        return GradientCopy(index, flat, event, sparse, _norm(views) if self.wants_norm else None)
+
+    def _send_sparse(self, index: int, gradient: Tensor) -> Tensor:
+        """Copy a gradient to the host that has no slot; its size differs from step to step, so this waits."""
+        if not gradient.is_sparse:
+            return self._send_part(index, gradient.detach())
+        indices, values = (self._send_part(index, part) for part in (gradient._indices(), gradient._values()))
+        is_coalesced = gradient.is_coalesced()
+        return torch.sparse_coo_tensor(
+            indices, values, gradient.shape, device="cpu", is_coalesced=is_coalesced, check_invariants=False
+        )
+
+    def _send_part(self, index: int, part: Tensor) -> Tensor:
+        part = part.contiguous()
+        host = torch.empty_like(part, device="cpu")
+        what = f"the sparse gradients of slice {index}"
+        after = (self._transfers.link.now(),)
+        event = self._transfers.send("gradients_out", flat_bytes(part), flat_bytes(host), after, what)
+        self._transfers.link.synchronize(event, what)
+        return host
 
     def wait_by_parameter(
         self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
@@ -167,6 +197,8 @@ class InPlaceGradients:
     def __init__(self, slices: Sequence[SliceWeights]) -> None:
         self.wants_norm = False
         """Whether an optimizer clips by the norm."""
+        self.keeps_sparse = False
+        """Whether sparse gradients stay sparse; may change between backwards."""
         self._slices = slices
 
     def reserve(self) -> None:
@@ -183,12 +215,14 @@ class InPlaceGradients:
 
     def send(self, index: int, device_parameters: Sequence[nn.Parameter]) -> GradientCopy:
         """Take the slice's gradients."""
-        flat = {}
+        flat, sparse = {}, {}
         for parameter, device_parameter in zip(self._slices[index].layout.parameters, device_parameters, strict=True):
-            if device_parameter.grad is not None:
-                flat[parameter] = device_parameter.grad.to_dense().reshape(-1)
-                device_parameter.grad = None
-        return GradientCopy(index, flat, DONE, _norm(list(flat.values())) if self.wants_norm else None)
+            gradient, device_parameter.grad = device_parameter.grad, None
+            if gradient is not None and gradient.is_sparse and self.keeps_sparse:
+                sparse[parameter] = gradient
+            elif gradient is not None:
+                flat[parameter] = gradient.to_dense().reshape(-1)
+        return GradientCopy(index, flat, DONE, sparse, _norm(list(flat.values())) if self.wants_norm else None)
 
     def wait_by_parameter(
         self, gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]
@@ -200,11 +234,16 @@ class InPlaceGradients:
 def _by_parameter(gradient_copies: Sequence[GradientCopy], parameters: Sequence[Tensor]) -> list[Tensor | None]:
     found: dict[int, Tensor] = {}
     for gradient_copy in gradient_copies:
-        for parameter, flat in gradient_copy.flat.items():
-            gradient = flat[: parameter.numel()].view(parameter.shape).to(parameter.dtype)
+        shaped = {each: flat[: each.numel()].view(each.shape) for each, flat in gradient_copy.flat.items()}
+        for parameter, computed in (*shaped.items(), *gradient_copy.sparse.items()):
+            gradient = computed.to(parameter.dtype)
             known = found.get(id(parameter))
-            found[id(parameter)] = gradient if known is None else known + gradient
+            found[id(parameter)] = gradient if known is None else _sum(known, gradient)
     return [found.get(id(parameter)) for parameter in parameters]
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    return other + one if one.is_sparse else one + other  # torch adds a sparse tensor to a dense one only
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from smpkit.errors import UnsupportedError, UsageError
 from smpkit.torch.core import devices
+from smpkit.torch.core.arguments import check_bool, check_num_bytes
 from smpkit.torch.offload.link import Link
 from smpkit.torch.offload_model.chain import Balance, check_count, slice_model
 from smpkit.torch.offload_model.counted_link import Traffic
@@ -37,8 +38,11 @@ class OffloadModel(nn.Module):
         optimizer.step()
 
     Losses, gradients, buffers and weights are those of the plain model. The output and the buffers are on `device`,
-    parameters and their gradients on the CPU. Weights are copied to the device about twice a step and never back; the
-    next slice is copied while one computes.
+    parameters and their gradients on the CPU. Weights are copied to the device about twice a step; the next slice is
+    copied while one computes. They come back only where a forward itself writes to them (`nn.Embedding(max_norm=...)`,
+    `weight.clamp_()`). Gradients of `nn.Embedding(sparse=True)` are sparse.
+
+    One thread at a time may call it or run its backward; a second one gets an error.
 
     Args:
         model: an `nn.Sequential`; a list of modules, each of which is a slice; a Hugging Face language model
@@ -67,7 +71,7 @@ class OffloadModel(nn.Module):
 
     Raises:
         TypeError: no model, no device, or a model that is not known to be a chain of layers.
-        UsageError: a number below 1, paths that lead nowhere.
+        UsageError: an argument of a wrong type or value, paths that lead nowhere; two threads call the model at once.
         UnsupportedError: an `offload_device` other than the CPU, or a device that does not exist.
     """
 
@@ -91,15 +95,25 @@ class OffloadModel(nn.Module):
         if model is None:
             raise TypeError("`model` argument to `OffloadModel` cannot be None.")
         given: Any = device
-        if not given:
+        if given is None or given == "":
             raise TypeError("`device` argument to `OffloadModel` cannot be None.")
-        self.device = _known_device(torch.device(device))
-        self.offload_device = torch.device(offload_device)
+        self.device = _known_device(_as_device("device", device))
+        self.offload_device = _as_device("offload_device", offload_device)
         if self.offload_device.type != "cpu":
             raise UnsupportedError(f"offload_device is {offload_device}; weights rest on the CPU")
         check_count("num_microbatches", num_microbatches)
-        if dtype is not None and not dtype.is_floating_point:
-            raise UsageError(f"dtype is {dtype}; weights are computed in a floating-point type")
+        given = links
+        if given is not None and not (isinstance(given, tuple | list) and len(given) == 2):
+            raise UsageError(f"links is {links!r}; it must be two links, for weights and for slice boundaries, or None")
+        check_bool("checkpoint_activation", checkpoint_activation)
+        check_bool("prefetch", prefetch)
+        check_num_bytes("host_budget_bytes", host_budget_bytes, of_none="three quarters of what is free")
+        given = dtype
+        if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+            raise UsageError(
+                f"dtype is {dtype!r}; weights are computed in a floating-point type",
+                hint="for example dtype=torch.bfloat16; None keeps each weight's own",
+            )
         sliced = slice_model(model, layers, num_slices, balance)
         self._model = sliced.module
         self.model_slices = sliced.slices
@@ -167,10 +181,11 @@ class OffloadModel(nn.Module):
         parameters = self._engine.parameters
         training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *parameters))
         run = Run(self._engine, structure, training=training)
-        if training:
-            outputs = _SlicedModelFunction.apply(run, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
-        else:
-            outputs, _ = run.forward(tensors)
+        with run.alone():
+            if training:
+                outputs = _SlicedModelFunction.apply(run, len(parameters), *parameters, *tensors)  # type: ignore[no-untyped-call]
+            else:
+                outputs, _ = run.forward(tensors)
         return run.outputs.fill(outputs)
 
     def expect_averaging(self, who: str) -> None:
@@ -278,7 +293,7 @@ class _SlicedModelFunction(torch.autograd.Function):
         _check_unchanged(tensors, ctx.versions)
         parameters, inputs = tensors[: ctx.num_parameters], tensors[ctx.num_parameters :]
         try:
-            with torch.no_grad():
+            with run.alone(), torch.no_grad():
                 of_inputs, of_parameters = run.backward(inputs, parameters, gradients, keep=keep)
         finally:
             if not keep:  # also after an error half way, which has consumed the graphs of the last slices
@@ -309,6 +324,18 @@ def _keeps_graph() -> bool:
 
 class _NoGpuError(UnsupportedError, TypeError):
     """Also a TypeError, which FairScale raises here."""
+
+
+def _as_device(name: str, device: object) -> torch.device:
+    try:
+        made = torch.device(cast("torch.device", device))
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f'{name} is {device!r}; it must be "cpu" or a device that torch sees, such as "cuda"'
+        ) from error
+    if made.type == "cpu" and made.index:
+        raise UsageError(f"{name} is {device!r}, but a machine has one CPU for torch", hint='it is called "cpu"')
+    return made
 
 
 def _known_device(device: torch.device) -> torch.device:

@@ -59,7 +59,11 @@ class BufferSlot:
 
     def padded(self, buffer: Tensor) -> Tensor:
         """Return that part with its padding, flat."""
-        return buffer[self.start : self.start + self.num_bytes].view(self.dtype)
+        return self.bytes_of(buffer).view(self.dtype)
+
+    def bytes_of(self, buffer: Tensor) -> Tensor:
+        """Return that part with its padding, as bytes."""
+        return buffer[self.start : self.start + self.num_bytes]
 
 
 class Layout:
@@ -139,6 +143,9 @@ class SliceWeights:
             for name, parameter in holder._parameters.items():
                 if parameter is not None:
                     self._owners.append((holder, name, position[id(parameter)]))
+        self._lookups = [
+            (each, each.weight) for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+        ]
         self._rnns = [holder for holder in module.modules() if isinstance(holder, nn.RNNBase)]
         self._in_place: list[tuple[nn.Parameter, Tensor]] = []
         self._copied: list[tuple[nn.Parameter, Tensor]] = []
@@ -161,6 +168,11 @@ class SliceWeights:
     def is_copied(self) -> bool:
         """Whether `refresh` must copy parameters into the buffer before each forward."""
         return bool(self._copied)
+
+    @property
+    def sparse(self) -> set[int]:
+        """Ids of parameters that get sparse gradients: the tables of `nn.Embedding(sparse=True)`."""
+        return {id(weight) for lookup, weight in self._lookups if lookup.sparse}
 
     def note_read(self, link: Link, event: Event) -> None:
         """Note that a copy reads the buffer until `event`; copies are made in order, so the latest is enough."""
@@ -192,6 +204,17 @@ class SliceWeights:
                 parameter.data = with_own_storage(view)
                 self.moved.add(id(parameter))
 
+    @torch.no_grad()
+    def take_written(self, position: int) -> None:
+        """Give a parameter the value that the buffer has for it: a forward has written to it on the device."""
+        parameter, view = self.layout.parameters[position], self.views[position]
+        # `.data`: graphs of earlier forwards do not read the parameter itself, so its version must not change.
+        if parameter.data_ptr() != view.data_ptr():
+            # Where the wider parameter rounds to this value, the forward has not written to it.
+            rounded = parameter.detach().to(view.dtype)
+            parameter.data.copy_(torch.where(rounded == view, parameter.detach(), view.to(parameter.dtype)))
+        self.moved.add(id(parameter))  # masters must be compared with it
+
     def note_written(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that the optimizer itself has written these parameters' values to the buffer."""
         for parameter in parameters:
@@ -204,10 +227,12 @@ class SliceWeights:
     def device_parameters(self, device_buffer: Tensor) -> list[nn.Parameter]:
         """Return parameters for the slice to compute with: views of a buffer on the device."""
         made = []
-        for parameter, view in zip(self.layout.parameters, self.layout.views(device_buffer), strict=True):
-            device_parameter = nn.Parameter(view, requires_grad=parameter.requires_grad)
-            device_parameter.__dict__.update(parameter.__dict__)  # libraries put attributes on parameters
-            made.append(device_parameter)
+        with torch.inference_mode(False):  # later forwards may be trained
+            for parameter, view in zip(self.layout.parameters, self.layout.views(device_buffer), strict=True):
+                # `.data` gives each a version counter of its own, which loads and other parameters do not change.
+                device_parameter = nn.Parameter(view.data, requires_grad=parameter.requires_grad)
+                device_parameter.__dict__.update(parameter.__dict__)  # libraries put attributes on parameters
+                made.append(device_parameter)
         return made
 
     @contextlib.contextmanager
@@ -271,6 +296,7 @@ class DeviceWeights:
         self._buffers: list[Tensor] = []
         self._device_parameters: dict[int, list[nn.Parameter]] = {}
         self._loaded_slices: list[int | None] = [None, None]
+        self._versions: dict[int, list[int]] = {}
         self._loads: dict[int, Event | Future[Event]] = {}
         self._latest: Event = DONE
         # Loads that must first wait for the optimizer, or cast, do so in this thread, not in the one that computes.
@@ -364,7 +390,31 @@ class DeviceWeights:
         for device_parameter, parameter in zip(device_parameters, self._slices[index].layout.parameters, strict=True):
             if device_parameter.requires_grad != parameter.requires_grad:
                 device_parameter.requires_grad_(parameter.requires_grad)
+        self._versions[index] = [device_parameter._version for device_parameter in device_parameters]
         return device_parameters
+
+    def collect_writes(self, index: int) -> None:
+        """Copy weights home that a forward has written to since `acquire` (`Embedding(max_norm=...)`, `clamp_`).
+
+        Writes that do not change a tensor's version (`weight.data.clamp_()`) are not seen.
+        """
+        device_parameters, weights = self._device_parameters[index], self._slices[index]
+        written = [
+            position
+            for position, (each, version) in enumerate(zip(device_parameters, self._versions[index], strict=True))
+            if each._version != version
+        ]
+        if not written:
+            return
+        if not self._in_place:
+            what = f"weights that the forward of slice {index} has changed"
+            after, event = (self._transfers.link.now(),), DONE
+            for position in written:
+                part = weights.layout.slots[position].bytes_of
+                event = self._transfers.send("weights_out", part(self.buffer(index)), part(weights.buffer), after, what)
+            self._transfers.link.synchronize(event, what)
+        for position in written:
+            weights.take_written(position)
 
     def buffer(self, index: int) -> Tensor:
         """Return the buffer on the device in which a slice lies; allocated on the first call."""
@@ -373,7 +423,8 @@ class DeviceWeights:
         if not self._buffers:
             for parity in (0, 1):
                 num_bytes = max((each.layout.num_bytes for each in self._slices[parity::2]), default=0)
-                self._buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+                with torch.inference_mode(False):
+                    self._buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
         return self._buffers[index % 2]
 
     def holds(self, tensor: Tensor) -> bool:

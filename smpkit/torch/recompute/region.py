@@ -7,22 +7,21 @@ its arguments or on the module, is taken out, each once, and passed by position 
 torch's checkpoint knows arguments and the default random generators only. A mask that the caller has put on the module,
 a counter, or a generator of its own would by the time of backward be those of a later microbatch; BatchNorm would count
 every microbatch twice; spectral normalisation would take two steps and compute with other weights. So what a module
-reads and changes besides its arguments is restored for recomputation (`ModuleStateSnapshot`).
+reads and changes besides its arguments is restored for recomputation (`core/module_state.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from smpkit.torch.core.module_state import ModuleState
 from smpkit.torch.core.offload_hooks import offload_inputs
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.tensor_spec import map_tensors
@@ -30,13 +29,6 @@ from smpkit.torch.core.tree import map_leaves
 from smpkit.torch.pipeline.random_streams import replayed_operation_streams, will_be_recomputed
 
 __all__ = ["CheckpointRegion", "name_of", "run_checkpointed"]
-
-_COMMON: Final = frozenset(vars(nn.Module()))
-"""Attributes that every module has; looked up for every attribute at every call."""
-_SIMPLE: Final = frozenset({bool, int, float, str, type(None)})
-"""Attributes of these types are restored for recomputation; others are objects of the user, too expensive to copy."""
-_mutated_buffers: Final[weakref.WeakKeyDictionary[nn.Module, set[str]]] = weakref.WeakKeyDictionary()
-"""The buffers that a module's forward has changed so far; a module is listed from its first call on."""
 
 
 def run_checkpointed(
@@ -99,7 +91,7 @@ class CheckpointRegion:
         self._function = function
         self._slots: dict[int, _TensorSlot] = {}
         self._args, self._kwargs = map_tensors(self._slot, (args, kwargs))
-        self._snapshot = ModuleStateSnapshot(modules, self._slot, generators=preserve_rng_state)
+        self._state = ModuleState(modules, self._slot, generators=preserve_rng_state)
         self._slots.clear()  # keyed by `id`, which another tensor can get once these are freed
         self._operations = replayed_operation_streams()
         self._is_done = False
@@ -123,126 +115,13 @@ class CheckpointRegion:
         args = [filled(value) for value in self._args]
         kwargs = {key: filled(value) for key, value in self._kwargs.items()}
         if self._is_done:
-            with self._operations(), self._snapshot.restored(kept):
+            with self._operations(), self._state.restored(kept):
                 return self._function(*args, **kwargs)
         with self._operations():
             output = self._function(*args, **kwargs)
         self._is_done = True
-        self._snapshot.end_forward()
+        self._state.end_forward()
         return output
-
-
-@dataclass(frozen=True)
-class _Buffer:
-    """A buffer at the time of a call."""
-
-    module: nn.Module
-    name: str
-    value: Tensor
-    version: int
-    copy: Tensor | None
-    """Its content; None if recomputation does not need it."""
-
-    @property
-    def now(self) -> Tensor | None:
-        return self.module._buffers.get(self.name)
-
-    def has_changed(self) -> bool:
-        return self.now is not self.value or _version(self.value) != self.version or _updates_statistics(self.module)
-
-
-class ModuleStateSnapshot:
-    """What the modules of one checkpointed call read besides their arguments.
-
-    Args:
-        modules: the roots of what is called.
-        keep: returns a placeholder for a tensor that is saved for backward; called for each tensor attribute.
-        generators: whether the modules' own generators must draw the same numbers again.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], keep: Callable[[Tensor], Any], *, generators: bool) -> None:
-        everything = list({id(each): each for root in modules for each in root.modules()}.values())
-        self._modes = [(each, each.training) for each in everything]
-        self._custom_modules = [each for each in everything if _is_custom(type(each))]
-        self._attributes: list[tuple[nn.Module, str, Any]] = []
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
-        for module in self._custom_modules:
-            for name, value in vars(module).items():
-                if name in _COMMON:
-                    continue
-                if type(value) in _SIMPLE:
-                    self._attributes.append((module, name, value))
-                elif isinstance(value, Tensor):
-                    self._attributes.append((module, name, keep(value)))
-                elif generators and isinstance(value, torch.Generator):
-                    self._generators.append((value, value.get_state()))
-        self._buffers: list[_Buffer] = []
-        for module in everything:
-            if not module._buffers:
-                continue
-            for name, value in module._buffers.items():
-                if value is None:
-                    continue
-                # Whether a buffer changes is known after a module's first call, which copies them all and drops the
-                # copies of those that did not. A norm's statistics do not affect its output in training: no copy.
-                needed = name in _mutated_buffers.get(module, (name,)) and not isinstance(module, _NormBase)
-                copy = value.clone() if needed else None
-                self._buffers.append(_Buffer(module, name, value, _version(value), copy))
-
-    def end_forward(self) -> None:
-        """Note which buffers the call has changed, and drop the others."""
-        for buffer in self._buffers:
-            _mutated_buffers.setdefault(buffer.module, set())
-        self._buffers = [buffer for buffer in self._buffers if buffer.has_changed()]
-        for buffer in self._buffers:
-            _mutated_buffers[buffer.module].add(buffer.name)
-
-    @contextlib.contextmanager
-    def restored(self, kept: Callable[[Any], Any]) -> Iterator[None]:
-        """Restore inside what the call has read.
-
-        Args:
-            kept: returns the tensor for a placeholder of `keep`, and anything else unchanged.
-        """
-        switched = [(each, each.training) for each, mode in self._modes if each.training is not mode]
-        attributes = [(vars(each), dict(vars(each))) for each in self._custom_modules]
-        states = [(generator, generator.get_state()) for generator, _ in self._generators]
-        buffers = [(buffer, buffer.now) for buffer in self._buffers]
-        try:
-            for each, mode in switched:
-                each.training = not mode
-            for module, name, value in self._attributes:
-                vars(module)[name] = kept(value)
-            for generator, state in self._generators:
-                generator.set_state(state)
-            for buffer, now in buffers:
-                found = now if buffer.copy is None else buffer.copy
-                buffer.module._buffers[buffer.name] = None if found is None else found.clone()
-            yield
-        finally:
-            for each, mode in switched:
-                each.training = mode
-            for where, content in attributes:
-                where.clear()
-                where.update(content)
-            for generator, state in states:
-                generator.set_state(state)
-            for buffer, now in buffers:
-                buffer.module._buffers[buffer.name] = now
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _updates_statistics(module: nn.Module) -> bool:
-    """Return whether this is a norm that updates its statistics, which does not change their versions."""
-    return isinstance(module, _NormBase) and module.training and module.track_running_stats
-
-
-def _is_custom(kind: type[nn.Module]) -> bool:
-    """Return whether a module is not one of torch's, which keep no state between calls but buffers."""
-    return not kind.__module__.startswith("torch.nn.modules.")
 
 
 class _ModuleNames:

@@ -17,7 +17,7 @@ from smpkit.torch.offload.arena import Arena
 from smpkit.torch.offload.emulated import ThreadWait
 from smpkit.torch.offload.link import CopyBatch, Event
 from smpkit.torch.offload.prefetch import BackwardOrder
-from smpkit.torch.offload.saved_storage import StorageState
+from smpkit.torch.offload.saved_storage import SavedStorage, StorageState
 from tests.torch.offload.chains import BATCH, BOUNDARY_BYTES, WIDTH, assert_idle, engine_on, inputs, slow
 from tests.torch.offload.streams import StreamLink
 
@@ -161,3 +161,15 @@ def test_a_block_that_ends_with_its_last_tensor_holds_no_more_than_is_needed_in_
     # Four microbatches wait for their backward at once, with four layers and a mask each or one mask.
     assert most == (4 * 4 + (1 if is_shared else 4)) * BOUNDARY_BYTES
     assert_idle(engine)
+
+
+def test_a_storage_goes_from_state_to_state_in_order_and_no_assignment_skips_that() -> None:
+    saved = SavedStorage("key", torch.UntypedStorage(8), torch.ones(2), torch.ones(2), (torch.float32, (2,)), 8, 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        saved.state = StorageState.HOST  # type: ignore[misc]
+    with pytest.raises(AssertionError, match="cannot go from LIVE to LOADING"):
+        saved.enter(StorageState.LOADING)
+    for state in (StorageState.COPYING, StorageState.HOST, StorageState.LOADING, StorageState.LIVE, StorageState.DEAD):
+        saved.enter(state)
+    with pytest.raises(AssertionError, match="cannot go from DEAD to LIVE"):
+        saved.enter(StorageState.LIVE)

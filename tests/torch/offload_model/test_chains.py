@@ -197,12 +197,12 @@ def test_an_error_in_a_layer_leaves_the_model_usable() -> None:
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match="broken"):
         model(torch.randn(3, 4))
-    fragile.broken = False
+    Fragile.broken = False
     output = model(torch.randn(3, 4))
-    fragile.broken = True
+    Fragile.broken = True
     with pytest.raises(ValueError, match="broken"):
         output.sum().backward()
-    fragile.broken = False
+    Fragile.broken = False
     model(torch.randn(3, 4)).sum().backward()
     assert [name for name, _ in model.named_parameters()] == names
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -134,10 +134,10 @@ def test_a_backward_that_failed_cannot_be_repeated(checkpoint: bool) -> None:
     plain = nn.Sequential(*copy.deepcopy([piece.model_shard for piece in model.model_slices]))
     inputs = torch.randn(3, 4)
     loss = model(inputs).sum()
-    middle.now = True
+    Interrupted.now = True
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
-    middle.now = False
+    Interrupted.now = False
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     for network in (plain, model):
@@ -331,10 +331,10 @@ def test_after_an_interrupt_the_next_backward_updates_again() -> None:
     model = OffloadModel(nn.Sequential(nn.Linear(4, 4), middle, nn.Linear(4, 2)), CPU, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, overlap="backward")
     loss = model(torch.randn(3, 4)).sum()
-    middle.now = True
+    Interrupted.now = True
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
-    middle.now = False
+    Interrupted.now = False
     train(model, optimizer)
     model(torch.randn(3, 4)).sum().backward()
     with pytest.raises(UsageError, match="a second backward"):
@@ -395,7 +395,7 @@ def test_forwards_without_a_backward_leave_no_borders_on_the_host(num_microbatch
     inputs = torch.randn(8, 4)
     output = model(inputs)
     assert arena.num_blocks in (0, 3 if num_microbatches == 1 else 16)  # one alone keeps the last slice's input
-    fragile.broken = fails
+    Fragile.broken = fails
     if fails:
         with pytest.raises(ValueError, match="broken"):
             output.sum().backward()
