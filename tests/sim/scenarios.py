@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -168,6 +169,18 @@ def train_step(
     return [loss.detach().cpu(), *gradients_of(model)]
 
 
+def compare(
+    run: Callable[[contextlib.AbstractContextManager[object]], list[Tensor]], model: nn.Module, **options: Any
+) -> None:
+    """Run something without offloading once, and with it three times."""
+    expected = run(contextlib.nullcontext())
+    offload = activations(model, **{"min_bytes": 0, "lead": 1} | options)
+    for number in range(3):
+        assert_same(run(offload), expected, f"in step {number}")
+    assert offload.report().bytes_out > 0
+    offload.close()
+
+
 def offloaded(
     model_options: Mapping[str, Any] | None = None,
     *,
@@ -178,15 +191,13 @@ def offloaded(
     """Compare steps with and without offloading."""
     model, tokens = make(**(model_options or {}))
     cast = partial(torch.autocast, "sim", torch.bfloat16) if is_autocast else contextlib.nullcontext
-    with cast():
-        expected = train_step(model, tokens)
-    with mock.patch.dict(os.environ, {DEBUG: "1"} if is_checked else {}):
-        offload = activations(model, **{"min_bytes": 0, "lead": 1} | options)
-    for number in range(3):
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         with cast():
-            assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
-    assert offload.report().bytes_out > 0
-    offload.close()
+            return train_step(model, tokens, context)
+
+    with mock.patch.dict(os.environ, {DEBUG: "1"} if is_checked else {}):
+        compare(run, model, **options)
 
 
 _UNCHECKPOINTED = {"is_checkpointed": False}
@@ -227,11 +238,7 @@ def two_graphs(*, later_first: bool, is_checkpointed: bool) -> None:
             loss.backward()
         return gradients_of(model)
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    offload.close()
+    compare(run, model)
 
 
 for _is_first in (True, False):
@@ -256,11 +263,7 @@ def graph_kept() -> None:
         loss.backward()
         return gradients_of(model)
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=2)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    offload.close()
+    compare(run, model, lead=2)
 
 
 _add("activations, graph kept", graph_kept)
@@ -297,8 +300,9 @@ def on_streams(*, whole: bool, lead: int = 1) -> None:
     x = torch.randn(2, 8, WIDTH, device=DEVICE)
     torch.accelerator.synchronize()
     step_stream = torch.Stream(DEVICE)
+    steps = count()
 
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+    def step(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         model.zero_grad(set_to_none=True)
         given = x.clone().requires_grad_()
         with context:
@@ -307,18 +311,17 @@ def on_streams(*, whole: bool, lead: int = 1) -> None:
         assert given.grad is not None
         return [given.grad.cpu(), *gradients_of(model)]
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=lead)
-    for number in range(3):
-        if whole:  # of the user's, forward and backward: the same model on another stream than the step before
-            step_stream.wait_stream(torch.accelerator.current_stream())
-            with step_stream if number % 2 else contextlib.nullcontext():
-                found = run(offload)
-            torch.accelerator.current_stream().wait_stream(step_stream)
-        else:
-            found = run(offload)
-        assert_same(found, expected, f"in step {number}")
-    offload.close()
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        if not whole:
+            return step(context)
+        # Of the user's, forward and backward: the same model on another stream than in the step before.
+        step_stream.wait_stream(torch.accelerator.current_stream())
+        with step_stream if next(steps) % 2 else contextlib.nullcontext():
+            found = step(context)
+        torch.accelerator.current_stream().wait_stream(step_stream)
+        return found
+
+    compare(run, model, lead=lead)
 
 
 _add("activations, side streams", partial(on_streams, whole=False), is_quick=True)
@@ -369,11 +372,7 @@ def needed_on_two_streams() -> None:
         first.backward()
         return [of_second.cpu(), *gradients_of(model)]
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    offload.close()
+    compare(run, model)
 
 
 _add("activations, needed on two streams", needed_on_two_streams, is_quick=True)
@@ -438,11 +437,7 @@ def allocated_elsewhere() -> None:
         loss.backward()
         return gradients_of(model)
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    offload.close()
+    compare(run, model)
 
 
 _add("activations, allocated on another stream", allocated_elsewhere, is_quick=True)
@@ -475,33 +470,32 @@ def exception_in_forward(*, is_checkpointed: bool) -> None:
     model, tokens = make(is_checkpointed=is_checkpointed)
     fails = Fails()
     model.layers.insert(3, fails)
-    expected = train_step(model, tokens)
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(2):
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         fails.is_broken = True
         with pytest.raises(ZeroDivisionError):
-            train_step(model, tokens, offload)
+            train_step(model, tokens, context)
         fails.is_broken = False
-        assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
-    offload.close()
+        return train_step(model, tokens, context)
+
+    compare(run, model)
 
 
 def exception_in_backward() -> None:
     """Raise in the middle of backward, whose copies are on their way back."""
     model, tokens = make(is_checkpointed=False)
-    expected = train_step(model, tokens)
-    offload = activations(model, min_bytes=0, lead=2)
 
     def broken(_: Tensor) -> Tensor:
         raise ZeroDivisionError
 
-    for number in range(2):
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         handle = model.layers[2].register_forward_hook(lambda _, __, output: output.register_hook(broken) and None)
         with pytest.raises(ZeroDivisionError):
-            train_step(model, tokens, offload)
+            train_step(model, tokens, context)
         handle.remove()
-        assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
-    offload.close()
+        return train_step(model, tokens, context)
+
+    compare(run, model, lead=2)
 
 
 _add("activations, an exception in forward", partial(exception_in_forward, is_checkpointed=True), is_quick=True)
