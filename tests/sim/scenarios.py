@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -497,6 +498,34 @@ def block_of_two() -> None:
 _add("activations, a block of two", block_of_two)
 
 
+def saved_elsewhere() -> None:
+    """Save a tensor on another stream, and give its memory back from this one, for which that stream does not wait."""
+    side = torch.Stream(DEVICE)
+    main = torch.accelerator.current_stream(DEVICE)
+    x = torch.randn(8, WIDTH, device=DEVICE)
+    torch.accelerator.synchronize()
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        side.wait_stream(main)
+        with side, context:
+            first = Shared.apply(leaf * 2).sum()
+        later = leaf
+        for _ in range(4):
+            with context:
+                later = Shared.apply(later * 2)
+        with side:
+            torch.zeros(8, WIDTH, device=DEVICE).add_(1)
+        main.wait_stream(side)
+        first.record_stream(main)
+        return [each.cpu() for each in torch.autograd.grad(first + later.sum(), [leaf])]
+
+    compare(run, nn.Linear(1, 1).to(DEVICE))
+
+
+_add("activations, saved on another stream", saved_elsewhere)
+
+
 def allocated_elsewhere() -> None:
     """Save a tensor whose memory belongs to another stream, and let that stream go on."""
     side = torch.Stream(DEVICE)
@@ -728,7 +757,9 @@ def smp_train(config: Mapping[str, Any], strategy: str, dropout: float, *, neste
                 parameter.grad = None
             torch.manual_seed(number)
         passed = x.clone(memory_format=torch.contiguous_format).pin_memory()
-        found.append(smp_step(model, passed).reduce_mean().detach().cpu())
+        loss = smp_step(model, passed)
+        passed.fill_(float("nan"))  # the user's memory is the user's again
+        found.append(loss.reduce_mean().detach().cpu())
         found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
     smp.shutdown()
     return found
@@ -865,11 +896,12 @@ def offload_model(
                 plain_step(model, ours, 77, dtype=dtype)
             ours.zero_grad()
         torch.manual_seed(number)
-        found.append(plain_step(model, ours, number, backwards=backwards, dtype=dtype).cpu())
+        loss = plain_step(model, ours, number, backwards=backwards, dtype=dtype)
+        if frozen and writes:  # after backward, before anybody waits for the device
+            _halve(held, writes, model)
+        found.append(loss.cpu())
         if overlap == "torch" and clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        if frozen and writes:  # between backward and step, as long as nobody waits for anything
-            _halve(held, writes, model)
         if evaluates_late:
             _evaluate(model, dtype)
         ours.step()
@@ -1083,6 +1115,17 @@ def freed_between_backwards() -> None:
 _add("OffloadModel, frozen between backwards", freed_between_backwards)
 
 
+def gone() -> None:
+    """Let go of a model, whose memory is unpinned then."""
+    for _ in range(2):
+        updated_model("forward")
+        gc.collect()
+        torch.accelerator.synchronize()  # raises what the device has to say of the memory
+
+
+_add("OffloadModel, gone", gone)
+
+
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -1103,6 +1146,46 @@ def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
     return found
 
 
+def trained_from_the_device(kind: small_steps.Kind) -> list[Tensor]:
+    """Return the losses of a small training whose batches are results of the device, and on a stream of the user's."""
+    net = small_steps.Net
+    found = []
+    stream = torch.Stream(DEVICE)
+    with (
+        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(DEVICE)),
+        small_steps.begin(kind) as training,
+        stream,
+    ):
+        for number in range(3):
+            torch.manual_seed(number)
+            x = small_steps.batch(number).to(DEVICE)
+            for _ in range(3):
+                x = x * 1.5
+            found.append(training.step(x).detach())
+        found = [each.cpu() for each in found]
+        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+    return found
+
+
+def trained_on_uneven_inputs() -> list[Tensor]:
+    """Return the weights after a training in which one rank has more batches than the other."""
+    smp.init({"ddp": True, "microbatches": 1})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with model.join():
+        for number in range(2 + 2 * smp.dp_rank()):
+            optimizer.zero_grad()
+            smp_step(model, small_steps.batch(number))
+            optimizer.step()
+            torch.ones(WIDTH, device=DEVICE).add_(1)
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
 def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
     """Compare a training with itself on a device where everything runs at once, so that nothing is late."""
     simulated_device.set_policy("eager")
@@ -1114,3 +1197,7 @@ def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
 for _kind, _of_kind in small_steps.KINDS.items():
     if _of_kind.ranks > 1:
         _add(f"ranks, {_kind}", partial(same_as_in_order, partial(trained, _of_kind)), ranks=_of_kind.ranks)
+for _kind in ("pipeline", "interleaved"):
+    _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
+    _add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
+_add("ranks, data, uneven inputs", partial(same_as_in_order, trained_on_uneven_inputs), ranks=2)
