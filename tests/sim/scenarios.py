@@ -1076,7 +1076,9 @@ def replaced_at_once(*, is_dropped: bool) -> None:
                     each.result()
             if is_dropped:
                 del ours
-            other: Any = OffloadOptimizer(model, torch.optim.AdamW, num_threads=1, lr=0.01)
+            # Not `model.parameters()`, which waits.
+            held = [each for piece in model._engine.slices for each in piece.weights.layout.parameters]
+            other: Any = OffloadOptimizer(model, torch.optim.AdamW, [{"params": held}], num_threads=1, lr=0.01)
             torch.manual_seed(1)
             plain_step(model, other, 1, dtype=torch.bfloat16)
             other.step()
@@ -1186,6 +1188,27 @@ def trained_on_uneven_inputs() -> list[Tensor]:
     return found
 
 
+def trained_after_an_exception() -> list[Tensor]:
+    """Return the weights after a training over a pipeline in which a step has failed on both ranks."""
+    smp.init(dict(small_steps.KINDS["pipeline"].config))
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = small_steps.Net()
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(4):
+        if number == 2:
+            with pytest.raises(ZeroDivisionError):
+                smp_fails(model, small_steps.batch(number))
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(number))
+        optimizer.step()
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
 def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
     """Compare a training with itself on a device where everything runs at once, so that nothing is late."""
     simulated_device.set_policy("eager")
@@ -1200,4 +1223,5 @@ for _kind, _of_kind in small_steps.KINDS.items():
 for _kind in ("pipeline", "interleaved"):
     _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
     _add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
+_add("ranks, pipeline, an exception", partial(same_as_in_order, trained_after_an_exception), ranks=2)
 _add("ranks, data, uneven inputs", partial(same_as_in_order, trained_on_uneven_inputs), ranks=2)
