@@ -804,7 +804,7 @@ _add("step, 4 microbatches, dropout", partial(smp_offloaded, microbatches=4, dro
 # --- OffloadModel -----------------------------------------------------------------------------------------------------
 
 
-def make_chain(*, tied: bool = False, unused: bool = False, frozen: int = 0) -> nn.Sequential:
+def make_chain(*, tied: bool = False, unused: bool = False, frozen: int = 0, normalized: bool = False) -> nn.Sequential:
     """Return layers for an OffloadModel."""
     with torch.device("cpu"):
         torch.manual_seed(0)
@@ -813,6 +813,10 @@ def make_chain(*, tied: bool = False, unused: bool = False, frozen: int = 0) -> 
         layers[4][0].register_parameter("weight", layers[1][0].get_parameter("weight"))
     if unused:
         layers[3][0].weight.requires_grad_(False)
+    if normalized:
+        with torch.device("cpu"):
+            for layer in layers:
+                layer.append(nn.LayerNorm(WIDTH))
     for layer in layers[:frozen]:
         layer.requires_grad_(False)
     return nn.Sequential(*layers)
@@ -861,13 +865,14 @@ def offload_model(
     reads: bool = False,
     writes: str = "",
     frozen: int = 0,
+    normalized: bool = False,
     saves: bool = False,
     fails: bool = False,
     optimizer_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Compare an OffloadModel with the plain model on the device, whose dropout draws the same numbers."""
-    plain = make_chain(tied=tied, unused=unused, frozen=frozen)
+    plain = make_chain(tied=tied, unused=unused, frozen=frozen, normalized=normalized)
     source = copy.deepcopy(plain)
     plain.to(DEVICE)
     if tied:  # torch makes parameters anew for devices of plug-ins, so this has undone it
@@ -995,6 +1000,7 @@ for _is_checkpointed in (False, True):
         _add(f"{_title}, little host memory", partial(_common, host_budget_bytes=2048))
         _add(f"{_title}, 4 microbatches", partial(_common, num_microbatches=4))
         _add(f"{_title}, bfloat16", partial(_common, dtype=torch.bfloat16), is_quick=_title.endswith("ed, forward"))
+        _add(f"{_title}, bfloat16, normalized", partial(_common, dtype=torch.bfloat16, normalized=True))
         if _overlap != "backward":  # which has updated some slices when others raise
             _add(f"{_title}, an exception", partial(_common, fails=True), is_quick=_overlap == "torch")
             _add(f"{_title}, clipped", partial(_common, clip=0.1))
