@@ -12,7 +12,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
@@ -1175,6 +1176,32 @@ def trained_from_the_device(kind: small_steps.Kind) -> list[Tensor]:
     return found
 
 
+def trained_offloaded(horizon: int | str) -> list[Tensor]:
+    """Return what a small training over a pipeline gives whose activations leave the device."""
+    config = {"offload_activations": True, "activation_loading_horizon": horizon}
+    kind = replace(small_steps.KINDS["pipeline"], config={**small_steps.KINDS["pipeline"].config, **config})
+    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+        return trained(replace(kind, checkpointed=True))
+
+
+def trained_with_a_hook() -> list[Tensor]:
+    """Return the weights after a training whose gradients are averaged by a communication hook."""
+    smp.init({"ddp": True, "microbatches": 2})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(3):
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(2 * number + smp.dp_rank()))
+        optimizer.step()
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
 def trained_on_uneven_inputs() -> list[Tensor]:
     """Return the weights after a training in which one rank has more batches than the other."""
     smp.init({"ddp": True, "microbatches": 1})
@@ -1230,4 +1257,8 @@ for _kind in ("pipeline", "interleaved"):
     _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
     _add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
 _add("ranks, pipeline, an exception", partial(same_as_in_order, trained_after_an_exception), ranks=2)
+for _horizon in (2, "auto"):
+    _trains = partial(trained_offloaded, _horizon)
+    _add(f"ranks, pipeline, offloaded, horizon {_horizon}", partial(same_as_in_order, _trains), ranks=2)
+_add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
 _add("ranks, data, uneven inputs", partial(same_as_in_order, trained_on_uneven_inputs), ranks=2)
