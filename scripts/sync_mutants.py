@@ -37,7 +37,7 @@ _HEADER: Final = """\
 # order. Where it is null, `why` says why nothing can show it, or what would. `tried` alone: no scenario that was tried
 # showed it, or none comes to it.
 """
-_LEAST_SECONDS: Final = 60.0
+_LEAST_SECONDS: Final = 40.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _try(edge: Edge, reach: dict[str, Reach], most: int, orders: int) -> dict[st
     """Return what showed that an edge is missing; None if nothing did."""
     reaching = sorted((name for name in reach if edge.id in reach[name].edges), key=lambda name: reach[name].seconds)
     for name in _various(reaching)[:most]:
-        limit = max(_LEAST_SECONDS, 20 * reach[name].seconds)
+        limit = max(_LEAST_SECONDS, 8 * reach[name].seconds)
         how: tuple[str, str, str] | None
         try:
             size = SCENARIOS[name].ranks

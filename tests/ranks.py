@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable
 from typing import Any, Final
 
-import torch
-
 from smpkit.testing.ranks import FORKSERVER, RankFailed, preload
 from smpkit.testing.ranks import run_ranks as run_on_this_machine
+from tests.simulated import order_from, run_in_order
 
 __all__ = ["FORKSERVER", "RANKS_ON_SIM", "RankFailed", "run_ranks"]
 
@@ -20,22 +17,16 @@ RANKS_ON_SIM: Final = "RANKS_ON_SIM"
 preload("tests.preloaded")
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+    hosts: int = 1,
+) -> list[Any]:
     """Do what `smpkit.testing.run_ranks` does, whose arguments these are."""
-    if order := os.environ.get(RANKS_ON_SIM):
-        return run_on_this_machine(_on_sim, size, order, function, args, **options)
-    return run_on_this_machine(function, size, *args, **options)
-
-
-def _on_sim(order: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    from smpkit.testing import simulated_device  # after the fork: it makes itself the accelerator of its process
-
-    simulated_device.load()
-    policy, _, seed = order.partition(":")
-    simulated_device.set_policy(policy, int(seed))
-    result = function(*args)
-    with contextlib.suppress(RuntimeError):  # of messages that a test has made fail
-        torch.accelerator.synchronize()
-    if races := simulated_device.races():
-        raise simulated_device.RaceFound(races)
-    return result
+    order = order_from(RANKS_ON_SIM)
+    if order is None:
+        return run_on_this_machine(function, size, *args, timeout=timeout, env=env, hosts=hosts)
+    return run_on_this_machine(run_in_order, size, order, 1, function, args, timeout=timeout, env=env, hosts=hosts)

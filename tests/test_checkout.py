@@ -36,6 +36,14 @@ def test_no_results_of_examples_are_committed_or_would_be() -> None:
     assert git("check-ignore", "examples/gpt_text/runs/checkpoints/newest", "runs/pipeline/newest")[1:]
 
 
+def test_what_is_compiled_where_it_is_used_gets_into_wheels() -> None:
+    """hatchling packs all files of a package but those that git ignores."""
+    folder = "smpkit/testing/simulated_device/source"
+    sources = [str(path.relative_to(ROOT)) for path in (ROOT / folder).iterdir()]
+    assert f"{folder}/library.cpp" in sources
+    assert git("check-ignore", "--no-index", *sources) == []
+
+
 def test_a_type_checker_finds_an_editable_install(tmp_path: Path) -> None:
     """They follow folders in a `.pth` file, and no import hook."""
     origin = json.loads(metadata.distribution("smpkit").read_text("direct_url.json") or "{}")

@@ -11,6 +11,7 @@ import pytest
 import smpkit
 import smpkit.errors
 import smpkit.testing
+import smpkit.testing.simulated_device
 import smpkit.torch
 
 DOCUMENTED = """
@@ -33,7 +34,9 @@ def test_the_runtime_has_the_documented_names_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [smpkit, smpkit.errors, smpkit.testing, smpkit.torch], ids=lambda module: module.__name__
+    "module",
+    [smpkit, smpkit.errors, smpkit.testing, smpkit.testing.simulated_device, smpkit.torch],
+    ids=lambda module: module.__name__,
 )
 def test_every_public_name_is_there(module: ModuleType) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []

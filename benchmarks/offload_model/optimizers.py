@@ -97,7 +97,7 @@ def make_contestants(
         workers.kernel = lambda _: kernel  # type: ignore[method-assign, assignment]
 
         def step() -> None:
-            for update in workers.run([(rule, span)], lambda: None, ()):
+            for update in workers.run([(rule, span)], lambda: None):
                 update.result()
 
         return step

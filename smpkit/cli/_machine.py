@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import smpkit
+from smpkit import compilers
 from smpkit.config.job import JobConfig
 from smpkit_container.command import find_mpirun
 from smpkit_estimator.docker import engine
@@ -32,7 +33,6 @@ _WITH_TORCH: Final = (
 )  # fmt: skip
 """What is installed beside a torch for GPUs."""
 _FOR_CPU: Final = ("a build for the CPU",)
-_COMPILERS: Final = ("c++", "g++", "clang++")
 
 
 def runs_here(job: JobConfig) -> bool:
@@ -99,7 +99,7 @@ def _docker() -> Finding:
 
 
 def _compiler() -> Finding:
-    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    found = compilers.find_compiler()
     if found is None:
         return Finding("compiler", "info", "no C++ compiler (kernels of the host are compiled where there is one)")
     return Finding("compiler", "ok", f"C++ compiler: {found}")

@@ -35,6 +35,7 @@ _PAGES: Final = {
     "smpkit": "smpkit",
     "smpkit.errors": "smpkit.errors",
     "smpkit.testing": "smpkit.testing",
+    "smpkit.testing.simulated_device": "smpkit.testing.simulated_device",
 }
 """Modules whose `__all__` is the reference, and how they are called here."""
 

@@ -102,6 +102,8 @@ def test_the_wheel_is_what_runs_here(tmp_path: Path) -> None:
         "smpkit/py.typed",
         "smpkit_container/Dockerfile",
         "smpkit_container/install.sh",
+        "smpkit/testing/simulated_device/source/library.cpp",
+        "smpkit/testing/simulated_device/source/order.h",
     ]
     assert all((tmp_path / "site" / name).is_file() for name in names)
 

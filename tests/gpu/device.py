@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 import traceback
 import warnings
@@ -25,6 +24,7 @@ import torch
 
 from smpkit.testing import simulated_device
 from smpkit.torch.offload.accelerator import AcceleratorLink
+from tests.simulated import in_order, order_from
 
 __all__ = [
     "CPU_ONLY",
@@ -55,7 +55,8 @@ __all__ = [
 
 TESTS_ON_SIM: Final = "GPU_TESTS_ON_SIM"
 """Has a policy and a seed, as "lazy:0": run these tests on the simulated device, in that order. Ranks inherit it."""
-IS_SIMULATED: Final = bool(os.environ.get(TESTS_ON_SIM))
+_ORDER: Final = order_from(TESTS_ON_SIM)
+IS_SIMULATED: Final = _ORDER is not None
 CPU_ONLY: Final = {"CUDA_VISIBLE_DEVICES": ""}
 """For the environment of a rank that shall see no GPU; one that does not call `gpu()` has no simulated one either."""
 
@@ -107,22 +108,12 @@ def scaled(number: int, *, to: int = _SCALE) -> int:
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
     """Run a test, or a rank of it. On the simulated device in the order asked for, and a race is an error."""
-    if not IS_SIMULATED:
+    if _ORDER is None:
         yield
         return
-    policy, _, seed = os.environ[TESTS_ON_SIM].partition(":")
     gpu()
-    simulated_device.races()
-    simulated_device.set_policy(policy, int(seed or 0))
-    try:
+    with in_order(_ORDER):
         yield
-    except Exception as error:
-        if (found := simulated_device.races()) and hasattr(error, "add_note"):
-            error.add_note(str(simulated_device.RaceFound(found)))
-        raise
-    # Without waiting for the device: where another rank has failed, this one's messages never arrive.
-    if found := simulated_device.races():
-        raise simulated_device.RaceFound(found)
 
 
 # --- streams and time -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import smpkit.torch as smp
+from tests.gpu.device import gpu
 from tests.gpu.ranks import run_on_gpu
 from tests.transparency.models import Trace, assert_same
 from tests.transparency.tensor_parallel_models import LENGTH, TOKENS, train_plainly
@@ -19,7 +20,7 @@ _TOLERANCE = 1e-8  # float64 beside the CPU's; AdamW magnifies
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_plain_pytorch(case: str) -> None:
-    plain = train_plainly(case)
+    plain = train_plainly(case, device=gpu())
     rows = [Row(case, 1, 2, mode, sharded) for mode in MODES for sharded in (False, True)]
     for traces in run_on_gpu(train_rows, rows, timeout=150):
         for trace in traces:

@@ -11,10 +11,11 @@ import pytest
 from smpkit.testing import simulated_device
 from smpkit.testing.simulated_device.build import Unavailable, library
 from tests.ranks import run_ranks
+from tests.simulated import Order, run_in_order
 
 __all__ = ["ORDERS", "naming", "needs_sim", "run_on_sim"]
 
-ORDERS = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1), ("random", 2))
+ORDERS: tuple[Order, ...] = (("lazy", 0), ("compute", 0), ("copies", 0), ("random", 1), ("random", 2))
 """Policies and seeds under which the default suite runs what it checks."""
 
 
@@ -31,21 +32,20 @@ def run_on_sim(
     *args: Any,
     size: int = 1,
     devices: int = 1,
-    order: tuple[str, int] | None = ("lazy", 0),
+    order: Order | None = ("lazy", 0),
     timeout: float = 120,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Return what `function(*args)` returns on each rank, run under one order and without races; None: under none."""
     needs_sim()
-    return run_ranks(_on_rank, size, function, args, devices, order, timeout=timeout, env=env)
-
-
-def _on_rank(function: Callable[..., Any], args: tuple[Any, ...], devices: int, order: tuple[str, int] | None) -> Any:
-    simulated_device.load(devices)
     if order is None:
-        return function(*args)
-    with simulated_device.no_races(*order):
-        return function(*args)
+        return run_ranks(_loaded, size, devices, function, args, timeout=timeout, env=env)
+    return run_ranks(run_in_order, size, order, devices, function, args, timeout=timeout, env=env)
+
+
+def _loaded(devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    simulated_device.load(devices)
+    return function(*args)
 
 
 @contextlib.contextmanager

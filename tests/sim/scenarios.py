@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
+from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
@@ -57,6 +62,8 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 _order: tuple[str, int] = ("lazy", 0)
+_updates_are_slow = False
+"""Whether the threads of an OffloadOptimizer take so long that nobody finds their work done by luck."""
 
 
 def run_scenario(name: str, order: tuple[str, int]) -> None:
@@ -77,6 +84,8 @@ def run_scenario(name: str, order: tuple[str, int]) -> None:
 def _one_pass(rule: kernels.Rule, flat_range: kernels.FlatRange) -> None:
     """Apply a rule with the compiled kernel, and say which memory that uses."""
     simulated_device.host_access(flat_range.gradient, writes=False, what="the optimizer's kernel")
+    if _updates_are_slow:
+        time.sleep(0.03)
     written = [flat_range.master, *flat_range.state]
     if flat_range.weight is not None:
         written.append(flat_range.weight)
@@ -168,6 +177,18 @@ def train_step(
     return [loss.detach().cpu(), *gradients_of(model)]
 
 
+def compare(
+    run: Callable[[contextlib.AbstractContextManager[object]], list[Tensor]], model: nn.Module, **options: Any
+) -> None:
+    """Run something without offloading once, and with it three times."""
+    expected = run(contextlib.nullcontext())
+    offload = activations(model, **{"min_bytes": 0, "lead": 1} | options)
+    for number in range(3):
+        assert_same(run(offload), expected, f"in step {number}")
+    assert offload.report().bytes_out > 0
+    offload.close()
+
+
 def offloaded(
     model_options: Mapping[str, Any] | None = None,
     *,
@@ -178,15 +199,13 @@ def offloaded(
     """Compare steps with and without offloading."""
     model, tokens = make(**(model_options or {}))
     cast = partial(torch.autocast, "sim", torch.bfloat16) if is_autocast else contextlib.nullcontext
-    with cast():
-        expected = train_step(model, tokens)
-    with mock.patch.dict(os.environ, {DEBUG: "1"} if is_checked else {}):
-        offload = activations(model, **{"min_bytes": 0, "lead": 1} | options)
-    for number in range(3):
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         with cast():
-            assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
-    assert offload.report().bytes_out > 0
-    offload.close()
+            return train_step(model, tokens, context)
+
+    with mock.patch.dict(os.environ, {DEBUG: "1"} if is_checked else {}):
+        compare(run, model, **options)
 
 
 _UNCHECKPOINTED = {"is_checkpointed": False}
@@ -227,11 +246,7 @@ def two_graphs(*, later_first: bool, is_checkpointed: bool) -> None:
             loss.backward()
         return gradients_of(model)
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    offload.close()
+    compare(run, model)
 
 
 for _is_first in (True, False):
@@ -256,11 +271,7 @@ def graph_kept() -> None:
         loss.backward()
         return gradients_of(model)
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=2)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    offload.close()
+    compare(run, model, lead=2)
 
 
 _add("activations, graph kept", graph_kept)
@@ -297,8 +308,9 @@ def on_streams(*, whole: bool, lead: int = 1) -> None:
     x = torch.randn(2, 8, WIDTH, device=DEVICE)
     torch.accelerator.synchronize()
     step_stream = torch.Stream(DEVICE)
+    steps = count()
 
-    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+    def step(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         model.zero_grad(set_to_none=True)
         given = x.clone().requires_grad_()
         with context:
@@ -307,18 +319,17 @@ def on_streams(*, whole: bool, lead: int = 1) -> None:
         assert given.grad is not None
         return [given.grad.cpu(), *gradients_of(model)]
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=lead)
-    for number in range(3):
-        if whole:  # of the user's, forward and backward: the same model on another stream than the step before
-            step_stream.wait_stream(torch.accelerator.current_stream())
-            with step_stream if number % 2 else contextlib.nullcontext():
-                found = run(offload)
-            torch.accelerator.current_stream().wait_stream(step_stream)
-        else:
-            found = run(offload)
-        assert_same(found, expected, f"in step {number}")
-    offload.close()
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        if not whole:
+            return step(context)
+        # Of the user's, forward and backward: the same model on another stream than in the step before.
+        step_stream.wait_stream(torch.accelerator.current_stream())
+        with step_stream if next(steps) % 2 else contextlib.nullcontext():
+            found = step(context)
+        torch.accelerator.current_stream().wait_stream(step_stream)
+        return found
+
+    compare(run, model, lead=lead)
 
 
 _add("activations, side streams", partial(on_streams, whole=False), is_quick=True)
@@ -367,26 +378,58 @@ def needed_on_two_streams() -> None:
         main.wait_stream(side)
         of_second.record_stream(main)
         first.backward()
+        with side:  # which may use memory again as soon as it is free
+            torch.zeros(8, WIDTH, device=DEVICE).add_(1)
         return [of_second.cpu(), *gradients_of(model)]
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    offload.close()
+    compare(run, model)
 
 
 _add("activations, needed on two streams", needed_on_two_streams, is_quick=True)
 
 
-def host_memory_of_another_stream() -> None:
+def needed_where_nothing_has_left() -> None:
+    """Load a storage on a stream that has not waited for any copy to the host."""
+    side = torch.Stream(DEVICE)
+    main = torch.accelerator.current_stream(DEVICE)
+    x = torch.randn(8, WIDTH, device=DEVICE)
+    torch.accelerator.synchronize()
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        z = leaf * 2
+        with context:
+            first = Shared.apply(z).sum()
+        side.wait_stream(main)
+        z.record_stream(side)
+        with side, context:
+            second = Shared.apply(z).sum()
+        del z
+        later = leaf
+        for _ in range(4):  # so that the memory of `z` is given back, after a wait of this stream alone
+            with context:
+                later = Shared.apply(later * 2)
+        with side:
+            (of_second,) = torch.autograd.grad(second, [leaf], retain_graph=True)
+        main.wait_stream(side)
+        of_second.record_stream(main)
+        (of_others,) = torch.autograd.grad(first + later.sum(), [leaf])
+        return [of_second.cpu(), of_others.cpu()]
+
+    compare(run, nn.Linear(1, 1).to(DEVICE))
+
+
+_add("activations, needed where nothing has left", needed_where_nothing_has_left)
+
+
+def host_memory_of_another_stream(*, sizes: tuple[int, int] = (8, 8), budget: int | None = None) -> None:
     """Run steps on streams that do not wait for each other, and whose activations use the same host memory in turns."""
     streams = [torch.Stream(DEVICE) for _ in range(2)]
     model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
     given = []
-    for stream in streams:
+    for stream, size in zip(streams, sizes, strict=True):
         with stream:
-            given.append(torch.randn(8, WIDTH, device=DEVICE))
+            given.append(torch.randn(size, WIDTH, device=DEVICE))
     torch.accelerator.synchronize()
 
     def run(x: Tensor, context: contextlib.AbstractContextManager[object]) -> Tensor:
@@ -401,7 +444,7 @@ def host_memory_of_another_stream() -> None:
     for stream, x in zip(streams, given, strict=True):
         with stream:
             expected.append(run(x, contextlib.nullcontext()))
-    offload = activations(model, min_bytes=0, lead=1)
+    offload = activations(model, min_bytes=0, lead=1, host_budget_bytes=budget)
     found = []
     for number in range(6):
         with streams[number % 2]:
@@ -412,6 +455,76 @@ def host_memory_of_another_stream() -> None:
 
 
 _add("activations, host memory of another stream", host_memory_of_another_stream, is_quick=True)
+_other_sizes = partial(host_memory_of_another_stream, sizes=(8, 24), budget=4096)  # so blocks are joined and cut
+_add("activations, host memory of another stream, other sizes", _other_sizes)
+
+
+def block_of_two() -> None:
+    """Use two storages that left together at different times, on streams that do not wait for each other."""
+    streams = [torch.Stream(DEVICE) for _ in range(2)]
+    given = []
+    for stream in streams:
+        with stream:
+            given.append(torch.randn(8, WIDTH, device=DEVICE))
+    torch.accelerator.synchronize()
+
+    def run(x: Tensor, context: contextlib.AbstractContextManager[object]) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        with context:  # in one block, and the second is needed by the next layer as well
+            y = Shared.apply(leaf * 2)
+            again = y * 2
+            z = Shared.apply(again)
+        with context:
+            z = Shared.apply(again) + z
+        del again
+        for _ in range(3):
+            with context:
+                z = Shared.apply(z * 2)
+        return torch.autograd.grad(z.sum(), leaf)[0]
+
+    expected = []
+    for stream, x in zip(streams, given, strict=True):
+        with stream:
+            expected.append(run(x, contextlib.nullcontext()))
+    offload = activations(nn.Linear(1, 1).to(DEVICE), min_bytes=0, lead=1)
+    found = []
+    for number in range(6):
+        with streams[number % 2]:
+            found.append(run(given[number % 2], offload))
+    torch.accelerator.synchronize()
+    assert_same(found, expected * 3)
+    offload.close()
+
+
+_add("activations, a block of two", block_of_two)
+
+
+def saved_elsewhere() -> None:
+    """Save a tensor on another stream, and give its memory back from this one, for which that stream does not wait."""
+    side = torch.Stream(DEVICE)
+    main = torch.accelerator.current_stream(DEVICE)
+    x = torch.randn(8, WIDTH, device=DEVICE)
+    torch.accelerator.synchronize()
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        side.wait_stream(main)
+        with side, context:
+            first = Shared.apply(leaf * 2).sum()
+        later = leaf
+        for _ in range(4):
+            with context:
+                later = Shared.apply(later * 2)
+        with side:
+            torch.zeros(8, WIDTH, device=DEVICE).add_(1)
+        main.wait_stream(side)
+        first.record_stream(main)
+        return [each.cpu() for each in torch.autograd.grad(first + later.sum(), [leaf])]
+
+    compare(run, nn.Linear(1, 1).to(DEVICE))
+
+
+_add("activations, saved on another stream", saved_elsewhere)
 
 
 def allocated_elsewhere() -> None:
@@ -438,11 +551,7 @@ def allocated_elsewhere() -> None:
         loss.backward()
         return gradients_of(model)
 
-    expected = run(contextlib.nullcontext())
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(3):
-        assert_same(run(offload), expected, f"in step {number}")
-    offload.close()
+    compare(run, model)
 
 
 _add("activations, allocated on another stream", allocated_elsewhere, is_quick=True)
@@ -450,10 +559,10 @@ _add("activations, allocated on another stream", allocated_elsewhere, is_quick=T
 
 def measured_beside_work() -> None:
     """Measure the link with memory that queued work still uses."""
+    model = nn.Linear(1, 1).to(DEVICE)
     accelerator._speeds.clear()
-    for _ in range(2):
-        torch.ones(1024, device=DEVICE).mul_(2)
-    offloaded(_UNCHECKPOINTED)
+    torch.ones(accelerator._MEASURED_BYTES // 4, device=DEVICE).mul_(2)  # freed at once
+    activations(model).close()
 
 
 _add("activations, measured beside work", measured_beside_work)
@@ -475,33 +584,32 @@ def exception_in_forward(*, is_checkpointed: bool) -> None:
     model, tokens = make(is_checkpointed=is_checkpointed)
     fails = Fails()
     model.layers.insert(3, fails)
-    expected = train_step(model, tokens)
-    offload = activations(model, min_bytes=0, lead=1)
-    for number in range(2):
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         fails.is_broken = True
         with pytest.raises(ZeroDivisionError):
-            train_step(model, tokens, offload)
+            train_step(model, tokens, context)
         fails.is_broken = False
-        assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
-    offload.close()
+        return train_step(model, tokens, context)
+
+    compare(run, model)
 
 
 def exception_in_backward() -> None:
     """Raise in the middle of backward, whose copies are on their way back."""
     model, tokens = make(is_checkpointed=False)
-    expected = train_step(model, tokens)
-    offload = activations(model, min_bytes=0, lead=2)
 
     def broken(_: Tensor) -> Tensor:
         raise ZeroDivisionError
 
-    for number in range(2):
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         handle = model.layers[2].register_forward_hook(lambda _, __, output: output.register_hook(broken) and None)
         with pytest.raises(ZeroDivisionError):
-            train_step(model, tokens, offload)
+            train_step(model, tokens, context)
         handle.remove()
-        assert_same(train_step(model, tokens, offload), expected, f"in step {number}")
-    offload.close()
+        return train_step(model, tokens, context)
+
+    compare(run, model, lead=2)
 
 
 _add("activations, an exception in forward", partial(exception_in_forward, is_checkpointed=True), is_quick=True)
@@ -557,6 +665,21 @@ def closed_at_once() -> None:
 _add("activations, closed at once", closed_at_once)
 
 
+def dropped_at_once() -> None:
+    """Let go of everything while copies are on their way, without closing it."""
+    model, tokens = make(is_checkpointed=False)
+    expected = train_step(model, tokens)
+    for number in range(2):
+        offload = activations(model, min_bytes=0, lead=1)
+        assert_same(train_step(model, tokens, offload), expected, f"in round {number}")
+        with offload:
+            loss = loss_of(model, tokens)
+        del loss, offload
+
+
+_add("activations, dropped at once", dropped_at_once)
+
+
 # --- activations under the API of SMP v1 ------------------------------------------------------------------------------
 
 
@@ -582,6 +705,24 @@ class Stack(nn.Module):
         return self.layers(x)
 
 
+@contextlib.contextmanager
+def _broken(model: nn.Module, kind: type[nn.Module]) -> Iterator[None]:
+    """Let the backward of the third layer of a kind raise."""
+
+    def broken(_: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    def break_backward(_: nn.Module, __: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(broken)
+
+    handle = [each for each in model.modules() if isinstance(each, kind)][2].register_forward_hook(break_backward)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 @smp.step
 def smp_step(model: Any, x: Tensor) -> Tensor:
     """Run one microbatch."""
@@ -590,7 +731,10 @@ def smp_step(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def smp_train(config: Mapping[str, Any], strategy: str, dropout: float, *, nested: bool, fails: bool) -> list[Tensor]:
+_nothing = contextlib.nullcontext
+
+
+def smp_train(config: Mapping[str, Any], strategy: str, dropout: float, *, nested: bool, fails: str) -> list[Tensor]:
     """Train and return losses and gradients of all steps."""
     smp.init(dict(config))
     with torch.device("cpu"):
@@ -608,12 +752,15 @@ def smp_train(config: Mapping[str, Any], strategy: str, dropout: float, *, neste
         for parameter in model.parameters():
             parameter.grad = None
         if fails and number == 1:
-            with pytest.raises(ZeroDivisionError):
-                smp_fails(model, x.clone())
+            with pytest.raises(ZeroDivisionError), _broken(module, Small) if fails == "backward" else _nothing():
+                (smp_step if fails == "backward" else smp_fails)(model, x.clone())
             for parameter in model.parameters():
                 parameter.grad = None
             torch.manual_seed(number)
-        found.append(smp_step(model, x.clone()).reduce_mean().detach().cpu())
+        passed = x.clone(memory_format=torch.contiguous_format).pin_memory()
+        loss = smp_step(model, passed)
+        passed.fill_(float("nan"))  # the user's memory is the user's again
+        found.append(loss.reduce_mean().detach().cpu())
         found += [each.grad.cpu() for _, each in model.local_named_parameters() if each.grad is not None]
     smp.shutdown()
     return found
@@ -632,12 +779,12 @@ def smp_offloaded(
     horizon: int | str = 4,
     dropout: float = 0.0,
     nested: bool = False,
-    fails: bool = False,
+    fails: str = "",
     **config: Any,
 ) -> None:
     """Compare a training with and without `offload_activations`."""
     plain = {"microbatches": 2} | config
-    expected = smp_train(plain, strategy, dropout, nested=nested, fails=False)
+    expected = smp_train(plain, strategy, dropout, nested=nested, fails="")
     with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
         ours = plain | {"offload_activations": True, "activation_loading_horizon": horizon}
         found = smp_train(ours, strategy, dropout, nested=nested, fails=fails)
@@ -650,14 +797,15 @@ for _strategy in ("each", "group_2", "contiguous"):
 for _horizon in (1, 2, "auto"):
     _add(f"step, horizon {_horizon}", partial(smp_offloaded, horizon=_horizon))
 _add("step, nested", partial(smp_offloaded, nested=True))
-_add("step, an exception", partial(smp_offloaded, fails=True), is_quick=True)
+_add("step, an exception", partial(smp_offloaded, fails="forward"), is_quick=True)
+_add("step, an exception in backward", partial(smp_offloaded, fails="backward"))
 _add("step, 4 microbatches, dropout", partial(smp_offloaded, microbatches=4, dropout=0.3))
 
 
 # --- OffloadModel -----------------------------------------------------------------------------------------------------
 
 
-def make_chain(*, tied: bool = False, unused: bool = False) -> nn.Sequential:
+def make_chain(*, tied: bool = False, unused: bool = False, frozen: int = 0, normalized: bool = False) -> nn.Sequential:
     """Return layers for an OffloadModel."""
     with torch.device("cpu"):
         torch.manual_seed(0)
@@ -666,6 +814,12 @@ def make_chain(*, tied: bool = False, unused: bool = False) -> nn.Sequential:
         layers[4][0].register_parameter("weight", layers[1][0].get_parameter("weight"))
     if unused:
         layers[3][0].weight.requires_grad_(False)
+    if normalized:
+        with torch.device("cpu"):
+            for layer in layers:
+                layer.append(nn.LayerNorm(WIDTH))
+    for layer in layers[:frozen]:
+        layer.requires_grad_(False)
     return nn.Sequential(*layers)
 
 
@@ -708,14 +862,18 @@ def offload_model(
     tied: bool = False,
     unused: bool = False,
     evaluates: bool = False,
+    evaluates_late: bool = False,
     reads: bool = False,
+    writes: str = "",
+    frozen: int = 0,
+    normalized: bool = False,
     saves: bool = False,
     fails: bool = False,
     optimizer_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Compare an OffloadModel with the plain model on the device, whose dropout draws the same numbers."""
-    plain = make_chain(tied=tied, unused=unused)
+    plain = make_chain(tied=tied, unused=unused, frozen=frozen, normalized=normalized)
     source = copy.deepcopy(plain)
     plain.to(DEVICE)
     if tied:  # torch makes parameters anew for devices of plug-ins, so this has undone it
@@ -725,6 +883,7 @@ def offload_model(
     is_exact = overlap == "torch" and clip is None and dtype is None and options.get("num_microbatches", 1) == 1
     theirs = rule(plain.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
     model = OffloadModel(source, DEVICE, dtype=dtype, **{"num_slices": 3} | options)
+    held = [each for each in model.parameters() if not frozen or not each.requires_grad]
     ours: Any
     if overlap == "torch":
         ours = rule(model.parameters(), foreach=False, **rates)  # type: ignore[call-arg]
@@ -732,27 +891,27 @@ def offload_model(
         ours = OffloadOptimizer(model, rule, overlap=overlap, max_grad_norm=clip, num_threads=1, **rates)  # type: ignore[arg-type]
     cast = partial(torch.autocast, "sim", dtype) if dtype is not None else contextlib.nullcontext
 
-    losses = _train_plain(plain, theirs, cast, steps=steps, backwards=backwards, clip=clip)
+    halved = [each for each in plain.parameters() if not frozen or not each.requires_grad] if writes else []
+    losses = _train_plain(plain, theirs, cast, steps=steps, backwards=backwards, clip=clip, halved=halved)
     found = []
     for number in range(steps):
         if evaluates:  # a forward whose loads no backward follows
-            with torch.no_grad():
-                model(inputs_of(99, dtype or torch.float32))
+            _evaluate(model, dtype)
         if fails and number == 1:
-            with pytest.raises(ZeroDivisionError), _broken(model):
+            with pytest.raises(ZeroDivisionError), _broken(model, nn.GELU):
                 plain_step(model, ours, 77, dtype=dtype)
             ours.zero_grad()
         torch.manual_seed(number)
-        found.append(plain_step(model, ours, number, backwards=backwards, dtype=dtype).cpu())
+        loss = plain_step(model, ours, number, backwards=backwards, dtype=dtype)
+        if frozen and writes:  # after backward, before anybody waits for the device
+            _halve(held, writes, model)
+        found.append(loss.cpu())
         if overlap == "torch" and clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if evaluates_late:
+            _evaluate(model, dtype)
         ours.step()
-        if reads:
-            assert all(each.isfinite().all() for each in weights_of(model))
-        if saves:
-            saved = copy.deepcopy((model.state_dict(), ours.state_dict()))
-            model.load_state_dict(saved[0])
-            ours.load_state_dict(saved[1])
+        _use_between(model, ours, held, reads=reads, writes="" if frozen else writes, saves=saves)
     model.synchronize()
     torch.accelerator.synchronize()
     if is_exact:
@@ -767,8 +926,35 @@ def offload_model(
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+def _evaluate(model: OffloadModel, dtype: torch.dtype | None) -> None:
+    model(inputs_of(99, dtype or torch.float32))
+
+
+def _use_between(
+    model: OffloadModel, ours: Any, held: Sequence[nn.Parameter], *, reads: bool, writes: str, saves: bool
+) -> None:
+    """Use the weights as users do between two steps."""
+    if writes:
+        _evaluate(model, None)
+        _halve(held, writes, model)
+    if reads:
+        assert all(each.isfinite().all() for each in weights_of(model))
+    if saves:
+        saved = copy.deepcopy((model.state_dict(), ours.state_dict()))
+        model.load_state_dict(saved[0])
+        ours.load_state_dict(saved[1])
+
+
 def _train_plain(
-    model: nn.Module, optimizer: Any, cast: Callable[[], Any], *, steps: int, backwards: int, clip: float | None
+    model: nn.Module,
+    optimizer: Any,
+    cast: Callable[[], Any],
+    *,
+    steps: int,
+    backwards: int,
+    clip: float | None,
+    halved: Sequence[nn.Parameter],
 ) -> list[Tensor]:
     """Return the losses of the plain model."""
     losses = []
@@ -779,22 +965,23 @@ def _train_plain(
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        _halve(halved, "in place", model)
     return losses
 
 
-@contextlib.contextmanager
-def _broken(model: nn.Module) -> Iterator[None]:
-    """Let the backward of a layer in the middle raise."""
-
-    def broken(_: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-    layers = [each for each in model.modules() if isinstance(each, nn.GELU)]
-    handle = layers[2].register_forward_hook(lambda _, __, output: output.register_hook(broken) and None)
-    try:
-        yield
-    finally:
-        handle.remove()
+@torch.no_grad()
+def _halve(parameters: Sequence[nn.Parameter], how: str, model: Any) -> None:
+    """Write to weights in one of the ways in which users do."""
+    if how == "in place, synchronized":
+        model.synchronize()
+    elif how == "in place, asked for":
+        for _ in model.parameters():  # waits for whoever still reads or writes them
+            break
+    for parameter in parameters:
+        if how == "replaced":
+            parameter.data = parameter.data * 0.5
+        else:
+            parameter.mul_(0.5)
 
 
 for _is_checkpointed in (False, True):
@@ -814,6 +1001,7 @@ for _is_checkpointed in (False, True):
         _add(f"{_title}, little host memory", partial(_common, host_budget_bytes=2048))
         _add(f"{_title}, 4 microbatches", partial(_common, num_microbatches=4))
         _add(f"{_title}, bfloat16", partial(_common, dtype=torch.bfloat16), is_quick=_title.endswith("ed, forward"))
+        _add(f"{_title}, bfloat16, normalized", partial(_common, dtype=torch.bfloat16, normalized=True))
         if _overlap != "backward":  # which has updated some slices when others raise
             _add(f"{_title}, an exception", partial(_common, fails=True), is_quick=_overlap == "torch")
             _add(f"{_title}, clipped", partial(_common, clip=0.1))
@@ -821,6 +1009,130 @@ for _is_checkpointed in (False, True):
         if _overlap != "torch":
             _sgd = {"lr": 0.1, "momentum": 0.9}
             _add(f"{_title}, momentum", partial(_common, rule=torch.optim.SGD, optimizer_options=_sgd))
+        _add(f"{_title}, evaluated before the step", partial(_common, evaluates_late=True))
+        _add(f"{_title}, evaluated before the step, tied", partial(_common, evaluates_late=True, tied=True))
+        for _how in ("in place, synchronized", "in place, asked for", "replaced"):
+            _add(f"{_title}, written {_how}", partial(_common, writes=_how))
+    _torch = partial(offload_model, **_options)
+    _add(f"OffloadModel, {_kind}, torch, written in place", partial(_torch, writes="in place"))
+    _add(f"OffloadModel, {_kind}, torch, frozen and written", partial(_torch, writes="in place", frozen=2))
+
+
+def updated_model(overlap: str, **options: Any) -> tuple[OffloadModel, Any, list[Any]]:
+    """Return a model and its optimizer right after a step, and what its threads still do."""
+    model = OffloadModel(make_chain(), DEVICE, num_slices=3, checkpoint_activation=True, **options)
+    ours: Any = OffloadOptimizer(model, torch.optim.AdamW, overlap=overlap, num_threads=1, lr=0.01)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    plain_step(model, ours, 0, dtype=options.get("dtype"))
+    ours.step()
+    return model, ours, [each for some in ours._updates for each in some]
+
+
+def _values(state: Any) -> list[Tensor]:
+    return [each.detach().cpu().clone() for each in tree_flatten(state)[0] if isinstance(each, Tensor)]
+
+
+_READS: dict[str, Callable[[OffloadModel, Any, list[nn.Parameter]], Any]] = {
+    "its state dict": lambda model, _, __: model.state_dict(),
+    "its parameters": lambda model, _, __: list(model.parameters()),
+    "parameters that are held": lambda model, _, held: _synchronized(model, held),
+    "a copy": lambda model, _, __: list(copy.deepcopy(model).parameters()),
+    "the optimizer's state dict": lambda _, ours, __: ours.state_dict(),
+}
+
+
+def _synchronized(model: OffloadModel, held: list[nn.Parameter]) -> list[nn.Parameter]:
+    model.synchronize()
+    return held
+
+
+def read_at_once(how: str, overlap: str) -> None:
+    """Read something right after a step; threads still update it."""
+    with mock.patch(f"{__name__}._updates_are_slow", new=True):
+        model, ours, updates = updated_model(overlap)
+        held = [parameter for piece in model._engine.slices for parameter in piece.weights.layout.parameters]
+        found = _values(_READS[how](model, ours, held))
+        for each in updates:
+            each.result()
+        assert_same(found, _values(_READS[how](model, ours, held)))
+
+
+def loaded_at_once() -> None:
+    """Load a state of the optimizer right after a step; threads still write it."""
+    with mock.patch(f"{__name__}._updates_are_slow", new=True):
+        model, ours, updates = updated_model("forward")
+        saved = copy.deepcopy(ours.state_dict())
+        torch.manual_seed(1)
+        plain_step(model, ours, 1)
+        ours.step()
+        updates = [each for some in ours._updates for each in some]
+        ours.load_state_dict(saved)
+        for each in updates:
+            each.result()
+        assert_same(_values(ours.state_dict()), _values(saved))
+
+
+def replaced_at_once(*, is_dropped: bool) -> None:
+    """Make another optimizer right after a step of the first, which may be gone by then."""
+    found = []
+    for waits in (True, False):
+        with mock.patch(f"{__name__}._updates_are_slow", new=True):
+            model, ours, updates = updated_model("forward", dtype=torch.bfloat16)
+            if waits:
+                for each in updates:
+                    each.result()
+            if is_dropped:
+                del ours
+            # Not `model.parameters()`, which waits.
+            held = [each for piece in model._engine.slices for each in piece.weights.layout.parameters]
+            other: Any = OffloadOptimizer(model, torch.optim.AdamW, [{"params": held}], num_threads=1, lr=0.01)
+            torch.manual_seed(1)
+            plain_step(model, other, 1, dtype=torch.bfloat16)
+            other.step()
+            found.append(weights_of(model))
+    assert_same(found[1], found[0])
+
+
+for _how in _READS:
+    for _overlap in ("forward", "backward"):
+        _add(f"OffloadOptimizer, {_overlap}, {_how} read at once", partial(read_at_once, _how, _overlap))
+_add("OffloadOptimizer, a state loaded at once", loaded_at_once)
+_add("OffloadOptimizer, replaced at once", partial(replaced_at_once, is_dropped=False))
+_add("OffloadOptimizer, dropped and replaced at once", partial(replaced_at_once, is_dropped=True))
+
+
+def freed_between_backwards() -> None:
+    """Freeze a layer between two backwards of a step, so that the buffers of gradients become smaller."""
+    found = []
+    for order in (("eager", 0), _order):
+        simulated_device.set_policy(*order)
+        model = OffloadModel(make_chain(), DEVICE, num_slices=2, checkpoint_activation=True)
+        ours = OffloadOptimizer(model, torch.optim.AdamW, num_threads=1, lr=0.01)
+        held = list(model.parameters())
+        for number in range(2):
+            torch.manual_seed(number)
+            for part in range(2):
+                for each in held[:6]:
+                    each.requires_grad_(not part)
+                loss = model(inputs_of(10 * number + part)).square().mean()
+                loss.backward()
+            ours.step()
+        found.append(weights_of(model))
+    assert_same(found[1], found[0])
+
+
+_add("OffloadModel, frozen between backwards", freed_between_backwards)
+
+
+def gone() -> None:
+    """Let go of a model, whose memory is unpinned then."""
+    for _ in range(2):
+        updated_model("forward")
+        gc.collect()
+        torch.accelerator.synchronize()  # raises what the device has to say of the memory
+
+
+_add("OffloadModel, gone", gone)
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
@@ -843,6 +1155,93 @@ def trained(kind: small_steps.Kind, *, steps: int = 3) -> list[Tensor]:
     return found
 
 
+def trained_from_the_device(kind: small_steps.Kind) -> list[Tensor]:
+    """Return the losses of a small training whose batches are results of the device, and on a stream of the user's."""
+    net = small_steps.Net
+    found = []
+    stream = torch.Stream(DEVICE)
+    with (
+        mock.patch.object(small_steps, "Net", lambda **options: net(**options).to(DEVICE)),
+        small_steps.begin(kind) as training,
+        stream,
+    ):
+        for number in range(3):
+            torch.manual_seed(number)
+            x = small_steps.batch(number).to(DEVICE)
+            for _ in range(3):
+                x = x * 1.5
+            found.append(training.step(x).detach())
+        found = [each.cpu() for each in found]
+        found += [each.detach().cpu() for _, each in sorted(training.parameters())]
+    return found
+
+
+def trained_offloaded(horizon: int | str) -> list[Tensor]:
+    """Return what a small training over a pipeline gives whose activations leave the device."""
+    config = {"offload_activations": True, "activation_loading_horizon": horizon}
+    kind = replace(small_steps.KINDS["pipeline"], config={**small_steps.KINDS["pipeline"].config, **config})
+    with mock.patch.object(accelerator.AcceleratorLink, "min_bytes", 0):
+        return trained(replace(kind, checkpointed=True))
+
+
+def trained_with_a_hook() -> list[Tensor]:
+    """Return the weights after a training whose gradients are averaged by a communication hook."""
+    smp.init({"ddp": True, "microbatches": 2})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(3):
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(2 * number + smp.dp_rank()))
+        optimizer.step()
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
+def trained_on_uneven_inputs() -> list[Tensor]:
+    """Return the weights after a training in which one rank has more batches than the other."""
+    smp.init({"ddp": True, "microbatches": 1})
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with model.join():
+        for number in range(2 + 2 * smp.dp_rank()):
+            optimizer.zero_grad()
+            smp_step(model, small_steps.batch(number))
+            optimizer.step()
+            torch.ones(WIDTH, device=DEVICE).add_(1)
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
+def trained_after_an_exception() -> list[Tensor]:
+    """Return the weights after a training over a pipeline in which a step has failed on both ranks."""
+    smp.init(dict(small_steps.KINDS["pipeline"].config))
+    with torch.device("cpu"):
+        torch.manual_seed(3)
+        module = small_steps.Net()
+    model: Any = smp.DistributedModel(module.to(DEVICE))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(4):
+        if number == 2:
+            with pytest.raises(ZeroDivisionError):
+                smp_fails(model, small_steps.batch(number))
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        smp_step(model, small_steps.batch(number))
+        optimizer.step()
+    found = [each.detach().cpu() for _, each in model.local_named_parameters()]
+    smp.shutdown()
+    return found
+
+
 def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
     """Compare a training with itself on a device where everything runs at once, so that nothing is late."""
     simulated_device.set_policy("eager")
@@ -854,3 +1253,12 @@ def same_as_in_order(run: Callable[[], list[Tensor]]) -> None:
 for _kind, _of_kind in small_steps.KINDS.items():
     if _of_kind.ranks > 1:
         _add(f"ranks, {_kind}", partial(same_as_in_order, partial(trained, _of_kind)), ranks=_of_kind.ranks)
+for _kind in ("pipeline", "interleaved"):
+    _trains = partial(trained_from_the_device, small_steps.KINDS[_kind])
+    _add(f"ranks, {_kind}, batches of the device, on a stream", partial(same_as_in_order, _trains), ranks=2)
+_add("ranks, pipeline, an exception", partial(same_as_in_order, trained_after_an_exception), ranks=2)
+for _horizon in (2, "auto"):
+    _trains = partial(trained_offloaded, _horizon)
+    _add(f"ranks, pipeline, offloaded, horizon {_horizon}", partial(same_as_in_order, _trains), ranks=2)
+_add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
+_add("ranks, data, uneven inputs", partial(same_as_in_order, trained_on_uneven_inputs), ranks=2)

@@ -118,12 +118,19 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1, eps=1e-4)
 
 
-def train_plainly(name: str, steps: int = STEPS) -> Trace:
-    """Train in one process on whole batches."""
+def train_plainly(name: str, steps: int = STEPS, device: str | torch.device = "cpu") -> Trace:
+    """Train in one process on whole batches, on the CPU.
+
+    Args:
+        name: of the case.
+        steps: how many.
+        device: what the ranks compute on, whose random numbers delayed parameters are made of.
+    """
     smp.init()
     case = CASES[name]
     module = case.build()
-    initialize(module, [*module.parameters()], torch.device("cpu"), 7)
+    initialize(module, [*module.parameters()], torch.device(device), 7)
+    module.cpu()
     optimizer = optimizer_of(module)
     losses = []
     for step in range(steps):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Final
 
 import torch
 
+from smpkit import compilers
 from smpkit.errors import SmpkitError
 
-__all__ = ["Unavailable", "compiler", "library"]
+__all__ = ["Unavailable", "library"]
 
 _SOURCES: Final = Path(__file__).with_name("source")
 _SECONDS: Final = 900.0
@@ -26,11 +26,6 @@ classes lie in memory, so it has to be what torch was compiled with."""
 
 class Unavailable(SmpkitError):
     """The simulated device cannot be had on this machine."""
-
-
-def compiler() -> str | None:
-    """Return the C++ compiler that would be used: `CXX`, else c++, g++ or clang++; None if there is none."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "c++", "g++", "clang++"))), None)
 
 
 def library() -> Path:
@@ -60,10 +55,10 @@ def library() -> Path:
 
 
 def _compile(target: Path) -> None:
-    program = compiler()
+    program = compilers.find_compiler()
     if program is None:
         raise Unavailable(
-            "the simulated device is compiled when first used, and there is no C++ compiler (CXX, c++, g++, clang++)",
+            f"the simulated device is compiled when first used, and there is no C++ compiler ({compilers.NAMES})",
             hint="install one, for example with `apt-get install g++`",
         )
     root = Path(torch.__file__).parent

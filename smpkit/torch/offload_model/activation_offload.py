@@ -97,10 +97,10 @@ class TensorOffloader:
             return
         offloaded.block.num_users, offloaded.block.last_uses = 1, []
         dense = tensor if is_dense(tensor) else torch.empty_like(offloaded.meta, device=self._device).copy_(tensor)
-        after = (link.now(), *offloaded.block.free_after)
-        what = "a slice's output"
+        # After the block's earlier uses, too: copies to the host are made in order, and this stream has waited for
+        # those to the device.
         offloaded.d2h_event = self._transfers.send(
-            "boundaries_out", flat_bytes(dense), offloaded.block.bytes, after, what
+            "boundaries_out", flat_bytes(dense), offloaded.block.bytes, (link.now(),), "a slice's output"
         )
         self._copies_to_host.append((offloaded.d2h_event, dense))
         if not keep:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
+
+from smpkit import compilers
 
 __all__ = ["Function", "function"]
 
@@ -225,9 +225,9 @@ def _bound(library: ctypes.CDLL, name: str) -> Function:
 def _library(gradient: str, weight: str | None) -> ctypes.CDLL | None:
     """Compile the kernels for one pair of types."""
     # Not cached on disk: another machine, with another processor, may share the folder.
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "c++", "g++", "clang++"))), None)
+    compiler = compilers.find_compiler()
     if compiler is None:
-        _LOG.warning("no C++ compiler was found (CXX, c++, g++, clang++), so the optimizer's kernels are not compiled")
+        _LOG.warning("no C++ compiler was found (%s), so the optimizer's kernels are not compiled", compilers.NAMES)
         return None
     types = [f"-DGRADIENT={gradient}", *(["-DHAS_WEIGHT=1", f"-DWEIGHT={weight}"] if weight is not None else [])]
     for processor in _NATIVE:

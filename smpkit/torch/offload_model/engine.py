@@ -141,12 +141,11 @@ class SliceEngine:
         return self._consumer()
 
     def attach(self, consumer: GradientConsumer) -> None:
-        """Give gradients to `consumer` from now on; holds it weakly.
+        """Give gradients to `consumer` from now on; holds it weakly. No other one may be updating weights.
 
         Raises:
             UsageError: gradients are averaged over processes.
         """
-        self.synchronize()  # the previous consumer may still update weights
         self._consumer = weakref.ref(consumer)
         self._check_averages()
         this = weakref.ref(self)  # the engine holds `device_weights`: a strong reference back would make a cycle

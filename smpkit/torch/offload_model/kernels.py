@@ -227,15 +227,12 @@ class Workers:
         # Threads hold no reference to this object, so it is freed, and they end, with the optimizer.
         weakref.finalize(self, self._pool.shutdown, wait=False)
 
-    def run(
-        self, flat_ranges: Sequence[tuple[Rule, FlatRange]], ready: Callable[[], object], after: Sequence[Future[None]]
-    ) -> list[Future[None]]:
+    def run(self, flat_ranges: Sequence[tuple[Rule, FlatRange]], ready: Callable[[], object]) -> list[Future[None]]:
         """Start to apply rules.
 
         Args:
             flat_ranges: disjoint pieces of memory.
-            ready: blocks until the gradients are there; called in the threads.
-            after: earlier work on the same memory.
+            ready: blocks until the gradients are there; called in the threads. Earlier work on this memory has ended.
         """
         # All threads take small pieces from one queue, so that they end together. The pieces are cut here, in the order
         # of calls, because the ranges of a later step may be others.
@@ -245,8 +242,6 @@ class Workers:
                 pieces.append((rule, flat_range.part(start, start + _CHUNK), self.kernel(flat_range)))
 
         def work() -> None:
-            for earlier in after:  # the last update of this slice reads and writes the same memory
-                earlier.result(DEADLINE_SECONDS)
             ready()
             while True:
                 try:

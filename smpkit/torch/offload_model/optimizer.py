@@ -264,9 +264,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return (1.0 if clip > 1.0 else clip) / scale
 
     def _update(self, index: int, factor: float) -> None:
-        """Start to update a slice, in threads: after its gradients have arrived and its previous update has ended."""
+        """Start to update a slice, in threads, after its gradients have arrived.
+
+        Its previous update has ended: these gradients come from a forward through the weights of that update, since a
+        backward through older ones fails, and the forward has waited for them.
+        """
         state, gradients = self._states[index], self._accumulators[index].take()
-        self._updates[index] = [update for update in self._updates[index] if not update.done()]
         if gradients is None:
             return
         state.note_changes()  # before the update reads masters
@@ -277,7 +280,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             gradients.wait()
             weights.synchronize()  # after a forward without a backward, a copy may still read the weights
 
-        self._updates[index] += self._workers.run(flat_ranges, ready, after=tuple(self._updates[index]))
+        self._updates[index] = self._workers.run(flat_ranges, ready)
         # Now, not in the thread: a backward through the old weights must fail from here on.
         state.note_written()
 

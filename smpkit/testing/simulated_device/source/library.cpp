@@ -107,13 +107,6 @@ TORCH_LIBRARY(sim, m) {
       return std::make_tuple(what, device, stream, begin, end);
     });
   });
-  m.def("pending() -> int", [] {
-    return locked([](auto& w) {
-      int64_t sum = 0;
-      for (auto& lane : w.lanes) sum += lane.items.size();
-      return sum;
-    });
-  });
   m.def("waits() -> (str[] what, str[] where, int[] times)", [] {
     return locked([](auto& w) {
       Strings what, where;

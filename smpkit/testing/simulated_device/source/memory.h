@@ -222,8 +222,16 @@ inline void host_unregister(int64_t pointer) {
   auto* begin = reinterpret_cast<char*>(pointer);
   auto found = w.regions.find(begin);
   TORCH_CHECK(found != w.regions.end() && found->second.registered, "sim: this memory is not registered");
-  look(w, kHost, {begin, begin + found->second.size, true}, "unregistering host memory", here);
-  w.regions.erase(found);
+  const Use all{begin, begin + found->second.size, true};
+  std::set<size_t> late;
+  for (auto& each : found->second.accesses) if (!comes_before(w.host, each)) late.insert(each.lane);
+  look(w, kHost, all, "unregistering host memory", here);
+  for (auto lane : late) force(w, mark(w, lane), w.grace);  // the caller unmaps it: a race is to be told, not to end the process
+  // Drivers take no memory back that is not there any more. The host meets this at its next wait, as what kernels do.
+  if (msync(begin - reinterpret_cast<size_t>(begin) % 4096, found->second.size, MS_ASYNC) && !w.error) {
+    w.error = std::make_exception_ptr(c10::Error({__func__, __FILE__, uint32_t(__LINE__)}, "sim: this memory was unmapped while it was registered"));
+  }
+  w.regions.erase(begin);
 }
 
 }  // namespace sim

@@ -340,7 +340,6 @@ inline void fallback_as(const c10::OperatorHandle& op, Stack* stack) {
   {
     Lock lock(w.monitor);
     if (queued) {
-      ++w.queued[name];
       give(w, lane, {.run = [run, exec = std::move(call.exec), outs]() mutable {
                        run(exec);
                        for (auto& [i, out] : outs) {

@@ -226,7 +226,6 @@ struct World {
   std::exception_ptr error;
   std::vector<std::string> races;
   std::set<std::string> known_races;
-  std::map<std::string, int64_t> queued;
   std::map<std::pair<std::string, std::string>, int64_t> waited;  // by what the host waited for, and where
   std::vector<Span> spans;
   Speeds speeds;

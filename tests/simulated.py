@@ -1,0 +1,45 @@
+"""Simulated devices for tests, which run in an order that a test or the environment chooses; a race is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import accelerator
+
+from smpkit.testing import simulated_device
+
+__all__ = ["Order", "in_order", "order_from", "run_in_order"]
+
+Order = tuple[str, int]
+"""A policy and its seed."""
+
+
+def order_from(variable: str) -> Order | None:
+    """Return the order that a variable of the environment has, as "lazy:0"; None if it is not set."""
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    policy, _, seed = text.partition(":")
+    return policy, int(seed or 0)
+
+
+@contextlib.contextmanager
+def in_order(order: Order, devices: int = 1) -> Iterator[None]:
+    """Run a test, or what a rank does, on simulated devices; then wait for them, and raise if there were races."""
+    simulated_device.load(devices)
+    with simulated_device.no_races(*order):
+        yield
+        # What others still receive must leave before this rank ends; where one has failed, it never arrives.
+        for index in range(devices):
+            with contextlib.suppress(dist.DistBackendError):
+                accelerator.synchronize(index)
+
+
+def run_in_order(order: Order, devices: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return what `function(*args)` returns there; for ranks, which are forked before they have a device."""
+    with in_order(order, devices):
+        return function(*args)
