@@ -1124,6 +1124,53 @@ def freed_between_backwards() -> None:
 _add("OffloadModel, frozen between backwards", freed_between_backwards)
 
 
+class Clamped(nn.Linear):
+    """Writes to its weight in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x).tanh()
+
+
+def written_in_forward(*, recomputes: bool, parts: int = 1) -> None:
+    """Train an embedding that scales its rows in forward, and layers that write to their weights."""
+
+    def step(model: Any, optimizer: Any, number: int) -> Tensor:
+        optimizer.zero_grad()
+        ids = torch.randint(16, (8,), generator=torch.Generator().manual_seed(number), device="cpu")
+        loss: Tensor = model(ids if isinstance(model, OffloadModel) else ids.to(DEVICE)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach().cpu()
+
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(16, WIDTH, max_norm=0.5)
+        plain = nn.Sequential(embedding, Clamped(WIDTH, WIDTH), Clamped(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    source = copy.deepcopy(plain)
+    plain.to(DEVICE)
+    model = OffloadModel(source, DEVICE, num_slices=3, checkpoint_activation=recomputes, num_microbatches=parts)
+    found = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5, foreach=False)
+        losses = [step(each, optimizer, number) for number in range(3)]
+        if isinstance(each, OffloadModel):
+            each.synchronize()
+        torch.accelerator.synchronize()
+        found.append([*losses, *weights_of(each)])
+    if parts == 1:
+        assert_same(found[1], found[0])
+    for left, right in zip(*found, strict=True):  # gradients of microbatches are added up in another order
+        torch.testing.assert_close(left, right)
+
+
+for _recomputes in (False, True):
+    _title = f"OffloadModel, written in forward{', recomputed' if _recomputes else ''}"
+    _add(_title, partial(written_in_forward, recomputes=_recomputes))
+    _add(f"{_title}, microbatches", partial(written_in_forward, recomputes=_recomputes, parts=2))
+
+
 def gone() -> None:
     """Let go of a model, whose memory is unpinned then."""
     for _ in range(2):
