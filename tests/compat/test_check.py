@@ -134,6 +134,26 @@ def test_the_table_fits_and_ends_with_the_verdict(script: Path) -> None:
     assert lines[-1] == "cannot run: 12 problems"
 
 
+def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/migrate-from-smp-v1.md").read_text()
+    shown = page.partition("$ smpkit compat --check train.py\n")[2].partition("```")[0]
+    lines = [""] * 41
+    lines[:5] = [
+        "import torch",
+        "import smdistributed.modelparallel.torch as smp",
+        "import data",
+        "from apex.normalization import FusedLayerNorm",
+        "import horovod.torch as hvd",
+    ]
+    lines[18] = "assert torch.cuda.is_available()"
+    lines[20] = "smp.init, smp.rank, smp.step, smp.DistributedModel, smp.DistributedOptimizer"
+    lines[40] = "smp.dp_rnk()"
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("\n".join(lines))
+    Path("data.py").write_text("import os\nimport sys\nimport cv2\n")
+    assert run_check("train.py").stdout == shown
+
+
 def test_public_scripts_can_run() -> None:
     done = run_check("--json", *(str(path) for path in SCRIPTS.glob("*.py") if path.stem != "gone_packages"))
     found = json.loads(done.stdout)

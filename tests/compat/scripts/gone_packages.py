@@ -4,8 +4,10 @@ import functools
 import importlib.util
 import json
 import math
+import sys
 import traceback
 
+assert importlib.util.find_spec("torch") is not None  # which must not keep torch from being prepared later
 assert importlib.util.find_spec("apex") is None  # a library that only looks goes its way without it
 import amp_C
 import apex
@@ -41,6 +43,10 @@ torch.set_default_dtype(torch.float64)
 
 def close(found, wanted, exact=False):
     torch.testing.assert_close(found, wanted, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12)
+
+
+def check_that_torch_is_prepared():
+    assert torch.cuda.is_available() or sys.excepthook.__module__ == "smpkit.torch.compat.cuda_on_cpu"
 
 
 def check_six():
