@@ -317,7 +317,8 @@ class _Reader(ast.NodeVisitor):
             message = "smpkit's stand-in does not have it: install the package"
             self.find("missing", shown, line, message, optional)
         else:
-            public = (each for each in {*names_of(module), *modules_in(module)} if not each.startswith("_"))
+            public = sorted(each for each in {*names_of(module), *modules_in(module)} if not each.startswith("_"))
+            public.sort(key=lambda each: each.isupper() == name.isupper())  # of dp_rank and DP_RANK, the last is taken
             self.find("unknown", shown, line, suggestion(name, public), optional)
 
 

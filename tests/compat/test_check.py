@@ -54,9 +54,17 @@ def train_step(model):
 
 smp.init()
 smp.stat.cfg
-smp.DistributedModl(Norm(2)).foo
+smp.DistributedModl(Norm(2)).foo, smp.DP_RNK
 smp.state.cfg.anything
 torch.cuda.set_device(0)
+def late():
+    if True:
+        import not_there_2
+try:
+    import not_there_4 as kernels
+except ImportError:
+    import amp_C as kernels
+kernels.multi_tensor_sgd
 """
 
 
@@ -84,7 +92,7 @@ def test_everything_is_found(script: Path) -> None:
         by_kind.setdefault(each["kind"], {})[each["name"]] = each["line"]
     assert by_kind == {
         "smp": {"smp.init": 34, "smp.step": 28, "smp.state": 37},
-        "unknown": {"smp.nn.DistributedTransformr": 5, "smp.stat": 35, "smp.DistributedModl": 36},
+        "unknown": {"smp.nn.DistributedTransformr": 5, "smp.stat": 35, "smp.DistributedModl": 36, "smp.DP_RNK": 36},
         "shimmed": {
             "torch._six": 3,
             "amp_C": 22,
@@ -94,9 +102,11 @@ def test_everything_is_found(script: Path) -> None:
         "missing": {
             "apex.amp.wrap": 21,
             "amp_C.multi_tensor_adam": 31,
+            "amp_C.multi_tensor_sgd": 46,
             "not_there_1": 11,
-            "not_there_2": 19,
+            "not_there_2": 41,
             "not_there_3": 22,
+            "not_there_4": 43,
             "numpy.float": 30,
             "transformers.AdamW": 1,
         },
@@ -114,10 +124,12 @@ def test_everything_is_found(script: Path) -> None:
             "torch.cuda.HalfTensor": 32,
         },
     }
-    assert optional == {"not_there_1", "not_there_2", "apex.contrib.multihead_attn.SelfMultiheadAttn"}
+    contrib = "apex.contrib.multihead_attn.SelfMultiheadAttn"
+    assert optional == {"not_there_1", "not_there_4", "amp_C.multi_tensor_sgd", contrib}
     messages = {each["name"]: each["message"] for each in found["findings"]}
     assert messages["smp.DistributedModl"] == "did you mean `DistributedModel`?"
     assert messages["smp.nn.DistributedTransformr"] == "did you mean `DistributedTransformer`?"
+    assert messages["smp.DP_RNK"] == "did you mean `DP_RANK`?"
     assert messages["not_there_3"] == "pip install not_there_3"
     assert "use torch.optim.AdamW" in messages["transformers.AdamW"]
 
@@ -131,7 +143,7 @@ def test_the_table_fits_and_ends_with_the_verdict(script: Path) -> None:
     assert "SMP v1       init, state, step" in lines
     assert "unknown      train.py:5 smp.nn.DistributedTransformr: did you mean" in lines
     assert "`smpkit compat" in done.stdout
-    assert lines[-1] == "cannot run: 12 problems"
+    assert lines[-1] == "cannot run: 14 problems"
 
 
 def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

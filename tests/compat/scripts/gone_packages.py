@@ -233,6 +233,8 @@ def plain_training(steps=4, autocast=False):
 def check_amp_without_casts():
     close(amp_training("O0")[0], plain_training(), exact=True)
     close(amp_training("O0", loss_scale=1024.0, micro=2)[0].float(), plain_training().float())
+    _, state = amp_training("O0", loss_scale="dynamic", micro=2)
+    assert state["loss_scaler0"] == {"loss_scale": 2.0**16, "unskipped": 4}  # steps, not backwards
     close(amp_training("O1", enabled=False)[0], plain_training(), exact=True)
 
 
@@ -311,7 +313,13 @@ def plain_attention(q, k, v, scale, causal):
 
 
 def check_attention_of_different_lengths():
-    for lengths_q, lengths_k in (([3, 1, 5], [3, 1, 5]), ([2, 4], [5, 3]), ([4, 4], [4, 4]), ([2, 3], [2, 0])):
+    for lengths_q, lengths_k in (
+        ([3, 1, 5], [3, 1, 5]),
+        ([2, 4], [5, 3]),
+        ([4, 4], [4, 4]),
+        ([2, 3], [2, 0]),
+        ([0, 3], [2, 3]),
+    ):
         starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)]
         q, k, v = (torch.randn(sum(n), 2, 4, requires_grad=True) for n in (lengths_q, lengths_k, lengths_k))
         for causal in (False, True):

@@ -56,9 +56,6 @@ def flash_attn_unpadded_func(
         return attended.transpose(1, 2).flatten(0, 1)
     results = []
     for each_q, each_k, each_v in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
-        if not len(each_q) or not len(each_k):
-            results.append(torch.zeros_like(each_q))
-            continue
         parts = (each.transpose(0, 1).unsqueeze(0) for each in (each_q, each_k, each_v))
         attended = functional.scaled_dot_product_attention(*parts, **options)
         results.append(attended.squeeze(0).transpose(0, 1))
