@@ -28,17 +28,30 @@ __all__ = ["compat"]
     is_flag=True,
     help="For scripts that insist on CUDA: `torch.cuda` looks as if there were a GPU, and uses the CPU.",
 )
+@click.option(
+    "--check",
+    "only_check",
+    is_flag=True,
+    help="Run nothing: read the given scripts and folders, and list what they use and what cannot work.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With `--check`: print the findings as JSON.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def compat(parameters: str | None, cuda_on_cpu: bool, command: tuple[str, ...]) -> None:
+def compat(parameters: str | None, cuda_on_cpu: bool, only_check: bool, as_json: bool, command: tuple[str, ...]) -> int:
     """Run a command in which `import smdistributed.modelparallel.torch` finds smpkit.
 
     \b
     smpkit compat -- python train.py --epochs 3
     smpkit compat --parameters '{"partitions": 2}' -- torchrun --nproc-per-node 2 train.py
+    smpkit compat --check train.py
 
     Put `--` before the command. A failure under torchrun is shown as by `smpkit run`. Where SMP v1 itself is installed,
-    that is what the command finds, and a note says so.
+    that is what the command finds, and a note says so. Packages that are gone, such as Apex, are replaced by stand-ins
+    on torch where they are not installed. `--check` ends with 1 if something cannot work.
     """  # noqa: D301  a backspace is how click is told to keep lines as they are
+    if only_check:
+        return _check(command, as_json=as_json)
+    if as_json:
+        raise UsageError("`--json` is for `--check`", hint="put `--` before a command that has such an option itself")
     from smpkit.drop_in import installed_one, with_drop_in, with_startup
 
     console = _console.current()
@@ -58,6 +71,16 @@ def compat(parameters: str | None, cuda_on_cpu: bool, command: tuple[str, ...]) 
         os.execve(*_reported(program, command), _for_huggingface(environ))  # noqa: S606  what this command is for
     except OSError as error:
         raise LaunchError(f"`{program}` cannot be run: {error.strerror}") from None
+
+
+def _check(paths: Sequence[str], *, as_json: bool) -> int:
+    """Print what the scripts use; 1 if something cannot work."""
+    from smpkit.cli import _compat_check, _layout
+    from smpkit.drop_in.check import check
+
+    found = check([Path(path) for path in paths])
+    click.echo(_compat_check.as_json(found) if as_json else "\n".join(_compat_check.as_text(found, _layout.width())))
+    return 1 if found.problems else 0
 
 
 def _reported(program: str, command: Sequence[str]) -> tuple[str, list[str]]:

@@ -17,10 +17,12 @@ from typing import Any, Final
 
 __all__ = [
     "DROP_IN_PATH",
+    "SHIMS_PATH",
     "STARTUP_PATH",
     "asks_for_it",
     "installed_one",
     "mirror",
+    "sources",
     "with_drop_in",
     "with_startup",
 ]
@@ -28,6 +30,9 @@ __all__ = [
 DROP_IN_PATH: Final = Path(__file__).parent / "path"
 """The folder to put on the module search path; it holds a namespace package, so that another product's part of
 `smdistributed` (`smdistributed.dataparallel`) may lie elsewhere."""
+
+SHIMS_PATH: Final = Path(__file__).parent / "shims"
+"""The folder of stand-ins for packages that are gone: `sitecustomize` finds there what nothing else finds."""
 
 STARTUP_PATH: Final = Path(__file__).parent / "startup"
 """The folder whose `sitecustomize` prepares a process."""
@@ -100,7 +105,7 @@ def asks_for_it(code: Path, mp_parameters: Mapping[str, Any]) -> Path | None:
     trains with SMP v1 if it has such parameters and finds a package of this name.
     """
     through_trainer = "partitions" in mp_parameters
-    for path in _sources(code):
+    for path in sources(code):
         try:
             text = path.read_text(encoding="utf-8", errors="replace") if path.stat().st_size <= _MAX_BYTES else ""
         except OSError:
@@ -112,7 +117,7 @@ def asks_for_it(code: Path, mp_parameters: Mapping[str, Any]) -> Path | None:
     return None
 
 
-def _sources(code: Path) -> Iterator[Path]:
+def sources(code: Path) -> Iterator[Path]:
     """Yield Python files, top folder first, without what is installed or hidden there."""
     found = 0
     for folder, folders, files in os.walk(code):

@@ -81,7 +81,7 @@ def _is_about_cuda(error: BaseException, traceback: TracebackType | None) -> boo
     return "cuda" in f"{error} {line}".lower()
 
 
-def prepare_process() -> None:
+def prepare_process(_: object = None) -> None:
     """Do what can be done before a script imports `smdistributed` (called when it has imported torch)."""
     if os.environ.get(gpus.CUDA_ON_CPU) == "1":
         install()
