@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smpkit.config.confidential import masked
-from smpkit.config.job import Channel, FileSystem, JobConfig
+from smpkit.config.job import Channel, FileSystem, InstanceGroup, JobConfig
 from smpkit_estimator.hyperparameters import hyperparameters
 
 __all__ = [
@@ -206,11 +206,24 @@ def _resources(job: JobConfig) -> dict[str, Any]:
         "KeepAlivePeriodInSeconds": job.compute.keep_alive_seconds,
         "TrainingPlanArn": job.compute.training_plan,
     }
-    return {
-        "VolumeSizeInGB": job.compute.volume_gb,
+    machines: dict[str, Any] = {
         "InstanceCount": job.compute.instance_count,
         "InstanceType": job.compute.instance_type,
+    }
+    if job.compute.instance_groups:
+        machines = {"InstanceGroups": [_group(group) for group in job.compute.instance_groups]}
+    return {
+        "VolumeSizeInGB": job.compute.volume_gb,
+        **machines,
         **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _group(group: InstanceGroup) -> dict[str, Any]:
+    return {
+        "InstanceGroupName": group.name,
+        "InstanceType": group.instance_type,
+        "InstanceCount": group.instance_count,
     }
 
 
@@ -233,6 +246,8 @@ def _channel(name: str, channel: Channel) -> dict[str, Any]:
     }
     if channel.attribute_names:
         source["AttributeNames"] = list(channel.attribute_names)
+    if channel.instance_groups:
+        source["InstanceGroupNames"] = list(channel.instance_groups)
     if channel.accept_eula is not None:
         source["ModelAccessConfig"] = {"AcceptEula": channel.accept_eula}
     if channel.hub_content is not None:
