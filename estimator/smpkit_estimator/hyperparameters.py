@@ -66,11 +66,16 @@ def _launcher(job: JobConfig) -> dict[str, Any]:
             "sagemaker_mpi_custom_mpi_options": distribution.custom_mpi_options,
         }
     asked = distribution.torch_distributed is not None and distribution.torch_distributed.enabled
-    instance_type = job.rank_groups[0].instance_type
+    instance_type = _instance_type(job)
     return {
         **({"sagemaker_torch_distributed_enabled": True, "sagemaker_instance_type": instance_type} if asked else {}),
         **({PROCESSES_PER_HOST["torchrun"]: per_host} if per_host else {}),
     }
+
+
+def _instance_type(job: JobConfig) -> str | None:
+    """Return the type of all hosts; None for a job with groups, as the SDK has it."""
+    return None if job.compute.instance_groups else job.compute.instance_type
 
 
 def _groups(job: JobConfig) -> dict[str, Any]:
@@ -90,5 +95,5 @@ def _model_parallel(job: JobConfig, parameters_file: str | None) -> dict[str, An
     return {
         **parameters,
         "sagemaker_distributed_dataparallel_enabled": False,
-        "sagemaker_instance_type": job.rank_groups[0].instance_type,
+        "sagemaker_instance_type": _instance_type(job),
     }

@@ -11,11 +11,11 @@ import pytest
 
 from smpkit.testing.fake_sagemaker.client import validate
 from smpkit_estimator.arguments import job_from_arguments
-from smpkit_estimator.inputs import TrainingInput, channels
+from smpkit_estimator.inputs import InstanceGroup, TrainingInput, channels
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import SubmitContext, TrainingRequest, build_request
 from smpkit_estimator.sagemaker import request_shape
-from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
+from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE, with_groups
 
 GOLDEN = Path(__file__).with_name("golden")
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
@@ -39,6 +39,7 @@ def ours(arguments: dict[str, Any], inputs: Any) -> TrainingRequest:
 def all_of_ours() -> dict[str, TrainingRequest]:
     made = {name: ours(*case) for name, case in CASES.items()}
     made["training-input"] = ours(CASES["no-distribution"][0], {"train": TrainingInput(**INPUTS)})
+    made["instance-groups"] = ours(*with_groups(InstanceGroup, TrainingInput))
     return made
 
 
