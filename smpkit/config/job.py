@@ -587,7 +587,12 @@ class JobConfig(Section):
 
     def _overwritten(self) -> list[Problem]:
         names = [name for name in self.environment if name.startswith("SM_") or name in _OF_THE_LAUNCHER]
-        return [Problem(("environment", name), "is set by the launcher, which overwrites it") for name in names]
+        found = [Problem(("environment", name), "is set by the launcher, which overwrites it") for name in names]
+        if "LD_PRELOAD" in self.environment:
+            message = "is loaded into every process of the container, the launcher's own too"
+            hint = "keep it only if every program of the image works with it"
+            found.append(Problem(("environment", "LD_PRELOAD"), message, hint))
+        return found
 
 
 def _is_broken(broken: frozenset[KeyPath], path: KeyPath) -> bool:

@@ -173,11 +173,17 @@ def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:
     assert [problem.split(":")[0] for problem in found] == ["compute.instance_count"]
 
 
+PRELOADED = """\
+is loaded into every process of the container, the launcher's own too
+    hint: keep it only if every program of the image works with it"""
+
+
 def test_variables_of_the_launcher_are_told() -> None:
     made = job(environment={"SM_HPS": "x", "RANK": "1", "LD_PRELOAD": "/lib/x.so", "SMP": "x"})
     assert [str(notice) for notice in made.notices()] == [
         "environment.SM_HPS: is set by the launcher, which overwrites it",
         "environment.RANK: is set by the launcher, which overwrites it",
+        "environment.LD_PRELOAD: " + PRELOADED,
     ]
 
 
