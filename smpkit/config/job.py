@@ -443,6 +443,10 @@ class JobConfig(Section):
     compress_output: bool = True
     """Pack the model into one `model.tar.gz`; false leaves its files as they are."""
 
+    live_output: bool = False
+    """Upload what the script writes to the folder `SM_OUTPUT_INTERMEDIATE_DIR` while the job runs, to
+    `<output>/<job>/output/intermediate/`; SageMaker uploads everything else at the end. Not used on this machine."""
+
     code_location: BucketUri | None = None
     """S3 URI below which the packed sources are put. Default: the bucket of `output`."""
 
