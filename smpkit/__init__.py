@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
     from smpkit.torch.offload_model import OffloadModel, OffloadOptimizer
     from smpkit_estimator.estimator import Estimator
-    from smpkit_estimator.inputs import FileSystemInput, TrainingInput
+    from smpkit_estimator.inputs import FileSystemInput, InstanceGroup, TrainingInput
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ __all__ = [
     "Distribution",
     "Estimator",
     "FileSystemInput",
+    "InstanceGroup",
     "JobConfig",
     "ModelParallelConfig",
     "OffloadModel",
@@ -35,6 +36,7 @@ _MODULES = {
     "Distribution": "smpkit.config.distribution",
     "Estimator": "smpkit_estimator.estimator",
     "FileSystemInput": "smpkit_estimator.inputs",
+    "InstanceGroup": "smpkit_estimator.inputs",
     "JobConfig": "smpkit.config.job",
     "ModelParallelConfig": "smpkit.config.modelparallel",
     "OffloadModel": "smpkit.torch.offload_model",

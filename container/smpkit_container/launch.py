@@ -27,6 +27,7 @@ from smpkit_container.environment import Environment, find_nccl_plugin
 from smpkit_container.failure import Failure, launcher_failure, peer_failure, rank_failure, stop_failure, stop_words
 from smpkit_container.gathering import Gathered, gather
 from smpkit_container.host import run_host
+from smpkit_container.intermediate import live_upload
 from smpkit_container.outcome import Outcome, Timeouts
 from smpkit_container.peers import News
 from smpkit_container.root_cause import find_root_cause
@@ -38,6 +39,11 @@ __all__ = ["explain", "launch", "notices", "timeouts_from", "with_smdistributed"
 
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
 """What Python needs when it starts on another host; all other variables come from that host's launcher."""
+
+
+_LAST_UPLOADS_SECONDS = 120.0
+_LAST_UPLOADS_OF_STOPPED_SECONDS = 5.0
+"""SageMaker kills a stopped container after 120 s, and the ranks may take 110 of them."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,14 @@ def launch(environment: Environment, environ: Mapping[str, str], console: Consol
         plan = _planned(environment, topology, port, token, environ, extra, console.is_terminal)
         for notice in notices(environment, topology, plan.environ):
             console.say(f"warning: {notice}")
+        uploads = live_upload(environment, console.say)
         environment.folders.make_writable_ones()
         environment.folders.failure.unlink(missing_ok=True)
         with gather(topology, timeouts.start, token) as gathered:
             outcome = _run(plan, gathered, console, timeouts)
             news = gathered.peers.news if gathered.peers else None
+    if uploads is not None:
+        uploads.close(_LAST_UPLOADS_SECONDS if not outcome.stop_signal else _LAST_UPLOADS_OF_STOPPED_SECONDS)
     failure = explain(outcome, plan.topology, plan.code, timeouts, news, environment.checkpoints)
     if failure is not None:
         console.say(f"\n{failure.screen}")

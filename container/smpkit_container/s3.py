@@ -1,14 +1,15 @@
-"""Download what was submitted beside the request, with the credentials of the job's role."""
+"""Download what was submitted beside the request, and upload what the script leaves, as the job's role."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from smpkit.errors import LaunchError
 from smpkit_container.environment import Environment
 
-__all__ = ["download"]
+__all__ = ["download", "uploader"]
 
 
 def download(environment: Environment, uri: str, target: Path, what: str) -> None:
@@ -23,11 +24,35 @@ def download(environment: Environment, uri: str, target: Path, what: str) -> Non
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    parts = urlsplit(uri)
-    region = str(environment.framework.get("sagemaker_region") or "") or None
+    parts, region = urlsplit(uri), _region(environment)
     try:
         boto3.client("s3", region_name=region).download_file(parts.netloc, parts.path.lstrip("/"), str(target))
     except (BotoCoreError, ClientError, OSError) as error:
         raise LaunchError(
             f"{what} {uri} cannot be downloaded: {error}", hint="the job's role needs s3:GetObject for it"
         ) from error
+
+
+def uploader(environment: Environment) -> Callable[[Path, str], None]:
+    """Return what uploads a file to a URI, and raises LaunchError if it cannot."""
+    import boto3
+    from boto3.exceptions import Boto3Error
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    config = Config(connect_timeout=10, read_timeout=30, retries={"total_max_attempts": 3})
+    client = boto3.client("s3", region_name=_region(environment), config=config)
+
+    def upload(path: Path, uri: str) -> None:
+        parts = urlsplit(uri)
+        try:
+            client.upload_file(str(path), parts.netloc, parts.path.lstrip("/"))
+        except (Boto3Error, BotoCoreError, ClientError, OSError, ValueError) as error:
+            hint = "the job's role needs s3:PutObject for it"
+            raise LaunchError(f"{path} cannot be uploaded to {uri}: {error}", hint=hint) from error
+
+    return upload
+
+
+def _region(environment: Environment) -> str | None:
+    return str(environment.framework.get("sagemaker_region") or "") or None

@@ -83,9 +83,11 @@ def read_topology(environment: Environment) -> Topology:
     """
     resources = environment.resources
     hosts = distribution_hosts(environment)
+    is_shell = environment.script.endswith(".sh")
     if resources.current_host not in hosts:
-        return Topology((resources.current_host,), 0, 1, "torchrun", interface=resources.interface)
-    if environment.script.endswith(".sh"):
+        alone: Launcher = "shell" if is_shell else "torchrun"
+        return Topology((resources.current_host,), 0, 1, alone, interface=resources.interface)
+    if is_shell:
         _refuse_launchers(environment)
         return Topology(hosts, hosts.index(resources.current_host), 1, "shell", interface=resources.interface)
     launcher: Launcher = "mpirun" if _is_on(environment, "sagemaker_mpi_enabled") else "torchrun"

@@ -26,6 +26,7 @@ PLACES: Mapping[str, KeyPath] = {
     "distribution": ("distribution",),
     "instance_type": ("compute", "instance_type"),
     "instance_count": ("compute", "instance_count"),
+    "instance_groups": ("compute", "instance_groups"),
     "volume_size": ("compute", "volume_gb"),
     "use_spot_instances": ("compute", "spot"),
     "max_run": ("compute", "max_run_seconds"),
@@ -38,6 +39,7 @@ PLACES: Mapping[str, KeyPath] = {
     "role": ("role",),
     "input_mode": ("input_mode",),
     "output_path": ("output",),
+    "live_output": ("live_output",),
     "code_location": ("code_location",),
     "checkpoint_s3_uri": ("checkpoints", "uri"),
     "checkpoint_local_path": ("checkpoints", "local_path"),
@@ -72,7 +74,6 @@ _REFUSED: Mapping[str, str] = {
     "framework_version": "give `image_uri`: smpkit chooses no image for you",
     "py_version": "give `image_uri`: smpkit chooses no image for you",
     "git_config": "clone the repository, and give `source_dir`",
-    "instance_groups": "give `instance_type` and `instance_count`: all hosts of a job are of one kind",
     "model_uri": "make it a channel: `fit({'model': uri})`",
     "model_channel_name": "make it a channel: `fit({'model': uri})`",
     "compiler_config": "SageMaker's training compiler has ended",
@@ -99,7 +100,7 @@ def job_from_arguments(
         if name in PLACES:
             _put(data, PLACES[name], _CONVERTED.get(name, _as_it_is)(value))
     if distribution is not None:
-        _put(data, ("distribution",), _with_mpi(distribution, mpi_options))
+        _put(data, ("distribution",), _with_mpi(_with_group_names(distribution), mpi_options))
     elif mpi_options is not None:
         _put(data, ("distribution",), {"mpi": mpi_options})
     try:
@@ -181,6 +182,34 @@ def _lists(value: Any) -> Any:
     return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def _with_group_names(distribution: Any) -> Any:
+    """Put names in place of SDK v2's `InstanceGroup` objects in a distribution."""
+    if not isinstance(distribution, Mapping) or not isinstance(distribution.get("instance_groups"), (list, tuple)):
+        return distribution
+    names = [_name_of(group) for group in distribution["instance_groups"]]
+    return {**distribution, "instance_groups": names}
+
+
+def _name_of(group: Any) -> Any:
+    made = _group(group)
+    return made.get("name", group) if isinstance(made, Mapping) else getattr(made, "name", made)
+
+
+def _groups(value: Any) -> Any:
+    return [_group(group) for group in value] if isinstance(value, (list, tuple)) else value
+
+
+def _group(value: Any) -> Any:
+    """Read one of SDK v2's `InstanceGroup` objects; leave everything else to validation."""
+    if not hasattr(value, "instance_group_name"):
+        return value
+    return {
+        "name": value.instance_group_name,
+        "instance_type": value.instance_type,
+        "instance_count": value.instance_count,
+    }
+
+
 def _pairs(key: str, item: str) -> Any:
     """Make a converter of SageMaker's lists of pairs into a mapping; what is no such list is left to validation."""
 
@@ -198,6 +227,7 @@ _CONVERTED: Mapping[str, Any] = {
     "entry_point": _path,
     "source_dir": _path,
     "dependencies": lambda value: [_path(item) for item in value] if isinstance(value, (list, tuple)) else value,
+    "instance_groups": _groups,
     "tags": _pairs("Key", "Value"),
     "hyperparameters": _lists,
     "metric_definitions": _pairs("Name", "Regex"),

@@ -48,6 +48,7 @@ _IDENTITY: tuple[tuple[str, ...], ...] = (
     ("OutputDataConfig", "S3OutputPath"),
     ("ResourceConfig", "InstanceType"),
     ("ResourceConfig", "InstanceCount"),
+    ("ResourceConfig", "InstanceGroups"),
 )
 """Fields that tell a job of this request from another of the same name; the service returns them as they were sent."""
 

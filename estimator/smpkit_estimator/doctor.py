@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from smpkit.config.job import JobConfig
 from smpkit_estimator.cloud import Cloud, split_uri
@@ -39,9 +40,13 @@ def check_job(job: JobConfig, cloud: Cloud, *, write: bool = False) -> list[Find
         ("role", lambda: _role(job, cloud)),
         ("output", lambda: _output(job, cloud, write=write)),
         ("image", lambda: _image(job, cloud)),
-        ("quota", lambda: _quota(job, cloud)),
+        *(("quota", partial(_quota, job, cloud, kind)) for kind in dict.fromkeys(_kinds(job))),
     ]
     return [tried(what, check) for what, check in checks]
+
+
+def _kinds(job: JobConfig) -> list[str]:
+    return [group.instance_type for group in job.compute.machines]
 
 
 def _role(job: JobConfig, cloud: Cloud) -> Finding:
@@ -89,8 +94,8 @@ def _image(job: JobConfig, cloud: Cloud) -> Finding:
     return Finding("image", "ok", f"image: {job.image}")
 
 
-def _quota(job: JobConfig, cloud: Cloud) -> Finding:
-    kind, asked = job.compute.instance_type, job.compute.instance_count
+def _quota(job: JobConfig, cloud: Cloud, kind: str) -> Finding:
+    asked = sum(group.instance_count for group in job.compute.machines if group.instance_type == kind)
     if kind == "local":
         return Finding("quota", "problem", "instance_type is `local`", "set `compute.instance_type`")
     name = f"{kind} for {'spot ' if job.compute.spot else ''}training job usage"

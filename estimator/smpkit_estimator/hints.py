@@ -31,6 +31,7 @@ _PLACES: Mapping[KeyPath, KeyPath] = {
     ("OutputDataConfig", "KmsKeyId"): ("encryption", "output_key"),
     ("ResourceConfig", "InstanceType"): ("compute", "instance_type"),
     ("ResourceConfig", "InstanceCount"): ("compute", "instance_count"),
+    ("ResourceConfig", "InstanceGroups"): ("compute", "instance_groups"),
     ("ResourceConfig", "VolumeSizeInGB"): ("compute", "volume_gb"),
     ("ResourceConfig", "VolumeKmsKeyId"): ("encryption", "volume_key"),
     ("ResourceConfig", "KeepAlivePeriodInSeconds"): ("compute", "keep_alive_seconds"),
@@ -64,11 +65,15 @@ _NAMES: Mapping[KeyPath, str] = {
 _ENDINGS: Mapping[KeyPath, KeyPath] = {
     ("DataSource", "S3DataSource", "S3Uri"): ("uri",),
     ("DataSource", "S3DataSource", "AttributeNames"): ("attribute_names",),
+    ("DataSource", "S3DataSource", "InstanceGroupNames"): ("instance_groups",),
     ("DataSource", "S3DataSource", "HubAccessConfig", "HubContentArn"): ("hub_content",),
     ("DataSource", "FileSystemDataSource", "FileSystemId"): ("file_system", "id"),
     ("DataSource", "FileSystemDataSource", "DirectoryPath"): ("file_system", "path"),
     ("ContentType",): ("content_type",),
 }
+
+_GROUPS: KeyPath = ("ResourceConfig", "InstanceGroups")
+_OF_GROUPS = {"InstanceGroupName": "name", "InstanceType": "instance_type", "InstanceCount": "instance_count"}
 
 _HINTS: Mapping[KeyPath, str] = {
     ("hyperparameters",): "put it in a file in source_dir and read that in the script",
@@ -98,6 +103,8 @@ def place_of(path: KeyPath, body: Mapping[str, Any]) -> KeyPath:
 def _below(path: KeyPath, length: int, body: Mapping[str, Any]) -> KeyPath:
     """Return the rest of a path, in the job file's words."""
     rest = path[length:]
+    if path[:length] == _GROUPS:
+        return tuple(_OF_GROUPS.get(str(part), part) for part in rest)
     if path[:length] not in _NAMES or not rest:
         return rest
     entries: Any = body

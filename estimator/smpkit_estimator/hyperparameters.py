@@ -7,13 +7,22 @@ from typing import Any
 
 from smpkit.config.job import JobConfig
 
-__all__ = ["PARAMETERS_FILE", "PROCESSES_PER_HOST", "distribution_hyperparameters", "hyperparameters"]
+__all__ = [
+    "INSTANCE_GROUPS",
+    "PARAMETERS_FILE",
+    "PROCESSES_PER_HOST",
+    "distribution_hyperparameters",
+    "hyperparameters",
+]
 
 PROCESSES_PER_HOST = {
     "mpirun": "sagemaker_mpi_num_of_processes_per_host",
     "torchrun": "sagemaker_smpkit_processes_per_host",
 }
 """Ranks per host, by launcher. The second is ours: the SDK has no such hyperparameter for torchrun."""
+
+INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
+"""Names the groups whose hosts run ranks, in a job with different machines."""
 
 PARAMETERS_FILE = "sagemaker_smpkit_parameters_file"
 """Names the file in the sources with `mp_parameters` that are too long to be sent themselves. Ours."""
@@ -44,7 +53,7 @@ def hyperparameters(
 
 def distribution_hyperparameters(job: JobConfig, parameters_file: str | None = None) -> dict[str, str]:
     """Return what the job's `distribution` becomes, JSON-encoded; for SDK v2, which makes the other ones itself."""
-    values = {**_launcher(job), **_model_parallel(job, parameters_file)}
+    values = {**_launcher(job), **_groups(job), **_model_parallel(job, parameters_file)}
     return {name: json.dumps(value) for name, value in values.items()}
 
 
@@ -57,11 +66,21 @@ def _launcher(job: JobConfig) -> dict[str, Any]:
             "sagemaker_mpi_custom_mpi_options": distribution.custom_mpi_options,
         }
     asked = distribution.torch_distributed is not None and distribution.torch_distributed.enabled
-    instance_type = job.compute.instance_type
+    instance_type = _instance_type(job)
     return {
         **({"sagemaker_torch_distributed_enabled": True, "sagemaker_instance_type": instance_type} if asked else {}),
         **({PROCESSES_PER_HOST["torchrun"]: per_host} if per_host else {}),
     }
+
+
+def _instance_type(job: JobConfig) -> str | None:
+    """Return the type of all hosts; None for a job with groups, as the SDK has it."""
+    return None if job.compute.instance_groups else job.compute.instance_type
+
+
+def _groups(job: JobConfig) -> dict[str, Any]:
+    named = job.distribution.instance_groups
+    return {INSTANCE_GROUPS: list(named)} if named else {}
 
 
 def _model_parallel(job: JobConfig, parameters_file: str | None) -> dict[str, Any]:
@@ -76,5 +95,5 @@ def _model_parallel(job: JobConfig, parameters_file: str | None) -> dict[str, An
     return {
         **parameters,
         "sagemaker_distributed_dataparallel_enabled": False,
-        "sagemaker_instance_type": job.compute.instance_type,
+        "sagemaker_instance_type": _instance_type(job),
     }

@@ -1,4 +1,4 @@
-"""The inputs of `fit`: what SDK v2 takes there, as channels of a job."""
+"""What SDK v2 takes as objects: the inputs of `fit`, as channels of a job, and groups of instances."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from smpkit.config.explain import validated
 from smpkit.config.job import Channel
+from smpkit.config.job import InstanceGroup as Group
 from smpkit.config.words import quoted
 from smpkit.errors import ConfigError, Problem
 
-__all__ = ["FileSystemInput", "TrainingInput", "channels"]
+__all__ = ["FileSystemInput", "InstanceGroup", "TrainingInput", "channels"]
 
 _DEFAULT_CHANNEL = "training"
 
@@ -58,6 +59,16 @@ def TrainingInput(  # noqa: N802  SDK v2's name
         "TargetAttributeName": target_attribute_name,
     }
     return _channel("TrainingInput", {"DataSource": {"S3DataSource": _given(source)}, **_given(options)})
+
+
+def InstanceGroup(instance_group_name: str, instance_type: str, instance_count: int) -> Group:  # noqa: N802
+    """Describe hosts of one kind as SDK v2's class of this name does.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    data = {"name": instance_group_name, "instance_type": instance_type, "instance_count": instance_count}
+    return validated(Group, data, subject="InstanceGroup")
 
 
 def FileSystemInput(  # noqa: N802  SDK v2's name

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from smpkit.config.job import JobConfig
+from smpkit.config.words import printable
 from smpkit.errors import ConfigError, Problem
 from smpkit.modules import module_command
 from smpkit_estimator.platform_files import config_files
@@ -107,8 +108,11 @@ def plan_local_run(
         problems.append(Problem(("compute", "instance_count"), message, "`--set compute.instance_count=1`"))
     if problems:
         raise ConfigError(problems, subject="job for a local run")
-    if hosts is None and job.compute.instance_count > 1:
-        notes.append(f"the job's {job.compute.instance_count} hosts run as one on this machine, with {ranks} ranks")
+    alone = job.compute.num_hosts - job.num_rank_hosts
+    if alone:
+        notes.append(f"only the hosts with ranks run here: those of {_names(job)}; {alone} more run on SageMaker alone")
+    if hosts is None and job.num_rank_hosts > 1:
+        notes.append(f"the job's {job.num_rank_hosts} hosts run as one on this machine, with {ranks} ranks")
     return LocalPlan(
         job=job,
         source=source,
@@ -181,6 +185,10 @@ def _ranks_per_host(job: JobConfig, num_gpus: int, hosts: int) -> int:
 def _needed_ranks(job: JobConfig) -> int:
     parameters = job.distribution.model_parallel
     return parameters.pipeline_parallel_degree * parameters.tensor_parallel_degree if parameters else 1
+
+
+def _names(job: JobConfig) -> str:
+    return ", ".join(printable(group.name) for group in job.rank_groups)
 
 
 def _is_remote(location: str) -> bool:

@@ -6,12 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from smpkit.config.job import JobConfig
-from smpkit_estimator.hyperparameters import PROCESSES_PER_HOST, hyperparameters
+from smpkit.config.job import HOMOGENEOUS, JobConfig
+from smpkit_estimator.hyperparameters import INSTANCE_GROUPS, PROCESSES_PER_HOST, hyperparameters
 
 __all__ = ["config_files"]
-
-_GROUP = "homogeneousCluster"
 
 
 def config_files(
@@ -32,15 +30,16 @@ def config_files(
         interface: the network interface over which the hosts talk.
     """
     sent = hyperparameters(job, submit_directory=submit_directory, job_name=job_name, region="")
+    sent.pop(INSTANCE_GROUPS, None)  # of a job with groups, only the hosts with ranks run here
     sent[PROCESSES_PER_HOST[job.distribution.launcher]] = json.dumps(ranks_per_host)
     return {
         "hyperparameters": sent,
         "resourceconfig": {
             "current_host": host,
             "current_instance_type": "local",
-            "current_group_name": _GROUP,
+            "current_group_name": HOMOGENEOUS,
             "hosts": list(hosts),
-            "instance_groups": [{"instance_group_name": _GROUP, "instance_type": "local", "hosts": list(hosts)}],
+            "instance_groups": [{"instance_group_name": HOMOGENEOUS, "instance_type": "local", "hosts": list(hosts)}],
             "network_interface_name": interface,
         },
         "inputdataconfig": {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smpkit.config.confidential import masked
-from smpkit.config.job import Channel, FileSystem, JobConfig
+from smpkit.config.job import Channel, FileSystem, InstanceGroup, JobConfig
 from smpkit_estimator.hyperparameters import hyperparameters
 
 __all__ = [
@@ -27,6 +27,9 @@ CODE_CHANNEL = "code"
 
 SECRETS = "sagemaker_smpkit_secrets"
 """Says which entries of AWS Secrets Manager the launcher puts into which variables. Ours."""
+
+S3_OUTPUT = "sagemaker_s3_output"
+"""Asks the launcher to upload `output/intermediate` while the job runs, and says where to."""
 
 TOKEN_FILE = "sagemaker_smpkit_token_file"  # noqa: S105 - where it is
 """Names the file with the secret by which the launchers of several hosts know each other. Ours."""
@@ -120,6 +123,7 @@ def build_request(job: JobConfig, context: SubmitContext) -> TrainingRequest:
                 region=context.region,
                 parameters_file=context.parameters_file,
             ),
+            **({S3_OUTPUT: json.dumps(context.output)} if job.live_output else {}),
             **_secrets(job),
             **_token(job, context),
         },
@@ -206,11 +210,24 @@ def _resources(job: JobConfig) -> dict[str, Any]:
         "KeepAlivePeriodInSeconds": job.compute.keep_alive_seconds,
         "TrainingPlanArn": job.compute.training_plan,
     }
-    return {
-        "VolumeSizeInGB": job.compute.volume_gb,
+    machines: dict[str, Any] = {
         "InstanceCount": job.compute.instance_count,
         "InstanceType": job.compute.instance_type,
+    }
+    if job.compute.instance_groups:
+        machines = {"InstanceGroups": [_group(group) for group in job.compute.instance_groups]}
+    return {
+        "VolumeSizeInGB": job.compute.volume_gb,
+        **machines,
         **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _group(group: InstanceGroup) -> dict[str, Any]:
+    return {
+        "InstanceGroupName": group.name,
+        "InstanceType": group.instance_type,
+        "InstanceCount": group.instance_count,
     }
 
 
@@ -233,6 +250,8 @@ def _channel(name: str, channel: Channel) -> dict[str, Any]:
     }
     if channel.attribute_names:
         source["AttributeNames"] = list(channel.attribute_names)
+    if channel.instance_groups:
+        source["InstanceGroupNames"] = list(channel.instance_groups)
     if channel.accept_eula is not None:
         source["ModelAccessConfig"] = {"AcceptEula": channel.accept_eula}
     if channel.hub_content is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from smpkit.errors import UsageError
 from smpkit_estimator.names import unique_name
 from smpkit_estimator.request import TrainingRequest
 from smpkit_estimator.sagemaker import request_shape
@@ -32,6 +33,9 @@ def resumed_request(
     Args:
         tags: of the described job.
         changes: parts of `ResourceConfig` and `StoppingCondition` that are to be different.
+
+    Raises:
+        UsageError: another type or number of instances is asked for, and the job has instance groups.
     """
     shape = request_shape("sagemaker", "CreateTrainingJob")
     old = description["TrainingJobName"]
@@ -39,6 +43,11 @@ def resumed_request(
     body = _known(description, shape)
     body["TrainingJobName"] = name
     body["HyperParameters"] = {**body.get("HyperParameters", {}), "sagemaker_job_name": json.dumps(name)}
+    if body.get("ResourceConfig", {}).get("InstanceGroups"):
+        for key, option in (("InstanceCount", "--instance-count"), ("InstanceType", "--instance-type")):
+            if key in changes:
+                message = f"`{option}` is for a job whose hosts are of one kind, and `{old}` has instance groups"
+                raise UsageError(message, hint="submit the job file with other groups and the same `checkpoints`")
     kept = {key: value for key, value in tags.items() if not key.startswith("aws:")}
     body["Tags"] = [{"Key": key, "Value": value} for key, value in {**kept, RESUMED_FROM: old}.items()]
     for part in ("ResourceConfig", "StoppingCondition"):

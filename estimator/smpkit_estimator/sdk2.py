@@ -53,9 +53,10 @@ class PyTorch(_PyTorch):  # type: ignore[misc]  # the SDK has no types
         if smp_options is not None and distribution is not None:
             problem = Problem(("smp_options",), "is given together with `distribution`", "keep one of them")
             raise ConfigError([problem], subject="arguments of PyTorch")
-        self._job = _checked(arguments, smp_options if smp_options is not None else distribution, mpi_options)
+        given = smp_options if smp_options is not None else distribution
+        self._job = _checked(arguments, given, mpi_options)
         off = {"debugger_hook_config": False, "disable_profiler": True}
-        super().__init__(entry_point, distribution=_whole(self._job), **{**off, **arguments})
+        super().__init__(entry_point, distribution=_whole(self._job, given), **{**off, **arguments})
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters to send; those about the distribution are smpkit's own."""
@@ -67,8 +68,8 @@ def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mappi
     """Check only the arguments that smpkit uses: others may hold objects of the SDK, such as pipeline variables."""
     known = {
         name: arguments[name]
-        for name in ("instance_count", "instance_type")
-        if isinstance(arguments.get(name), (int, str))
+        for name in ("instance_count", "instance_type", "instance_groups")
+        if isinstance(arguments.get(name), (int, str, list))
     }
     job = job_from_arguments({"entry_point": "stand_in.py", **known}, distribution, mpi_options)
     problems = preflight(
@@ -83,8 +84,8 @@ def _checked(arguments: Mapping[str, Any], distribution: Any, mpi_options: Mappi
     return job
 
 
-def _whole(job: JobConfig) -> dict[str, Any] | None:
-    """Return the dict that the SDK takes, in its full form."""
+def _whole(job: JobConfig, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the dict that the SDK takes, in its full form; it wants the very objects of the groups."""
     distribution = job.distribution
     whole: dict[str, Any] = {}
     if distribution.smdistributed is not None:
@@ -94,4 +95,6 @@ def _whole(job: JobConfig) -> dict[str, Any] | None:
         options = getattr(distribution, name)
         if options is not None:
             whole[name] = options.model_dump(exclude_unset=True)
+    if given is not None and given.get("instance_groups"):
+        whole["instance_groups"] = list(given["instance_groups"])
     return whole or None

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from smpkit.config.job import HOMOGENEOUS
 from smpkit_estimator.reason import JobFailure, read_reason
 
-__all__ = ["FINAL", "JobStatus", "Phase"]
+__all__ = ["FINAL", "JobStatus", "Machines", "Phase", "machines_of"]
 
 FINAL = frozenset({"Completed", "Failed", "Stopped", "Deleting"})
 """Primary statuses in which nothing happens any more."""
@@ -27,6 +28,32 @@ class Phase:
     def seconds(self, now: datetime) -> float:
         """Its length, up to now if it goes on."""
         return ((self.end or now) - self.start).total_seconds()
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Some of a job's hosts, all of one kind."""
+
+    group: str
+    """Name of the instance group; `homogeneousCluster` where a job has no groups."""
+    instance_type: str
+    instance_count: int
+
+
+def machines_of(job: Mapping[str, Any]) -> tuple[Machines, ...]:
+    """Return the hosts of a job by kind.
+
+    Args:
+        job: its request or its description.
+    """
+    resources = job.get("ResourceConfig", {})
+    groups = resources.get("InstanceGroups") or [resources]
+    return tuple(
+        Machines(
+            group.get("InstanceGroupName", HOMOGENEOUS), group.get("InstanceType", ""), group.get("InstanceCount", 0)
+        )
+        for group in groups
+    )
 
 
 @dataclass(frozen=True)
@@ -50,8 +77,8 @@ class JobStatus:
     billable_seconds: int | None
     """For each instance; None until the job has ended."""
     training_seconds: int | None
-    instance_type: str
-    instance_count: int
+    machines: tuple[Machines, ...]
+    """The hosts by kind; several entries where the job has instance groups."""
     spot: bool
     failure: JobFailure | None
     model_data: str | None
@@ -66,7 +93,6 @@ class JobStatus:
             Phase(item["Status"], item.get("StatusMessage", ""), item["StartTime"], item.get("EndTime"))
             for item in answer.get("SecondaryStatusTransitions", ())
         )
-        resources = answer.get("ResourceConfig", {})
         status = answer["TrainingJobStatus"]
         reason = answer.get("FailureReason")
         return cls(
@@ -82,14 +108,18 @@ class JobStatus:
             seen=now,
             billable_seconds=answer.get("BillableTimeInSeconds"),
             training_seconds=answer.get("TrainingTimeInSeconds"),
-            instance_type=resources.get("InstanceType", ""),
-            instance_count=resources.get("InstanceCount", 0),
+            machines=machines_of(answer),
             spot=answer.get("EnableManagedSpotTraining", False),
             failure=read_reason(reason) if reason else None,
             model_data=answer.get("ModelArtifacts", {}).get("S3ModelArtifacts"),
             checkpoints=answer.get("CheckpointConfig", {}).get("S3Uri"),
             metrics={item["MetricName"]: item["Value"] for item in answer.get("FinalMetricDataList", ())},
         )
+
+    @property
+    def instance_count(self) -> int:
+        """Number of hosts, of all groups together."""
+        return sum(each.instance_count for each in self.machines)
 
     @property
     def over(self) -> bool:

@@ -162,7 +162,7 @@ def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
         yield Problem(("image",), message, "`<account>.dkr.ecr.<region>.amazonaws.com/<repository>:<tag>`")
     if job.role is None:
         yield Problem(("role",), "is required for a managed job", "the IAM role that SageMaker takes, by name or ARN")
-    if job.compute.instance_type == "local":
+    if job.compute.is_local:
         hint = "set it to an instance type such as `ml.p4d.24xlarge`, or use `smpkit run`"
         yield Problem(("compute", "instance_type"), "is `local`, which is this machine", hint)
     places: dict[KeyPath, str] = {
@@ -176,6 +176,7 @@ def _not_for_the_cloud(job: JobConfig) -> Iterator[Problem]:
         if "://" not in uri:
             hint = f"copy it with `aws s3 cp --recursive {uri} s3://...`" if path[0] == "inputs" else "name an S3 URI"
             yield Problem(path, f"is a folder of this machine, `{uri}`, which SageMaker does not see", hint)
+    yield from job.input_group_problems()  # inputs may have come after the job was validated
     yield from _out_of_reach(job)
 
 
@@ -188,6 +189,10 @@ def _out_of_reach(job: JobConfig) -> Iterator[Problem]:
                 yield Problem(("inputs", name, "file_system"), "is in a VPC, and the job is in none", hint)
         if job.container.registry_access == "Vpc":
             yield Problem(("container", "registry_access"), "is `Vpc`, and the job is in none", hint)
+    if job.live_output and job.network.isolation:
+        yield Problem(
+            ("live_output",), "needs S3, which a container without network does not reach", "remove one of them"
+        )
     for name, secret in job.secrets.items():
         if secret.entry is None:
             hint = f"write `{name}: <name or ARN of the entry>`"
@@ -262,7 +267,7 @@ def _archive_uri(job: JobConfig, output: str, digest: str) -> str:
 
 def _token_uri(job: JobConfig, output: str, name: str) -> str | None:
     """Return a place beside the sources, which the job's role may read; a new one each time, as names may be reused."""
-    if job.compute.instance_count == 1:
+    if job.compute.num_hosts == 1:
         return None
     return f"{_code_folder(job, output)}/tokens/{name}-{secrets.token_hex(4)}/{TOKEN_NAME}"
 

@@ -37,7 +37,7 @@ _FOR_CPU: Final = ("a build for the CPU",)
 
 def runs_here(job: JobConfig) -> bool:
     """Tell whether a job is for this machine, and so needs nothing of the cloud."""
-    return job.compute.instance_type == "local"
+    return job.compute.is_local
 
 
 def check_machine(job: JobConfig | None = None, shared: Path = Path("/dev/shm")) -> list[Finding]:  # noqa: S108

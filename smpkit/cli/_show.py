@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -16,7 +16,21 @@ from smpkit.config.words import printable
 if TYPE_CHECKING:
     from smpkit_estimator.status import JobStatus
 
-__all__ = ["local_time", "show_end", "status_json", "status_lines"]
+__all__ = ["HostsOfOneKind", "local_time", "machines_text", "show_end", "status_json", "status_lines"]
+
+
+class HostsOfOneKind(Protocol):
+    """Hosts of one kind, in a job file or of a managed job."""
+
+    @property
+    def instance_type(self) -> str: ...
+    @property
+    def instance_count(self) -> int: ...
+
+
+def machines_text(machines: Iterable[HostsOfOneKind]) -> str:
+    """Return the hosts in words: `2 × ml.p4d.24xlarge + 1 × ml.c5.xlarge`."""
+    return " + ".join(f"{each.instance_count} × {each.instance_type}" for each in machines)
 
 
 def status_lines(status: JobStatus) -> Iterator[str]:
@@ -26,7 +40,7 @@ def status_lines(status: JobStatus) -> Iterator[str]:
     yield _headline(status)
     if status.failure is not None:
         yield from ("", *_reason(status), "")
-    machines = f"{status.instance_count} × {status.instance_type}{' (spot)' if status.spot else ''}"
+    machines = f"{machines_text(status.machines)}{' (spot)' if status.spot else ''}"
     billable = duration(status.billable_so_far)
     yield f"machines    {machines}, {'' if status.over else 'so far '}{billable} billable each"
     if status.interruptions:
@@ -102,6 +116,8 @@ def hint_of(status: JobStatus) -> None:
 def status_json(status: JobStatus) -> dict[str, Any]:
     """Return all of a status as JSON has it: times in UTC, lengths in seconds."""
     plain: dict[str, Any] = _plain(asdict(status))
+    kinds = {machines.instance_type for machines in status.machines}
+    plain |= {"instance_type": kinds.pop() if len(kinds) == 1 else None, "instance_count": status.instance_count}
     return plain | {"over": status.over, "seconds": status.seconds, "interruptions": status.interruptions}
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import click
 
-__all__ = ["AMOUNT", "LENGTH", "SECONDS"]
+__all__ = ["AMOUNT", "LENGTH", "PRICE", "SECONDS"]
 
 _LONGEST = timedelta(days=36_500)
 _LARGEST = 1e9
@@ -35,6 +35,12 @@ def AMOUNT(value: str) -> float:  # noqa: N802
     if not 0 <= amount <= _LARGEST:
         raise click.BadParameter(f"`{value}` is not a number from 0 to {_LARGEST:,.0f}")
     return amount
+
+
+def PRICE(value: str) -> tuple[str | None, float]:  # noqa: N802
+    """Read `AMOUNT` or `TYPE=AMOUNT`, for `click.option(type=PRICE)`; the type is None if it is not given."""
+    kind, given, amount = value.rpartition("=")
+    return (kind if given else None), AMOUNT(amount)
 
 
 def SECONDS(value: str) -> float:  # noqa: N802

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from smpkit.cli._cloud import CloudChoice, cloud_options
 from smpkit.cli._job import looks_like_a_file, read_job
-from smpkit.cli._time import AMOUNT
+from smpkit.cli._show import HostsOfOneKind
+from smpkit.cli._time import AMOUNT, PRICE
+from smpkit.errors import UsageError
 
 __all__ = ["cost"]
 
 
 @click.command()
 @click.argument("job")
-@click.option("--price", type=AMOUNT, required=True, help="Price of one instance for one hour.")
+@click.option(
+    "--price",
+    "prices",
+    type=PRICE,
+    required=True,
+    multiple=True,
+    metavar="[TYPE=]AMOUNT",
+    help="Price of one instance for one hour; of each instance type, where there are several.",
+)
 @click.option("--currency", default="USD", show_default=True, help="Currency of the price.")
 @click.option("--hours", type=AMOUNT, help="For a job file: expected hours. Default: its longest time.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a setting, as of `validate`.")
@@ -25,7 +36,7 @@ __all__ = ["cost"]
 @cloud_options
 def cost(
     job: str,
-    price: float,
+    prices: tuple[tuple[str | None, float], ...],
     currency: str,
     hours: float | None,
     overrides: tuple[str, ...],
@@ -41,24 +52,62 @@ def cost(
     """
     path = Path(job)
     estimate = _of_file(path, overrides, hours) if looks_like_a_file(job) else _of_job(job, cloud)
-    estimate |= {"price_per_hour": price, "currency": currency}
-    estimate["estimate"] = round(estimate["instances"] * estimate["hours"] * price, 2)
+    machines = [
+        {"instance_type": each.instance_type, "instances": each.instance_count, "price_per_hour": price}
+        for each, price in _priced(estimate.pop("machines"), prices)
+    ]
+    alone = machines[0] if len(machines) == 1 else {}
+    per_hour = sum(each["instances"] * each["price_per_hour"] for each in machines)
+    estimate |= {
+        "instances": sum(each["instances"] for each in machines),
+        "instance_type": alone.get("instance_type"),
+        "price_per_hour": alone.get("price_per_hour"),
+        "machines": machines,
+        "currency": currency,
+        "estimate": round(per_hour * estimate["hours"], 2),
+    }
     if as_json:
         click.echo(json.dumps(estimate, indent=2))
         return
     amount = f"{estimate['estimate']:,.2f} {currency}"
-    sum_of = (
-        f"{estimate['instances']} × {estimate['instance_type']} × {estimate['hours']:,.2f} h × {price:g} {currency}"
-    )
-    click.echo(f"{amount} (estimate, {estimate['basis']}): {sum_of}")
+    parts = [
+        f"{each['instances']} × {each['instance_type']} × {estimate['hours']:,.2f} h × {each['price_per_hour']:g} "
+        f"{currency}"
+        for each in machines
+    ]
+    click.echo(f"{amount} (estimate, {estimate['basis']}): {' + '.join(parts)}")
+
+
+_Machines = TypeVar("_Machines", bound=HostsOfOneKind)
+
+
+def _priced(
+    machines: Sequence[_Machines], prices: Iterable[tuple[str | None, float]]
+) -> Iterator[tuple[_Machines, float]]:
+    """Yield the hosts of each kind with their price."""
+    kinds = list(dict.fromkeys(each.instance_type for each in machines))
+    given: dict[str, float] = {}
+    for kind, price in prices:
+        if kind is None and len(kinds) > 1:
+            hint = " ".join(f"--price {each}=..." for each in kinds)
+            raise UsageError(f"one price is given for machines of {len(kinds)} types", hint=f"`{hint}`")
+        name = kinds[0] if kind is None else kind
+        if name not in kinds:
+            raise UsageError(f"the job has no machine of type `{name}`", hint=f"it has {', '.join(kinds)}")
+        if name in given:
+            raise UsageError(f"two prices are given for `{name}`", hint="give one for each instance type")
+        given[name] = price
+    missing = [kind for kind in kinds if kind not in given]
+    if missing:
+        raise UsageError(f"no price is given for `{missing[0]}`", hint=f"add `--price {missing[0]}=...`")
+    yield from ((each, given[each.instance_type]) for each in machines)
 
 
 def _of_file(path: Path, overrides: tuple[str, ...], hours: float | None) -> dict[str, Any]:
     compute = read_job(path, overrides).config.compute
     return {
         "basis": "at most" if hours is None else "as expected",
-        "instances": compute.instance_count,
-        "instance_type": compute.instance_type,
+        "machines": compute.machines,
         "hours": compute.max_run_seconds / 3600 if hours is None else hours,
     }
 
@@ -69,7 +118,6 @@ def _of_job(name: str, cloud: CloudChoice) -> dict[str, Any]:
     status = Job(name, cloud.open()).status()
     return {
         "basis": "billable time" if status.over else "so far",
-        "instances": status.instance_count,
-        "instance_type": status.instance_type,
+        "machines": status.machines,
         "hours": status.billable_so_far / 3600,
     }

@@ -13,6 +13,7 @@ import click
 from smpkit.cli import _console
 from smpkit.cli._cloud import CloudChoice, cloud_options, follow_job, tell_if_interrupted
 from smpkit.cli._job import job_arguments, read_job
+from smpkit.cli._show import machines_text
 from smpkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _announce(loaded: LoadedJob, cloud: Cloud) -> None:
     from smpkit_container.failure import duration
 
     compute = loaded.config.compute
-    machines = f"{compute.instance_count} × {compute.instance_type}{', spot' if compute.spot else ''}"
+    machines = f"{machines_text(compute.machines)}{', spot' if compute.spot else ''}"
     longest = duration(compute.max_run_seconds)
     text = f"Submitting `{loaded.config.name}` to SageMaker in {cloud.region} ({machines}, at most {longest})"
     _console.current().note(text)

@@ -71,11 +71,17 @@ def _summary(loaded: Loaded) -> str:
 
 
 def _processes(config: JobConfig) -> str:
-    hosts, per_host = config.compute.instance_count, config.distribution.processes_per_host
+    from smpkit.config.words import printable
+
+    hosts, per_host = config.num_rank_hosts, config.distribution.processes_per_host
     if per_host:
         size = f"{hosts} × {per_host} processes"
     else:
         size = "1 host" if hosts == 1 else f"{hosts} hosts"
+    alone = config.compute.num_hosts - hosts
+    if alone:
+        size += f" on {', '.join(printable(group.name) for group in config.rank_groups)}"
+        size += f", {alone} host{'s' * (alone > 1)} without ranks"
     parameters = config.distribution.model_parallel
     if parameters is None:
         return f"{size}, no model parallelism"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "MAX_INSTANCE_GROUPS",
     "Distribution",
     "ModelParallelBlock",
     "MpiOptions",
@@ -25,6 +26,9 @@ __all__ = [
     "TorchDistributedOptions",
     "belongs_below",
 ]
+
+MAX_INSTANCE_GROUPS = 5
+"""Of a job, as many as SageMaker takes."""
 
 _BLOCK_PATH: KeyPath = ("smdistributed", "modelparallel")
 
@@ -142,6 +146,10 @@ class Distribution(Section):
     torch_distributed: TorchDistributedOptions | None = None
     """Launch with torchrun, which is also what happens if neither launcher is enabled."""
 
+    instance_groups: list[str] = Field(default_factory=list, max_length=MAX_INSTANCE_GROUPS)
+    """Names of the groups in `compute.instance_groups` whose hosts run ranks; each other host runs the script once,
+    alone. Required where a job has several groups."""
+
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "pytorchddp": (
             "is SageMaker's name for plain data parallelism",
@@ -149,7 +157,6 @@ class Distribution(Section):
         ),
         "multi_worker_mirrored_strategy": (_SAGEMAKER_ONLY, "use `torch_distributed` or `mpi`"),
         "parameter_server": (_SAGEMAKER_ONLY, "use `torch_distributed` or `mpi`"),
-        "instance_groups": ("names groups of different machines, which smpkit does not have", "remove it"),
     }
 
     _bare: bool = PrivateAttr(default=False)

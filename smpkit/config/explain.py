@@ -106,6 +106,7 @@ _SENTENCES: dict[str, Callable[[ErrorDetails, Mapping[str, Any]], str]] = {
     "string_unicode": lambda _, __: "must be text that can be written as UTF-8",
     "string_too_short": lambda _, context: f"must have at least {context['min_length']} characters",
     "string_too_long": lambda _, context: f"must have at most {context['max_length']} characters",
+    "too_long": lambda _, context: f"must have at most {context['max_length']} entries",
     "dict_type": _must_be("a mapping"),
     "mapping_type": _must_be("a mapping"),
     "model_type": _must_be("a mapping"),

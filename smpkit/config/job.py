@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from smpkit.config.confidential import masked
-from smpkit.config.distribution import Distribution, belongs_below
+from smpkit.config.distribution import MAX_INSTANCE_GROUPS, Distribution, belongs_below
 from smpkit.config.explain import validation_error
 from smpkit.config.fields import (
     BucketUri,
@@ -27,9 +27,11 @@ from smpkit.config.fields import (
     variable_problems,
 )
 from smpkit.config.section import KeyPath, Section, free_form
+from smpkit.config.words import printable, suggestion
 from smpkit.errors import Problem
 
 __all__ = [
+    "HOMOGENEOUS",
     "Channel",
     "Checkpoints",
     "Compute",
@@ -38,10 +40,32 @@ __all__ = [
     "Experiment",
     "FileSystem",
     "InputMode",
+    "InstanceGroup",
     "JobConfig",
     "Network",
     "Secret",
 ]
+
+
+HOMOGENEOUS = "homogeneousCluster"
+"""What SageMaker calls the one group of a job whose hosts are all of one kind."""
+
+
+class InstanceGroup(Section):
+    """Some of a job's hosts, all of one kind."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    """The name by which `distribution` and `inputs` mean it, and which scripts find in `SM_CURRENT_INSTANCE_GROUP`."""
+
+    instance_type: Word
+    """A SageMaker instance type such as `ml.p4d.24xlarge`."""
+
+    instance_count: int = Field(default=1, ge=1, le=100_000)
+    """Number of hosts."""
+
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "instance_group_name": ("is called `name` here", "rename it"),
+    }
 
 
 class Compute(Section):
@@ -52,6 +76,10 @@ class Compute(Section):
 
     instance_count: int = Field(default=1, ge=1, le=100_000)
     """Number of hosts."""
+
+    instance_groups: list[InstanceGroup] = Field(default_factory=list, max_length=MAX_INSTANCE_GROUPS)
+    """Groups of different machines (a heterogeneous cluster), in place of `instance_type` and `instance_count`.
+    `distribution.instance_groups` names those whose hosts run ranks."""
 
     volume_gb: int = Field(default=30, ge=1)
     """Disk space of each host, in GB."""
@@ -77,8 +105,9 @@ class Compute(Section):
     infra_check: bool | None = None
     """Let SageMaker check the machines before the job starts."""
 
-    def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Check `max_wait_seconds` against `spot` and `max_run_seconds`."""
+    def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
+        """Check `max_wait_seconds` against `spot` and `max_run_seconds`, and the groups."""
+        yield from self._group_problems(written, broken)
         if self.max_wait_seconds is None:
             return
         path = ("max_wait_seconds",)
@@ -87,6 +116,48 @@ class Compute(Section):
         if self.max_wait_seconds < self.max_run_seconds and ("max_run_seconds",) not in broken:
             message = f"must be at least max_run_seconds ({self.max_run_seconds}), got {self.max_wait_seconds}"
             yield Problem(path, message, "waiting includes running")
+
+    def _group_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath]) -> Iterable[Problem]:
+        if not self.instance_groups:
+            return
+        for name in ("instance_type", "instance_count"):
+            if name in written and (name,) not in broken:
+                hint = "keep one of them: each group has its own"
+                yield Problem((name,), "is given together with instance_groups", hint)
+        if self.keep_alive_seconds:
+            message = "is for hosts of one kind: SageMaker keeps no warm pool of instance groups"
+            yield Problem(("keep_alive_seconds",), message, "remove it")
+        for index, group in enumerate(self.instance_groups):
+            if group.instance_type == "local":
+                hint = "name a SageMaker instance type such as `ml.p4d.24xlarge`"
+                message = "is `local`, which is this machine, and groups are SageMaker's"
+                yield Problem(("instance_groups", index, "instance_type"), message, hint)
+        names = [group.name for group in self.instance_groups]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                message = f"`{printable(name)}` is the name of another group too"
+                yield Problem(("instance_groups", index, "name"), message, "give each group its own name")
+
+    @property
+    def machines(self) -> tuple[InstanceGroup, ...]:
+        """The hosts by kind: the groups, or the one that all hosts make."""
+        if self.instance_groups:
+            return tuple(self.instance_groups)
+        return (
+            InstanceGroup.model_construct(
+                name=HOMOGENEOUS, instance_type=self.instance_type, instance_count=self.instance_count
+            ),
+        )
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts, of all groups together."""
+        return sum(group.instance_count for group in self.machines)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the job is for this machine."""
+        return not self.instance_groups and self.instance_type == "local"
 
 
 InputMode = Literal["File", "FastFile", "Pipe"]
@@ -140,6 +211,9 @@ class Channel(UriSection):
     sharded: bool = False
     """Give each host its share of the objects instead of all of them."""
 
+    instance_groups: list[str] = Field(default_factory=list, max_length=MAX_INSTANCE_GROUPS)
+    """Names of the groups in `compute.instance_groups` whose hosts get the data. Default: all hosts."""
+
     data_type: Literal["S3Prefix", "ManifestFile", "AugmentedManifestFile"] = "S3Prefix"
     """What `uri` names: the beginning of objects' names, or a file that lists them."""
 
@@ -161,6 +235,10 @@ class Channel(UriSection):
     hub_content: str | None = None
     """ARN of a model in a private SageMaker hub, to which `uri` belongs."""
 
+    refused: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "instance_group_names": ("is called `instance_groups` here", "rename it"),
+    }
+
     def cross_problems(self, written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
         """Require either `uri` or `file_system`, and refuse options that only objects in S3 have."""
         if any(path[:1] in (("uri",), ("file_system",)) for path in broken):
@@ -177,7 +255,16 @@ class Channel(UriSection):
 
 
 _ONLY_IN_S3 = (
-    *("mode", "sharded", "data_type", "compression", "record_wrapping", "attribute_names", "shuffle_seed"),
+    *(
+        "mode",
+        "sharded",
+        "instance_groups",
+        "data_type",
+        "compression",
+        "record_wrapping",
+        "attribute_names",
+        "shuffle_seed",
+    ),
     *("accept_eula", "hub_content"),
 )
 
@@ -356,6 +443,10 @@ class JobConfig(Section):
     compress_output: bool = True
     """Pack the model into one `model.tar.gz`; false leaves its files as they are."""
 
+    live_output: bool = False
+    """Upload what the script writes to the folder `SM_OUTPUT_INTERMEDIATE_DIR` while the job runs, to
+    `<output>/<job>/output/intermediate/`; SageMaker uploads everything else at the end. Not used on this machine."""
+
     code_location: BucketUri | None = None
     """S3 URI below which the packed sources are put. Default: the bucket of `output`."""
 
@@ -385,6 +476,7 @@ class JobConfig(Section):
     refused: ClassVar[Mapping[str, tuple[str, str]]] = {
         "instance_type": ("belongs to `compute`", "write `compute: {instance_type: ...}`"),
         "instance_count": ("belongs to `compute`", "write `compute: {instance_count: ...}`"),
+        "instance_groups": ("belongs to `compute`", "write `compute: {instance_groups: [...]}`"),
         "image_uri": ("is called `image` here", "rename it"),
         "output_path": ("is called `output` here", "rename it"),
         "checkpoint_s3_uri": ("is called `checkpoints` here", "rename it"),
@@ -401,11 +493,12 @@ class JobConfig(Section):
         return belongs_below(name, where) or super().unknown(name, data)
 
     def cross_problems(self, _written: Mapping[str, Any], broken: frozenset[KeyPath], /) -> Iterable[Problem]:
-        """Check variables that are given twice, and the degrees against the number of ranks where that is known."""
+        """Check variables that are given twice, names of groups, and the degrees against a known number of ranks."""
         twice = [name for name in self.secrets if name in self.environment]
         hint = "keep one of them"
         return [Problem(("secrets", name), "is in `environment` too", hint) for name in twice] + [
             *self._shell_problems(),
+            *self._group_problems(broken),
             *self._world_problems(broken),
         ]
 
@@ -416,8 +509,43 @@ class JobConfig(Section):
             message = f"is a shell script, which runs once on each host, without the launcher that `{asked}` asks for"
             yield Problem(("entry_point",), message, "name a Python script, or remove `distribution`")
 
+    def _group_problems(self, broken: frozenset[KeyPath]) -> Iterable[Problem]:
+        """Refuse groups that do not exist, and hosts of which nobody knows how many ranks they run."""
+        if _is_broken(broken, ("compute", "instance_groups")):
+            return
+        yield from self.input_group_problems()
+        known = [group.name for group in self.compute.instance_groups]
+        yield from _unknown_groups(("distribution", "instance_groups"), self.distribution.instance_groups, known)
+        if _is_broken(broken, ("distribution",)) or not set(self.distribution.instance_groups) <= set(known):
+            return
+        yield from self._rank_group_problems(known)
+
+    def input_group_problems(self) -> Iterable[Problem]:
+        """Yield the groups that inputs name and that the job does not have."""
+        known = [group.name for group in self.compute.instance_groups]
+        for name, channel in self.inputs.items():
+            yield from _unknown_groups(("inputs", name, "instance_groups"), channel.instance_groups, known)
+
+    def _rank_group_problems(self, known: list[str]) -> Iterable[Problem]:
+        path, named = ("distribution", "instance_groups"), self.distribution.instance_groups
+        if self.is_shell_script:
+            if named:
+                yield Problem(path, "names hosts for ranks, and a shell script runs without any", "remove it")
+            return
+        if len(known) > 1 and not named:
+            message = f"is required where a job has several instance groups ({', '.join(known)})"
+            yield Problem(path, message, "name those whose hosts train; each other host runs the script once, alone")
+            return
+        kinds = sorted({group.instance_type for group in self.rank_groups})
+        if len(kinds) > 1 and self.distribution.processes_per_host is None:
+            message = f"names machines of different kinds ({', '.join(kinds)}), whose numbers of GPUs may differ"
+            hint = "set `processes_per_host` in `mpi` or `torch_distributed`, the same for all of them"
+            yield Problem(path, message, hint)
+
     def _world_problems(self, broken: frozenset[KeyPath]) -> Iterable[Problem]:
-        if self.distribution.processes_per_host is None or any(path[-1:] in _SIZES for path in broken):
+        if self.distribution.processes_per_host is None or any(
+            path[-1:] in _SIZES or "instance_groups" in path for path in broken
+        ):
             return ()
         problems = self.distribution.world_problems(self.num_processes(1))
         return [Problem(("distribution", *problem.path), problem.message, problem.hint) for problem in problems]
@@ -429,7 +557,18 @@ class JobConfig(Section):
 
     def num_processes(self, default_per_host: int) -> int:
         """Number of ranks, with `default_per_host` of them on a host if the job does not say."""
-        return self.compute.instance_count * (self.distribution.processes_per_host or default_per_host)
+        return self.num_rank_hosts * (self.distribution.processes_per_host or default_per_host)
+
+    @property
+    def rank_groups(self) -> tuple[InstanceGroup, ...]:
+        """The groups whose hosts run ranks: those that the distribution names, or all."""
+        named = self.distribution.instance_groups
+        return tuple(group for group in self.compute.machines if not named or group.name in named)
+
+    @property
+    def num_rank_hosts(self) -> int:
+        """Number of hosts that run ranks; each other host runs the script once, alone."""
+        return sum(group.instance_count for group in self.rank_groups)
 
     def notices(self) -> list[Problem]:
         """Say which settings have no effect, and which show a secret to others."""
@@ -452,7 +591,26 @@ class JobConfig(Section):
 
     def _overwritten(self) -> list[Problem]:
         names = [name for name in self.environment if name.startswith("SM_") or name in _OF_THE_LAUNCHER]
-        return [Problem(("environment", name), "is set by the launcher, which overwrites it") for name in names]
+        found = [Problem(("environment", name), "is set by the launcher, which overwrites it") for name in names]
+        if "LD_PRELOAD" in self.environment:
+            message = "is loaded into every process of the container, the launcher's own too"
+            hint = "keep it only if every program of the image works with it"
+            found.append(Problem(("environment", "LD_PRELOAD"), message, hint))
+        return found
+
+
+def _is_broken(broken: frozenset[KeyPath], path: KeyPath) -> bool:
+    """Tell whether something at `path`, below it or above it is wrong."""
+    return any(each[: len(path)] == path[: len(each)] for each in broken)
+
+
+def _unknown_groups(path: KeyPath, named: list[str], known: list[str]) -> Iterable[Problem]:
+    for index, name in enumerate(named):
+        if name in known:
+            continue
+        listed = f"those are {', '.join(map(printable, known))}" if known else "it has none"
+        message = f"`{printable(name)}` is no instance group of the job: {listed}"
+        yield Problem((*path, index), message, suggestion(name, known) or "define it in `compute.instance_groups`")
 
 
 _OF_THE_LAUNCHER = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"})

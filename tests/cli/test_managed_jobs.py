@@ -697,3 +697,103 @@ def test_the_demonstrations_failing_rank_has_lines(use: Use, tmp_path: Path) -> 
 
 
 MPI = ("--set", "distribution.mpi.enabled=true", "--set", "distribution.mpi.processes_per_host=8")
+
+
+GROUPS = """\
+compute:
+  instance_groups:
+    - {name: data, instance_type: ml.c5.18xlarge}
+    - {name: train, instance_type: ml.p4d.24xlarge, instance_count: 2}
+distribution:
+  torch_distributed: {enabled: true, processes_per_host: 8}
+  instance_groups: [train]
+inputs:
+  tokens: {uri: s3://bucket/tokens, instance_groups: [data]}
+"""
+
+
+@pytest.fixture
+def groups(use: Use) -> FakeSageMaker:
+    """Put a job with two instance groups into the current folder."""
+    fake = use(quotas={"ml.p4d.24xlarge": 2, "ml.c5.18xlarge": 1})
+    Path("job.yaml").write_text(JOB[: JOB.index("compute:")] + GROUPS)
+    return fake
+
+
+def test_groups_are_sent_and_shown_with_all_their_hosts(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+    sent = smpkit("submit", "job.yaml", "--name", "job")
+    assert "(1 × ml.c5.18xlarge + 2 × ml.p4d.24xlarge, at most" in sent.stderr
+    request = groups.jobs["job"].request
+    assert request["ResourceConfig"] == {
+        "VolumeSizeInGB": 30,
+        "InstanceGroups": [
+            {"InstanceGroupName": "data", "InstanceType": "ml.c5.18xlarge", "InstanceCount": 1},
+            {"InstanceGroupName": "train", "InstanceType": "ml.p4d.24xlarge", "InstanceCount": 2},
+        ],
+    }
+    assert TOKEN_FILE in request["HyperParameters"]
+    assert "machines    1 × ml.c5.18xlarge + 2 × ml.p4d.24xlarge, so far" in smpkit("status", "job").stdout
+    found = json.loads(smpkit("status", "job", "--json").stdout)
+    assert (found["instance_type"], found["instance_count"]) == (None, 3)
+    assert found["machines"][1] == {"group": "train", "instance_type": "ml.p4d.24xlarge", "instance_count": 2}
+
+
+def test_resume_keeps_the_groups_and_refuses_another_size(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+    smpkit("submit", "job.yaml", "--name", "job")
+    groups.clock.advance(1000)
+    assert smpkit("resume", "job", "--name", "again").exit_code == 0
+    first, second = (groups.jobs[name].request["ResourceConfig"] for name in ("job", "again"))
+    assert first == second
+    refused = smpkit("resume", "job", "--instance-count", "4")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "`--instance-count` is for a job whose hosts are of one kind" in refused.stderr
+
+
+def test_doctor_looks_at_the_quota_of_each_kind(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+    groups.quotas["ml.p4d.24xlarge"] = 1
+    found = smpkit("doctor", "job.yaml").stdout
+    assert "✓ quota: 1 × ml.c5.18xlarge for training job usage" in found
+    assert "✗ quota `ml.p4d.24xlarge for training job usage` is 1, the job asks for 2" in found
+    assert "is 1, 0 in use and 2 more asked for" in smpkit("submit", "job.yaml").stderr
+
+
+def test_cost_has_a_price_for_each_kind(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+    prices = ("--price", "ml.c5.18xlarge=3", "--price", "ml.p4d.24xlarge=30")
+    said = smpkit("cost", "job.yaml", *prices, "--hours", "2").stdout
+    parts = "1 × ml.c5.18xlarge × 2.00 h × 3 USD + 2 × ml.p4d.24xlarge × 2.00 h × 30 USD"
+    assert said == f"126.00 USD (estimate, as expected): {parts}\n"
+    found = json.loads(smpkit("cost", "job.yaml", *prices, "--json").stdout)
+    assert (found["instances"], found["instance_type"], len(found["machines"])) == (3, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("prices", "message"),
+    [
+        (["3"], "one price is given for machines of 2 types"),
+        (["ml.p4d.24xlarge=30"], "no price is given for `ml.c5.18xlarge`"),
+        (["ml.p4d.24xlarge=30", "ml.p4d.24xlarge=31"], "two prices are given for `ml.p4d.24xlarge`"),
+        (["ml.p5.48xlarge=30"], "the job has no machine of type `ml.p5.48xlarge`"),
+        (["ml.p4d.24xlarge=nan"], "`nan` is not a number"),
+    ],
+)
+def test_prices_that_do_not_fit_the_machines_are_refused(
+    groups: FakeSageMaker,
+    smpkit: Smpkit,
+    prices: list[str],
+    message: str,
+) -> None:
+    result = smpkit("cost", "job.yaml", *(word for price in prices for word in ("--price", price)))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_validate_and_plan_count_the_hosts_with_ranks(groups: FakeSageMaker, smpkit: Smpkit) -> None:
+    assert "2 × 8 processes on train, 1 host without ranks" in smpkit("validate", "job.yaml").stderr
+    assert "16 ranks on 2 hosts" in smpkit("plan", "job.yaml").stdout
+
+
+def test_live_output_needs_a_network(use: Use, smpkit: Smpkit) -> None:
+    use()
+    result = smpkit("submit", "job.yaml", "--set", "live_output=true", "--set", "network.isolation=true", "--dry-run")
+    assert result.exit_code == 2
+    assert "live_output: needs S3, which a container without network does not reach" in result.stderr

@@ -173,11 +173,17 @@ def test_degrees_are_not_judged_by_a_number_of_hosts_that_is_wrong() -> None:
     assert [problem.split(":")[0] for problem in found] == ["compute.instance_count"]
 
 
+PRELOADED = """\
+is loaded into every process of the container, the launcher's own too
+    hint: keep it only if every program of the image works with it"""
+
+
 def test_variables_of_the_launcher_are_told() -> None:
     made = job(environment={"SM_HPS": "x", "RANK": "1", "LD_PRELOAD": "/lib/x.so", "SMP": "x"})
     assert [str(notice) for notice in made.notices()] == [
         "environment.SM_HPS: is set by the launcher, which overwrites it",
         "environment.RANK: is set by the launcher, which overwrites it",
+        "environment.LD_PRELOAD: " + PRELOADED,
     ]
 
 
@@ -198,3 +204,84 @@ def test_no_input_makes_anything_but_a_validation_error(data: object) -> None:
         JobConfig.model_validate(data)
     except ValidationError as error:
         explain(error)
+
+
+DATA = {"name": "data", "instance_type": "ml.c5.18xlarge"}
+TRAIN = {"name": "train", "instance_type": "ml.p4d.24xlarge", "instance_count": 2}
+
+
+def with_groups(*groups: dict[str, Any], named: Any = ("train",), **fields: Any) -> dict[str, Any]:
+    compute = {"instance_groups": list(groups or (DATA, TRAIN)), **fields.pop("compute", {})}
+    distribution = {"instance_groups": list(named), **fields.pop("distribution", {})}
+    return {"entry_point": "train.py", "compute": compute, "distribution": distribution, **fields}
+
+
+def test_ranks_are_on_the_hosts_of_the_named_groups() -> None:
+    made = JobConfig.model_validate(with_groups(distribution={"mpi": MPI}))
+    assert (made.compute.num_hosts, made.num_rank_hosts, made.num_processes(1)) == (3, 2, 16)
+    assert not made.compute.is_local
+    assert JobConfig.model_validate(with_groups(TRAIN, named=())).num_rank_hosts == 2
+    shell = JobConfig.model_validate(with_groups(named=()) | {"entry_point": "train.sh"})
+    assert shell.num_rank_hosts == 3
+
+
+def test_degrees_must_fit_the_ranks_of_the_named_groups() -> None:
+    smp = {**block({"pipeline_parallel_degree": 3}), "mpi": MPI}
+    (problem,) = problems(with_groups(distribution=smp))
+    assert "16" in problem
+    broken = with_groups(DATA, {**TRAIN, "instance_count": 0}, distribution=smp)
+    assert problems(broken) == ["compute.instance_groups[1].instance_count: must be at least 1, got 0"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            with_groups(named=["trian"]),
+            "distribution.instance_groups[0]: `trian` is no instance group of the job: those are data, train",
+        ),
+        (
+            {"entry_point": "train.py", "distribution": {"instance_groups": ["train"]}},
+            "distribution.instance_groups[0]: `train` is no instance group of the job: it has none",
+        ),
+        (
+            with_groups(inputs={"x": {"uri": "data", "instance_groups": ["data", "none"]}}),
+            "inputs.x.instance_groups[1]: `none` is no instance group of the job",
+        ),
+        (
+            with_groups(inputs={"x": {"uri": "data", "instance_group_names": ["data"]}}),
+            "inputs.x.instance_group_names: is called `instance_groups` here",
+        ),
+        (with_groups(named=[]), "distribution.instance_groups: is required where a job has several instance groups"),
+        (
+            with_groups(named=["train", "data"]),
+            "distribution.instance_groups: names machines of different kinds (ml.c5.18xlarge, ml.p4d.24xlarge)",
+        ),
+        (
+            with_groups() | {"entry_point": "train.sh"},
+            "distribution.instance_groups: names hosts for ranks, and a shell script runs without any",
+        ),
+        (
+            with_groups(TRAIN, {**DATA, "name": "train"}),
+            "compute.instance_groups[1].name: `train` is the name of another group too",
+        ),
+        (
+            with_groups(compute={"instance_type": "ml.p4d.24xlarge"}),
+            "compute.instance_type: is given together with instance_groups",
+        ),
+        (with_groups(compute={"instance_count": 1}), "compute.instance_count: is given together with instance_groups"),
+        (with_groups(compute={"keep_alive_seconds": 60}), "compute.keep_alive_seconds: is for hosts of one kind"),
+        (
+            with_groups(TRAIN, {**DATA, "instance_type": "local"}),
+            "compute.instance_groups[1].instance_type: is `local`, which is this machine",
+        ),
+        (
+            with_groups(TRAIN, *({**DATA, "name": f"data{number}"} for number in range(5))),
+            "compute.instance_groups: must have at most 5 entries",
+        ),
+        ({"entry_point": "train.py", "instance_groups": []}, "instance_groups: belongs to `compute`"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(data: dict[str, Any], message: str) -> None:
+    (problem,) = problems(data)
+    assert problem.startswith(message)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,12 @@ def test_ranks_are_on_the_groups_that_the_distribution_names() -> None:
     assert [topology.launcher for topology in found] == ["torchrun", "mpirun", "mpirun", "torchrun"]
     both = read_topology(of_groups("algo-4", ["train", "data"]))
     assert (both.hosts, both.node_rank) == (("algo-1", "algo-2", "algo-3", "algo-4"), 3)
+
+
+def test_a_shell_script_is_one_on_the_other_hosts_too() -> None:
+    environment = of_groups("algo-1", ["train"])
+    framework = {"sagemaker_distribution_instance_groups": ["train"], "sagemaker_program": "train.sh"}
+    assert read_topology(replace(environment, framework=framework)).launcher == "shell"
 
 
 @pytest.mark.parametrize("named", [["none"], "train", {"train": 1}])

@@ -11,11 +11,11 @@ import pytest
 
 from smpkit.testing.fake_sagemaker.client import validate
 from smpkit_estimator.arguments import job_from_arguments
-from smpkit_estimator.inputs import TrainingInput, channels
+from smpkit_estimator.inputs import InstanceGroup, TrainingInput, channels
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.request import SubmitContext, TrainingRequest, build_request
 from smpkit_estimator.sagemaker import request_shape
-from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE
+from tests.estimator.golden.cases import CASES, INPUTS, JOB_NAME, REGION, ROLE, with_groups
 
 GOLDEN = Path(__file__).with_name("golden")
 SHAPE = request_shape("sagemaker", "CreateTrainingJob")
@@ -39,6 +39,7 @@ def ours(arguments: dict[str, Any], inputs: Any) -> TrainingRequest:
 def all_of_ours() -> dict[str, TrainingRequest]:
     made = {name: ours(*case) for name, case in CASES.items()}
     made["training-input"] = ours(CASES["no-distribution"][0], {"train": TrainingInput(**INPUTS)})
+    made["instance-groups"] = ours(*with_groups(InstanceGroup, TrainingInput))
     return made
 
 
@@ -112,3 +113,9 @@ def test_several_hosts_are_told_where_their_token_is(isolation: bool) -> None:
     if isolation:
         assert channels["smpkit_token"]["S3DataSource"]["S3Uri"] == uri
     assert "smpkit_token" not in str(build_request(job, CONTEXT).body)
+
+
+def test_live_output_goes_below_the_jobs_output() -> None:
+    job = job_from_arguments({"entry_point": "train.py", "image_uri": "x"}).model_copy(update={"live_output": True})
+    request = build_request(job, CONTEXT)
+    assert request.body["HyperParameters"]["sagemaker_s3_output"] == '"s3://smpkit-demo/"'

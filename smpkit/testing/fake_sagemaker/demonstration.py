@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smpkit.testing.fake_sagemaker.script import Line, Script
+from smpkit_estimator.status import machines_of
 
 __all__ = ["demonstration_script"]
 
@@ -19,16 +20,18 @@ _ERROR = "ValueError: hidden size 2050 is not divisible by tensor degree 4"
 
 def demonstration_script(request: Mapping[str, Any]) -> Script:
     """Return a course for a job; a spot job is interrupted once, and one whose name has `fail` in it fails."""
-    hosts = request["ResourceConfig"]["InstanceCount"]
     values = {name: json.loads(text) for name, text in request.get("HyperParameters", {}).items()}
+    named = values.get("sagemaker_distribution_instance_groups")
+    kinds = [machines.group for machines in machines_of(request) for _ in range(machines.instance_count)]
+    hosts = [host for host, group in enumerate(kinds) if not named or group in named]
     per_host = int(values.get("sagemaker_mpi_num_of_processes_per_host", 1))
     fails, spot = "fail" in request["TrainingJobName"], bool(request.get("EnableManagedSpotTraining"))
     done = _INTERRUPTED_AT if spot else 0
     last = _FAILS_AT if fails else _STEPS
     end = (last - done + (not fails)) * _SECONDS_PER_STEP
     joined = [
-        Line(1.0 + host / 10, f"[rank {host * per_host}] joined {hosts * per_host} ranks", host)
-        for host in range(hosts)
+        Line(1.0 + node / 10, f"[rank {node * per_host}] joined {len(hosts) * per_host} ranks", host)
+        for node, host in enumerate(hosts)
     ]
     rank = per_host // 2
     frame = '  File "train.py", line 41, in build_model'

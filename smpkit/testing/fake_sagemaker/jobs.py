@@ -13,6 +13,7 @@ from smpkit.testing.fake_sagemaker.script import Script
 from smpkit_estimator.clock import Clock
 from smpkit_estimator.limits import preflight
 from smpkit_estimator.sagemaker import request_shape, response_shape
+from smpkit_estimator.status import machines_of
 
 __all__ = ["FakeJob", "FakeJobs"]
 
@@ -87,23 +88,22 @@ class FakeJobs:
             message = "Job name must be unique within an AWS account and region, and a training job with this name"
             arn = self.jobs[name].arn
             raise client_error("ResourceInUse", f"{message} already exists ({arn})", "CreateTrainingJob")
-        self._check_quota(request["ResourceConfig"])
+        _check_machines(request["ResourceConfig"])
+        self._check_quotas(request)
         job = FakeJob(dict(request), self._clock.now(), self._script_for(request), self._arn_prefix + name)
         self.jobs[name] = job
         self._changed()
         return {"TrainingJobArn": job.arn}
 
-    def _check_quota(self, resources: Mapping[str, Any]) -> None:
-        kind, asked = resources["InstanceType"], resources["InstanceCount"]
-        if kind not in self._quotas:
-            return
+    def _check_quotas(self, request: Mapping[str, Any]) -> None:
+        for kind in dict.fromkeys(each.instance_type for each in machines_of(request)):
+            if kind in self._quotas:
+                self._check_quota(kind, _instances(request, kind))
+
+    def _check_quota(self, kind: str, asked: int) -> None:
         now = self._clock.now()
         busy = [job for job in self.jobs.values() if job.status(now) not in _FINAL]
-        used = sum(
-            job.request["ResourceConfig"]["InstanceCount"]
-            for job in busy
-            if job.request["ResourceConfig"]["InstanceType"] == kind
-        )
+        used = sum(_instances(job.request, kind) for job in busy)
         if used + asked > self._quotas[kind]:
             message = (
                 f"The account-level service limit '{kind} for training job usage' is {self._quotas[kind]} Instances, "
@@ -219,3 +219,22 @@ def _summary(job: FakeJob, now: datetime) -> dict[str, Any]:
         "SecondaryStatus": begun[-1].status,
         **({"TrainingEndTime": begun[-1].start} if status in _FINAL else {}),
     }
+
+
+def _instances(request: Mapping[str, Any], kind: str) -> int:
+    return sum(each.instance_count for each in machines_of(request) if each.instance_type == kind)
+
+
+def _check_machines(resources: Mapping[str, Any]) -> None:
+    """Refuse what the service refuses: groups beside a type and a number of instances, or none of both."""
+    groups, alone = resources.get("InstanceGroups"), resources.keys() & {"InstanceType", "InstanceCount"}
+    names = [group["InstanceGroupName"] for group in groups or ()]
+    if bool(groups) == bool(alone):
+        message = "specify either InstanceGroups or InstanceType and InstanceCount"
+    elif groups and resources.get("KeepAlivePeriodInSeconds"):
+        message = "KeepAlivePeriodInSeconds is not supported with InstanceGroups"
+    elif len(set(names)) < len(names):
+        message = "the names of InstanceGroups must be unique"
+    else:
+        return
+    raise client_error("ValidationException", f"Invalid ResourceConfig: {message}", "CreateTrainingJob")

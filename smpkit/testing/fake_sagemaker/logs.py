@@ -10,6 +10,7 @@ from typing import Any
 from smpkit.testing.fake_sagemaker.client import Handler, client_error
 from smpkit.testing.fake_sagemaker.jobs import FakeJob, FakeJobs
 from smpkit_estimator.clock import Clock
+from smpkit_estimator.status import machines_of
 
 __all__ = ["FakeLogs"]
 
@@ -100,7 +101,7 @@ class FakeLogs:
 
 def _streams_of(job: FakeJob) -> dict[str, tuple[int, int]]:
     """Return the streams that a job will have had in the end: name -> numbers of the attempt and the host."""
-    hosts = set(range(job.request["ResourceConfig"]["InstanceCount"])) - job.script.silent_hosts
+    hosts = set(range(sum(each.instance_count for each in machines_of(job.request)))) - job.script.silent_hosts
     return {
         f"{job.name}/algo-{host + 1}-{round(attempt.start.timestamp())}": (number, host)
         for number, attempt in enumerate(job.history.attempts)
