@@ -19,7 +19,7 @@ import torch
 
 from smpkit.torch.core import tensor_spec
 from smpkit.torch.offload import hooks, report
-from smpkit.torch.pipeline import executor
+from smpkit.torch.pipeline import batch_broadcast, executor
 from tests.ranks import run_ranks
 from tests.torch.small_steps import KINDS, WIDTH, begin, begin_offload_model
 
@@ -77,6 +77,7 @@ def held(value: Any, depth: int = 4) -> int:
 
 def lower_bounds() -> None:
     executor.MAX_KINDS = BOUND  # type: ignore[misc]
+    batch_broadcast.MAX_KINDS = BOUND  # type: ignore[misc]
     executor.MAX_OUTPUT_SPECS = 8 * BOUND  # type: ignore[misc]
     tensor_spec.MAX_INTERNED = BOUND  # type: ignore[misc]
     hooks._MAX_SIZES = BOUND  # type: ignore[misc]

@@ -181,6 +181,8 @@ class ModuleState:
         self._keep = keep
         self._overwrites_weights = overwrite_weights
         self._wants_generators = generators
+        self._has_data = type(torch.empty(0, device="cpu")) is Tensor
+        """Whether there is no FakeTensorMode around the call: what it makes could neither be compared nor kept."""
         self._generators: dict[torch.Generator, Tensor] = {}
         self._cells: dict[int, _Cell] = {}
         """By id of the tensor; all live until `end_forward`."""
@@ -208,7 +210,7 @@ class ModuleState:
         history = _histories.get(module)
         if history is None:
             history = _histories[module] = _History()
-        visit = _Visit(module, history)
+        visit = _Visit(module, history, has_data=self._has_data)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 saved.parameters[name] = self._weight(name, parameter, visit)
@@ -306,6 +308,10 @@ class ModuleState:
         # Of sharded weights, which others gather and free, there are no copies.
         if cell.is_weight and (cell.is_normed or not _is_comparable(cell.value)):
             return False
+        # Nor of large weights in case: hardly a forward writes to any, and the copies could fill the device.
+        in_case = cell.name not in cell.written and not cell.is_silent
+        if cell.is_weight and in_case and cell.value.nbytes > _SMALL_BYTES:
+            return False
         cell.is_compared = visit.is_new
         cell.content = _clone(cell.value)
         return True
@@ -325,6 +331,8 @@ class ModuleState:
         elif not is_new:
             return None
         content = _clone(value)
+        if not self._has_data:
+            return content
         visit.history.copies[cell.name] = (weakref.ref(value), (cell.version, cell.stamp), content)
         return content
 
@@ -393,7 +401,8 @@ class ModuleState:
 class _Visit:
     """A module whose state is being saved, and what is known about its calls."""
 
-    def __init__(self, module: nn.Module, history: _History) -> None:
+    def __init__(self, module: nn.Module, history: _History, *, has_data: bool) -> None:
+        self._has_data = has_data
         self.module = module
         self.owner = type(module).__name__
         self.history = history
@@ -409,7 +418,7 @@ class _Visit:
             if configuration in known or len(known) < _MOST_CONFIGURATIONS:
                 break
         num_calls = self.history.num_calls.get(configuration, 0)
-        self.is_new = num_calls < _FIRST_CALLS
+        self.is_new = self._has_data and num_calls < _FIRST_CALLS
         if self.is_new:
             self.history.num_calls[configuration] = num_calls + 1
         self.written = known.setdefault(configuration, set())
@@ -474,6 +483,8 @@ class _Restorer:
     def _restore_weight(self, module: nn.Module, name: str, cell: _Cell, undo: contextlib.ExitStack) -> None:
         now, then = module._parameters.get(name), cell.value
         assert then is not None
+        if cell.is_lost and not cell.is_normed and _is_plain(then):
+            raise _lost(cell)
         if self._overwrites_weights:
             if cell.is_written and cell.content is not None and id(cell) not in self._tensors:
                 self._tensors[id(cell)] = then
@@ -516,11 +527,7 @@ def _earlier(cell: _Cell, kept: Callable[[Any], Any]) -> Tensor:
     if cell.is_statistic:
         return _clone(value)
     if cell.is_lost:
-        raise UsageError(
-            f"{cell.label} was changed in place in a forward that is to be run again, and none before had changed it"
-            f" (it has {value.nbytes} bytes, too many to keep a copy in case)",
-            hint="assign a new tensor to it, or do not checkpoint this module",
-        )
+        raise _lost(cell)
     if content is not None and (cell.is_written or cell.is_silent):
         return _clone(content)
     if _version(value) == cell.version_after and (content is None or cell.stamp is None):
@@ -528,6 +535,15 @@ def _earlier(cell: _Cell, kept: Callable[[Any], Any]) -> Tensor:
     if content is None:
         raise _changed(cell)
     return content
+
+
+def _lost(cell: _Cell) -> UsageError:
+    assert cell.value is not None
+    return UsageError(
+        f"{cell.label} was changed in place in a forward that is to be run again, and none before had changed it"
+        f" (it has {cell.value.nbytes} bytes, too many to keep a copy in case)",
+        hint="assign a new tensor to it, or do not checkpoint this module",
+    )
 
 
 def _changed(cell: _Cell) -> UsageError:

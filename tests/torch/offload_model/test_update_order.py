@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Event
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from smpkit import OffloadModel, OffloadOptimizer
-from smpkit.torch.offload.link import DONE
-from smpkit.torch.offload_model.gradients import GradientCopy
 from smpkit.torch.offload_model.kernels import FlatRange, Rule, tiled
 
 GROUPS = torch.optim.SGD([nn.Parameter(torch.zeros(1)) for _ in range(2)], lr=0.5).state_dict()["param_groups"]
@@ -125,47 +122,3 @@ def test_who_looks_at_weights_waits_for_their_updates(
         somebody_waits.set()
     assert not any(torch.equal(parameter, old) for parameter, old in zip(held, before, strict=True))
     del made
-
-
-class Watched:
-    """An update, and the event that somebody waits for it."""
-
-    def __init__(self, update: Future[None], waits: Event) -> None:
-        self.done = update.done
-        self._update = update
-        self._waits = waits
-
-    def result(self, timeout: float | None = None) -> None:
-        self._waits.set()
-        self._update.result(timeout)
-
-
-def test_an_update_waits_for_the_earlier_update_of_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = make(2)
-    (parameter,) = model._engine.slices[0].weights.layout.parameters
-    go_on = Event()
-    order: list[str] = []
-
-    def noted(rule: Rule, span: FlatRange) -> None:
-        order.append("begin")
-        if len(order) > 1:
-            go_on.set()
-        assert go_on.wait(SECONDS)
-        tiled(rule, span)
-        order.append("end")
-
-    def update() -> Any:
-        optimizer.consume(GradientCopy(0, {parameter: torch.ones(parameter.numel())}, DONE))
-        optimizer.step()
-        return optimizer._updates[0][-1]
-
-    monkeypatch.setattr(optimizer._workers, "kernel", lambda _: noted)
-    before = parameter.detach().clone()
-    try:
-        optimizer._updates[0] = [Watched(update(), go_on)]  # type: ignore[list-item]
-        update().result(SECONDS)
-    finally:
-        go_on.set()
-    assert order == ["begin", "end", "begin", "end"]
-    model.synchronize()
-    torch.testing.assert_close(parameter.detach(), before - 1.0)
