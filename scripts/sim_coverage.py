@@ -197,17 +197,17 @@ class _Loader(importlib.machinery.SourceFileLoader):
 def main() -> int:
     """Do what the command line says; return pytest's status."""
     parser = argparse.ArgumentParser(prog="scripts/sim_coverage", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("tests", nargs="*", default=["tests/sim"], help="given to pytest; default: tests/sim")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="what was reached is kept there, and added to")
     parser.add_argument("--report", action="store_true", help="run nothing; print what --keep's FILE has")
-    arguments, others = parser.parse_known_args()
+    parser.add_argument("tests", nargs=argparse.REMAINDER, help="given to pytest, as are options; default: tests/sim")
+    arguments = parser.parse_args()
     if arguments.report and arguments.keep is None:
         parser.error("--report needs --keep FILE")
     with tempfile.TemporaryDirectory() as folder:
         kept: Path = (arguments.keep or Path(folder, "hits")).resolve()
         if not kept.exists():
             kept.write_bytes(bytes(_BYTES))
-        status = 0 if arguments.report else _run([*arguments.tests, *others], folder, kept)
+        status = 0 if arguments.report else _run(arguments.tests or ["tests/sim"], folder, kept)
         _print(kept.read_bytes())
     return status
 
