@@ -44,9 +44,36 @@ FILES: Final = (
     "data_parallel/reducer.py",
     "offload_model/counted_link.py",
 )
+_NCCL_OPTIONS: Final = (
+    " = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)",
+    ".config.max_ctas = _CHANNEL_CTAS",
+    "._timeout = timeout",
+)
+_NCCL_VARIABLES: Final = (
+    "handling = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'",
+    "if launcher == 'torchrun' and os.environ.get(handling) == '1':",
+    "del os.environ[handling]",
+    "if 'NCCL_ASYNC_ERROR_HANDLING' not in os.environ:",
+    "os.environ.setdefault(handling, '2')",
+    "os.environ.setdefault('TORCH_NCCL_DUMP_ON_TIMEOUT', '1')",
+    "if os.environ.get(SHARED_GPU_NCCL) == '1':",
+    "os.environ.setdefault('NCCL_MULTI_RANK_GPU_ENABLE', '1')",
+)
 NEEDS_A_DRIVER: Final[dict[str, tuple[str, ...]]] = {
-    "core/devices/__init__.py": (),
-    "core/devices/backends.py": (),
+    "core/devices/__init__.py": (
+        "_clear_last_error",
+        "_register_with_cuda",
+        "cannot_use_cuda",
+        "host_registration: runtime = module.cudart()",
+        "host_registration: return HostRegistration(lambda *memory: _register_with_cuda(runtime, *memory),"
+        " runtime.cudaHostUnregister)",
+    ),
+    "core/devices/backends.py": (
+        "nccl_version",
+        *(f"channel_options: options{each}" for each in _NCCL_OPTIONS),
+        "channel_options: return options",
+        *(f"prepare: {each}" for each in _NCCL_VARIABLES),
+    ),
 }
 """Functions, or `function: statement`, that only CUDA, nccl or another vendor's library can run."""
 _BYTES: Final = 1 << 16

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
@@ -615,6 +616,37 @@ def exception_in_backward() -> None:
 _add("activations, an exception in forward", partial(exception_in_forward, is_checkpointed=True), is_quick=True)
 _add("activations, an exception in forward, nothing checkpointed", partial(exception_in_forward, is_checkpointed=False))
 _add("activations, an exception in backward", exception_in_backward)
+
+
+def views_and_changes(min_bytes: int) -> None:
+    """Save small parts of storages, twice, and what must stay; then change what was saved, which is an error."""
+    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    x = torch.randn(64, WIDTH, device=DEVICE)
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        with context:
+            y = leaf * 2
+            part = y[3:4]
+            z = Shared.apply(part) + Shared.apply(part) + Shared.apply(model.weight)[:1]
+            z = z + Shared.apply(y)[:1] + Shared.apply(y.t()).t()[1:2]
+        found = torch.autograd.grad(z.sum(), [leaf, model.weight])
+        for number in range(2):
+            with context:
+                y = leaf * 2
+                loss = Shared.apply(model.weight if number else y).sum()
+            torch.accelerator.synchronize()  # the change would race with the copy to the host, as well
+            with torch.no_grad():
+                (model.weight if number else y).add_(0)
+            with pytest.raises((RuntimeError, UsageError), match=r"changed in place|modified by an inplace"):
+                loss.backward()
+        return [each.cpu() for each in found]
+
+    compare(run, model, min_bytes=min_bytes)
+
+
+for _bytes in (0, 100):  # a part of 64 bytes leaves, or stays
+    _add(f"activations, views, {_bytes} bytes", partial(views_and_changes, _bytes), is_quick=True)
 
 
 def saved_meanwhile() -> None:
@@ -1306,6 +1338,8 @@ for _kind in ("pipeline", "interleaved"):
 _add("ranks, pipeline, an exception", partial(same_as_in_order, trained_after_an_exception), ranks=2)
 for _horizon in (2, "auto"):
     _trains = partial(trained_offloaded, _horizon)
-    _add(f"ranks, pipeline, offloaded, horizon {_horizon}", partial(same_as_in_order, _trains), ranks=2)
+    _run = partial(same_as_in_order, _trains)
+    _add(f"ranks, pipeline, offloaded, horizon {_horizon}", _run, ranks=2, is_quick=_horizon == 2)
 _add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
-_add("ranks, data, uneven inputs", partial(same_as_in_order, trained_on_uneven_inputs), ranks=2)
+_run = partial(same_as_in_order, trained_on_uneven_inputs)
+_add("ranks, data, uneven inputs", _run, ranks=2, is_quick=True)
