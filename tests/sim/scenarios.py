@@ -32,7 +32,7 @@ from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
-from smpkit.torch.offload_model import kernels
+from smpkit.torch.offload_model import counted_link, kernels
 from tests.torch import small_steps
 
 __all__ = ["SCENARIOS", "Scenario", "run_scenario"]
@@ -219,7 +219,8 @@ for _lead in (2, 3, "auto"):
     _add(f"activations, lead {_lead}", partial(offloaded, lead=_lead))
     _add(f"activations, lead {_lead}, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED, lead=_lead))
 _add("activations, autocast", partial(offloaded, is_autocast=True), is_quick=True)
-_add("activations, autocast, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED, is_autocast=True))
+_run = partial(offloaded, _UNCHECKPOINTED, is_autocast=True)
+_add("activations, autocast, nothing checkpointed", _run, is_quick=True)
 _add("activations, large ones only", partial(offloaded, _UNCHECKPOINTED, min_bytes=1500))
 _add("activations, checked by the engine", partial(offloaded, _UNCHECKPOINTED, is_checked=True))
 
@@ -457,7 +458,7 @@ def host_memory_of_another_stream(*, sizes: tuple[int, int] = (8, 8), budget: in
 
 _add("activations, host memory of another stream", host_memory_of_another_stream, is_quick=True)
 _other_sizes = partial(host_memory_of_another_stream, sizes=(8, 24), budget=4096)  # so blocks are joined and cut
-_add("activations, host memory of another stream, other sizes", _other_sizes)
+_add("activations, host memory of another stream, other sizes", _other_sizes, is_quick=True)
 
 
 def block_of_two() -> None:
@@ -615,7 +616,7 @@ def exception_in_backward() -> None:
 
 _add("activations, an exception in forward", partial(exception_in_forward, is_checkpointed=True), is_quick=True)
 _add("activations, an exception in forward, nothing checkpointed", partial(exception_in_forward, is_checkpointed=False))
-_add("activations, an exception in backward", exception_in_backward)
+_add("activations, an exception in backward", exception_in_backward, is_quick=True)
 
 
 def views_and_changes(min_bytes: int) -> None:
@@ -1063,6 +1064,14 @@ def updated_model(overlap: str, **options: Any) -> tuple[OffloadModel, Any, list
 def _values(state: Any) -> list[Tensor]:
     return [each.detach().cpu().clone() for each in tree_flatten(state)[0] if isinstance(each, Tensor)]
 
+
+def copied_in_pieces() -> None:
+    """Copy weights and gradients in several pieces each."""
+    with mock.patch.object(counted_link, "_CHUNK_BYTES", 200):
+        offload_model(overlap="forward", checkpoint_activation=True)
+
+
+_add("OffloadModel, copied in pieces", copied_in_pieces, is_quick=True)
 
 _READS: dict[str, Callable[[OffloadModel, Any, list[nn.Parameter]], Any]] = {
     "its state dict": lambda model, _, __: model.state_dict(),
