@@ -44,38 +44,28 @@ FILES: Final = (
     "data_parallel/reducer.py",
     "offload_model/counted_link.py",
 )
-_NCCL_OPTIONS: Final = (
-    " = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)",
-    ".config.max_ctas = _CHANNEL_CTAS",
-    "._timeout = timeout",
-)
-_NCCL_VARIABLES: Final = (
-    "handling = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'",
-    "if launcher == 'torchrun' and os.environ.get(handling) == '1':",
-    "del os.environ[handling]",
-    "if 'NCCL_ASYNC_ERROR_HANDLING' not in os.environ:",
-    "os.environ.setdefault(handling, '2')",
-    "os.environ.setdefault('TORCH_NCCL_DUMP_ON_TIMEOUT', '1')",
-    "if os.environ.get(SHARED_GPU_NCCL) == '1':",
-    "os.environ.setdefault('NCCL_MULTI_RANK_GPU_ENABLE', '1')",
-)
 NEEDS_A_DRIVER: Final[dict[str, tuple[str, ...]]] = {
     "core/devices/__init__.py": (
         "_clear_last_error",
         "_register_with_cuda",
         "cannot_use_cuda",
         "host_registration: runtime = module.cudart()",
-        "host_registration: return HostRegistration(lambda *memory: _register_with_cuda(runtime, *memory),"
-        " runtime.cudaHostUnregister)",
+        "host_registration: return HostRegistration(lambda *memory: _register_with_cuda(",
     ),
     "core/devices/backends.py": (
         "nccl_version",
-        *(f"channel_options: options{each}" for each in _NCCL_OPTIONS),
+        "channel_options: options",
         "channel_options: return options",
-        *(f"prepare: {each}" for each in _NCCL_VARIABLES),
+        # Variables of nccl.
+        "prepare: handling",
+        "prepare: if launcher",
+        "prepare: del os.environ[handling]",
+        "prepare: if 'NCCL_ASYNC_ERROR_HANDLING'",
+        "prepare: os.environ.setdefault(",
+        "prepare: if os.environ.get(SHARED_GPU_NCCL)",
     ),
 }
-"""Functions, or `function: statement`, that only CUDA, nccl or another vendor's library can run."""
+"""Functions, or `function: how a statement begins`, that only CUDA, nccl or another vendor's library can run."""
 _BYTES: Final = 1 << 16
 _PROBE: Final = "_sim_coverage_hit"
 _HITS: Final = "SIM_COVERAGE_HITS"
@@ -108,10 +98,10 @@ class _Prober(ast.NodeTransformer):
         self._names: list[str] = []
         self._depth = 0
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:  # noqa: N802 - as ast calls it
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         return self._inside(node, 0)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._inside(node, 1)
 
     def _inside(self, node: ast.ClassDef | ast.FunctionDef, is_function: int) -> ast.AST:
@@ -186,9 +176,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._hit = hit
         self._known: dict[str, tuple[str, ast.Module]] = {}
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        """Return how a file with probes is loaded; None for all others."""
         if not fullname.startswith(RUNTIME.replace("/", ".")):
             return None
         if not self._known:
@@ -208,7 +197,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         super().__init__(name, path)
         self._tree, self._hit = tree, hit
 
-    def get_code(self, fullname: str) -> types.CodeType:
+    def get_code(self, *_: object) -> types.CodeType:
         """Return the code with probes, which never becomes a `.pyc`."""
         return compile(self._tree, self.path, "exec")
 
@@ -261,8 +250,10 @@ def _print(hits: bytes) -> None:
 
 
 def _needs_a_driver(file: str, line: Line) -> bool:
-    names = NEEDS_A_DRIVER.get(file, ())
-    return line.function in names or f"{line.function}: {line.text}" in names
+    return any(
+        f"{line.function}: {line.text}".startswith(name if ": " in name else f"{name}: ")
+        for name in NEEDS_A_DRIVER.get(file, ())
+    )
 
 
 if __name__ == "__main__":

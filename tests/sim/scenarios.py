@@ -831,7 +831,7 @@ for _horizon in (1, 2, "auto"):
     _add(f"step, horizon {_horizon}", partial(smp_offloaded, horizon=_horizon))
 _add("step, nested", partial(smp_offloaded, nested=True))
 _add("step, an exception", partial(smp_offloaded, fails="forward"), is_quick=True)
-_add("step, an exception in backward", partial(smp_offloaded, fails="backward"))
+_add("step, an exception in backward", partial(smp_offloaded, fails="backward"), is_quick=True)
 _add("step, 4 microbatches, dropout", partial(smp_offloaded, microbatches=4, dropout=0.3))
 
 

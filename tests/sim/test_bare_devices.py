@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from smpkit.testing import simulated_device
 from smpkit.torch.core import devices
 from smpkit.torch.core.devices import backends
 from smpkit.torch.offload import accelerator, activations
+from smpkit.torch.offload.arena import Arena, Progress, SlabProvider, make_arena
 from smpkit.torch.offload.link import link_for
 from tests.sim.on_sim import ORDERS, naming, run_on_sim
 from tests.sim.scenarios import loss_of, make, run_scenario, train_step
@@ -63,10 +65,9 @@ def generators() -> None:
 
 def memory_without_registration() -> None:
     """A driver that registers nothing: torch pins memory, and copies run as before."""
-    for order in ORDERS[1:4]:
-        with without("host_register", "host_unregister", "is_current_stream_capturing"):
-            assert not devices.is_capturing(sim())
-            run_scenario("activations, nothing checkpointed", order)
+    with without("host_register", "host_unregister", "is_current_stream_capturing"):
+        assert not devices.is_capturing(sim())
+        run_scenario("activations, nothing checkpointed", ORDERS[2])
 
 
 def memory_that_is_refused() -> None:
@@ -121,6 +122,51 @@ def captures() -> None:
         offload.close()
 
 
+def arenas() -> None:
+    """Pinned memory is prepared ahead by a thread: what it raises is told, and what nobody takes goes back."""
+    link = link_for(sim(), 5.0)
+    pinned = partial(accelerator.pinned_memory, sim())
+    released: list[int] = []
+    is_broken = [False]
+
+    def counted(num_bytes: int) -> tuple[torch.Tensor, Callable[[], object]]:
+        if is_broken[0]:
+            raise ValueError("a driver that is broken")
+        tensor, release = pinned(num_bytes)
+
+        def give_back() -> None:
+            released.append(num_bytes)
+            release()
+
+        return tensor, give_back
+
+    provider = SlabProvider(counted, partial(devices.make_current, sim()))
+    arena = Arena(None, counted, synchronize=link.close, provider=provider)
+    for size in (200 << 10, 1 << 20):  # the second is more than is prepared
+        block = arena.take(size)
+        assert block is not None
+        arena.free(block)
+    arena.reserve([64 << 10] * 3)  # cut from what came back
+    arena.close()
+    with pytest.raises(UsageError, match="a host memory budget of 0 bytes holds nothing"):
+        make_arena(link, 0)
+    ordinary = make_arena(link_for(CPU, 1.0), 1 << 20)
+    ordinary.reserve([8 << 20])  # beyond the budget
+    assert ordinary.take(100) is not None
+    ordinary.close()
+
+    Progress("a test", every_seconds=0.0).add(1 << 20, 1.0)
+
+    is_broken[0] = True
+    provider = SlabProvider(counted)
+    provider.prepare(4096)
+    with pytest.raises(RuntimeError, match="the thread that prepares host memory has failed"):
+        provider.take()
+    provider.give_back(1, lambda: released.append(1))  # nobody is left who would do it later
+    assert released[-1] == 1
+    assert len(released) > 1
+
+
 def a_copy_that_does_not_end() -> None:
     """A wait of the host ends, and says what has waited."""
     link = link_for(sim(), 0.2)
@@ -158,7 +204,7 @@ def names_and_numbers() -> None:
 
 
 CHECKS: list[Callable[[], None]] = [
-    generators, memory_without_registration, memory_that_is_refused, captures, a_copy_that_does_not_end,
+    generators, memory_without_registration, memory_that_is_refused, captures, arenas, a_copy_that_does_not_end,
     a_cpu_beside_it, names_and_numbers,
 ]  # fmt: skip
 

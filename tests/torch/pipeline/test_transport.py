@@ -234,7 +234,9 @@ def gives_up_sooner() -> list[list[float]]:
     found = []
     if smp.pp_rank() == 0:
         smp.barrier()
-        transport.send(torch.ones(1 << 20, device=state.device), 0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))))
+        transport.send(
+            torch.ones(1 << 20, device=state.device), 0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20)))
+        )
         transport.abandon(1)
         transport.send(value(), 0, move_of(0))
         transport.flush()
