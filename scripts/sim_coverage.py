@@ -176,7 +176,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._hit = hit
         self._known: dict[str, tuple[str, ast.Module]] = {}
 
-    def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, *_others: object) -> importlib.machinery.ModuleSpec | None:
         """Return how a file with probes is loaded; None for all others."""
         if not fullname.startswith(RUNTIME.replace("/", ".")):
             return None
