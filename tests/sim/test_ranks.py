@@ -46,7 +46,7 @@ _HAS_NO_PLACE_HERE = (
     *("full", "made_before_it_arrives"),  # as on a CPU
     *("gpus_only", "models_train_over_channels", "delays_change_nothing"),  # of models that are trained above
     *("sparse", "buffers_follow"),  # the device has no sparse tensors; batch norm without a gradient of its input
-    *("reentrant", "different_models", "does_not_come", "overlap_starts_them"),  # errors, and counts
+    *("reentrant", "different_models", "does_not_come", "nobody_sends", "overlap_starts_them"),  # errors, and counts
 )
 
 
