@@ -146,7 +146,6 @@ def test_the_link_is_not_idle_while_copies_are_ready(
     assert seen.share <= bound
 
 
-@pytest.mark.real_gpu("measures overlap; of the simulated device's copies 0.31 run beside kernels, not yet explained")
 @in_device_time()
 def test_slices_come_while_others_compute(record_property: Note) -> None:
     torch.manual_seed(0)

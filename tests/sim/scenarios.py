@@ -28,10 +28,11 @@ from torch.utils.checkpoint import checkpoint
 
 import smpkit.torch as smp
 from smpkit import OffloadModel, OffloadOptimizer
+from smpkit.errors import UsageError
 from smpkit.testing import simulated_device
 from smpkit.torch.offload import accelerator, activations
 from smpkit.torch.offload.engine import DEBUG
-from smpkit.torch.offload_model import kernels
+from smpkit.torch.offload_model import counted_link, kernels
 from tests.torch import small_steps
 
 __all__ = ["SCENARIOS", "Scenario", "run_scenario"]
@@ -218,7 +219,8 @@ for _lead in (2, 3, "auto"):
     _add(f"activations, lead {_lead}", partial(offloaded, lead=_lead))
     _add(f"activations, lead {_lead}, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED, lead=_lead))
 _add("activations, autocast", partial(offloaded, is_autocast=True), is_quick=True)
-_add("activations, autocast, nothing checkpointed", partial(offloaded, _UNCHECKPOINTED, is_autocast=True))
+_run = partial(offloaded, _UNCHECKPOINTED, is_autocast=True)
+_add("activations, autocast, nothing checkpointed", _run, is_quick=True)
 _add("activations, large ones only", partial(offloaded, _UNCHECKPOINTED, min_bytes=1500))
 _add("activations, checked by the engine", partial(offloaded, _UNCHECKPOINTED, is_checked=True))
 
@@ -456,7 +458,7 @@ def host_memory_of_another_stream(*, sizes: tuple[int, int] = (8, 8), budget: in
 
 _add("activations, host memory of another stream", host_memory_of_another_stream, is_quick=True)
 _other_sizes = partial(host_memory_of_another_stream, sizes=(8, 24), budget=4096)  # so blocks are joined and cut
-_add("activations, host memory of another stream, other sizes", _other_sizes)
+_add("activations, host memory of another stream, other sizes", _other_sizes, is_quick=True)
 
 
 def block_of_two() -> None:
@@ -614,7 +616,38 @@ def exception_in_backward() -> None:
 
 _add("activations, an exception in forward", partial(exception_in_forward, is_checkpointed=True), is_quick=True)
 _add("activations, an exception in forward, nothing checkpointed", partial(exception_in_forward, is_checkpointed=False))
-_add("activations, an exception in backward", exception_in_backward)
+_add("activations, an exception in backward", exception_in_backward, is_quick=True)
+
+
+def views_and_changes(min_bytes: int) -> None:
+    """Save small parts of storages, twice, and what must stay; then change what was saved, which is an error."""
+    model = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    x = torch.randn(64, WIDTH, device=DEVICE)
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        with context:
+            y = leaf * 2
+            part = y[3:4]
+            z = Shared.apply(part) + Shared.apply(part) + Shared.apply(model.weight)[:1]
+            z = z + Shared.apply(y)[:1] + Shared.apply(y.t()).t()[1:2]
+        found = torch.autograd.grad(z.sum(), [leaf, model.weight])
+        for number in range(2):
+            with context:
+                y = leaf * 2
+                loss = Shared.apply(model.weight if number else y).sum()
+            torch.accelerator.synchronize()  # the change would race with the copy to the host, as well
+            with torch.no_grad():
+                (model.weight if number else y).add_(0)
+            with pytest.raises((RuntimeError, UsageError), match=r"changed in place|modified by an inplace"):
+                loss.backward()
+        return [each.cpu() for each in found]
+
+    compare(run, model, min_bytes=min_bytes)
+
+
+for _bytes in (0, 100):  # a part of 64 bytes leaves, or stays
+    _add(f"activations, views, {_bytes} bytes", partial(views_and_changes, _bytes), is_quick=True)
 
 
 def saved_meanwhile() -> None:
@@ -798,7 +831,7 @@ for _horizon in (1, 2, "auto"):
     _add(f"step, horizon {_horizon}", partial(smp_offloaded, horizon=_horizon))
 _add("step, nested", partial(smp_offloaded, nested=True))
 _add("step, an exception", partial(smp_offloaded, fails="forward"), is_quick=True)
-_add("step, an exception in backward", partial(smp_offloaded, fails="backward"))
+_add("step, an exception in backward", partial(smp_offloaded, fails="backward"), is_quick=True)
 _add("step, 4 microbatches, dropout", partial(smp_offloaded, microbatches=4, dropout=0.3))
 
 
@@ -1031,6 +1064,14 @@ def updated_model(overlap: str, **options: Any) -> tuple[OffloadModel, Any, list
 def _values(state: Any) -> list[Tensor]:
     return [each.detach().cpu().clone() for each in tree_flatten(state)[0] if isinstance(each, Tensor)]
 
+
+def copied_in_pieces() -> None:
+    """Copy weights and gradients in several pieces each."""
+    with mock.patch.object(counted_link, "_CHUNK_BYTES", 200):
+        offload_model(overlap="forward", checkpoint_activation=True)
+
+
+_add("OffloadModel, copied in pieces", copied_in_pieces, is_quick=True)
 
 _READS: dict[str, Callable[[OffloadModel, Any, list[nn.Parameter]], Any]] = {
     "its state dict": lambda model, _, __: model.state_dict(),
@@ -1306,6 +1347,8 @@ for _kind in ("pipeline", "interleaved"):
 _add("ranks, pipeline, an exception", partial(same_as_in_order, trained_after_an_exception), ranks=2)
 for _horizon in (2, "auto"):
     _trains = partial(trained_offloaded, _horizon)
-    _add(f"ranks, pipeline, offloaded, horizon {_horizon}", partial(same_as_in_order, _trains), ranks=2)
+    _run = partial(same_as_in_order, _trains)
+    _add(f"ranks, pipeline, offloaded, horizon {_horizon}", _run, ranks=2, is_quick=_horizon == 2)
 _add("ranks, data, a hook", partial(same_as_in_order, trained_with_a_hook), ranks=2)
-_add("ranks, data, uneven inputs", partial(same_as_in_order, trained_on_uneven_inputs), ranks=2)
+_run = partial(same_as_in_order, trained_on_uneven_inputs)
+_add("ranks, data, uneven inputs", _run, ranks=2, is_quick=True)

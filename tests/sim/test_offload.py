@@ -35,6 +35,14 @@ def test_offloading_changes_no_bit_and_has_no_race(name: str) -> None:
     run_on_sim(run_under, name, list(ORDERS[:4]), order=None)
 
 
+OF_RANKS = [name for name, scenario in SCENARIOS.items() if scenario.ranks > 1 and scenario.is_quick]
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_ranks_give_what_they_give_when_nothing_is_late(name: str) -> None:
+    run_on_sim(run_under, name, [ORDERS[2]], size=SCENARIOS[name].ranks, order=None)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_the_whole_grid(name: str) -> None:

@@ -58,6 +58,11 @@ def follow(transport: Transport, entries: Sequence[tuple[int, bool]]) -> None:
     transport.follow(Timetable(tuple(TimetableEntry(0, move_of(number), backward) for number, backward in entries), {}))
 
 
+def value_of(number: int) -> torch.Tensor:
+    """Return a value, where this rank computes."""
+    return VALUES[number].to(state.device)
+
+
 def move_of(number: int) -> P2PTransfer:
     return P2PTransfer(number, 0, 1, 0, 0, spec_of(VALUES[number]).as_sent, "layers.1")
 
@@ -66,20 +71,20 @@ def values_in_any_order() -> Any:
     """Send values in one order, take them in another, and send gradients back, one of which is None."""
     transport = connected([(number, False) for number in VALUES] + [(number, True) for number in (0, 1, 5)])
     if smp.pp_rank() == 0:
-        for number, value in VALUES.items():
-            transport.send(value, 0, move_of(number))
+        for number in VALUES:
+            transport.send(value_of(number), 0, move_of(number))
         back = [transport.receive_gradient(0, move_of(number)) for number in (5, 0, 1)]
         result: Any = [None if gradient is None else gradient.tolist() for gradient in back[1:]]
         assert back[0] is not None
-        assert torch.equal(back[0], VALUES[5] * 2)
+        assert torch.equal(back[0], value_of(5) * 2)
     else:
         for number in (4, 5, 2, 0, 3, 1):
             arrived = transport.receive(0, move_of(number))
-            assert torch.equal(arrived, VALUES[number])
+            assert torch.equal(arrived, value_of(number))
             assert (arrived.dtype, arrived.is_contiguous()) == (VALUES[number].dtype, number != 1)
-        transport.send_gradient(VALUES[0] * 2, 0, move_of(0))
+        transport.send_gradient(value_of(0) * 2, 0, move_of(0))
         transport.send_gradient(None, 0, move_of(1))
-        transport.send_gradient(VALUES[5] * 2, 0, move_of(5))
+        transport.send_gradient(value_of(5) * 2, 0, move_of(5))
         result = transport.num_messages
     transport.end_step()
     smp.shutdown()
@@ -100,7 +105,7 @@ def after_a_step_that_was_given_up() -> list[float]:
         follow(transport, sent)
         if smp.pp_rank() == 0:
             for number in (0, 1):
-                transport.send(VALUES[number] + step, 0, move_of(number))
+                transport.send(value_of(number) + step, 0, move_of(number))
         elif step != 1:  # takes nothing of the second step
             found = [transport.receive(0, move_of(number)).sum().item() for number in (1, 0)]
         transport.abandon(1) if step == 1 else transport.end_step()
@@ -115,12 +120,12 @@ def test_what_a_given_up_step_has_sent_is_not_taken_for_the_next_ones() -> None:
 
 def changed_on_its_way(copy: bool) -> None:
     transport = connected([(5, False)])
-    value = VALUES[5].clone()
+    value = value_of(5).clone()
     if smp.pp_rank() == 0:
         transport.send(value, 0, move_of(5), copy=copy)
         value.zero_()
     else:
-        assert torch.equal(transport.receive(0, move_of(5)), VALUES[5]) or not copy
+        assert torch.equal(transport.receive(0, move_of(5)), value_of(5)) or not copy
     transport.end_step()
     smp.shutdown()
 

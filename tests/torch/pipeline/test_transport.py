@@ -35,6 +35,11 @@ def open_transport() -> Transport:
     return Transport(state.process_group(CommGroup.PP_GROUP), state.group(CommGroup.PP_GROUP), state.device)
 
 
+def value() -> torch.Tensor:
+    """Return the value that travels, where this rank computes."""
+    return VALUE.to(state.device)
+
+
 def move_of(number: int, source: int = 0) -> P2PTransfer:
     spec = TensorSpec((2, 3), (3, 1), torch.float32, requires_grad=True)
     return P2PTransfer(number, source, 1 - source, 0, 0, spec)
@@ -91,7 +96,7 @@ def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
     got = []
     if smp.pp_rank() == 0:
         for microbatch in (0, 1):
-            transport.send(VALUE.t().contiguous().t() + microbatch, microbatch, move_of(5))
+            transport.send(value().t().contiguous().t() + microbatch, microbatch, move_of(5))
         back = [transport.receive_gradient(microbatch, move_of(5)) for microbatch in (0, 1)]
         got = [gradient.tolist() for gradient in back if gradient is not None]
     else:
@@ -100,7 +105,7 @@ def values_and_gradients() -> tuple[list[Any], list[tuple[str, int, int]], int]:
         transport.post(1, move_of(5), backward=False)  # posted already
         got = [transport.receive(microbatch, move_of(5)).tolist() for microbatch in (1, 0)]
         for microbatch in (0, 1):
-            transport.send_gradient(VALUE * 10 + microbatch, microbatch, move_of(5))
+            transport.send_gradient(value() * 10 + microbatch, microbatch, move_of(5))
     transport.flush()
     smp.shutdown()
     return got, seen, len(set(tags))
@@ -119,9 +124,9 @@ def gradients_that_are_none() -> list[Any]:
     """Send word that values have no gradient, whose elements lie in one order and in another, and one that has."""
     transport = open_transport()
     found: list[Any] = []
-    for index, value in enumerate([VALUE, VALUE.t().contiguous().t()]):
-        transfer = P2PTransfer(index, 0, 1, 0, 0, spec_of(value))
-        for microbatch, gradient in enumerate([None, value * 2, value * math.nan]):
+    for index, sent in enumerate([value(), value().t().contiguous().t()]):
+        transfer = P2PTransfer(index, 0, 1, 0, 0, spec_of(sent))
+        for microbatch, gradient in enumerate([None, sent * 2, sent * math.nan]):
             if smp.pp_rank() == 0:
                 got = transport.receive_gradient(microbatch, transfer)
                 found.append(None if got is None else (got[0, 1].item(), got.stride()))
@@ -144,16 +149,16 @@ def use_before_it_arrives() -> list[Any]:
     """Send values only when the other rank has made of them what it needs."""
     transport = open_transport()
     found: list[Any] = []
-    for index, value in enumerate([VALUE, VALUE.t().contiguous().t()]):
-        go, transfer = move_of(0, source=1), P2PTransfer(1, 0, 1, 0, 0, spec_of(value))
+    for index, sent in enumerate([value(), value().t().contiguous().t()]):
+        go, transfer = move_of(0, source=1), P2PTransfer(1, 0, 1, 0, 0, spec_of(sent))
 
         def use(coming: torch.Tensor, index: int = index, go: P2PTransfer = go) -> torch.Tensor:
-            transport.send(VALUE, index, go)
+            transport.send(value(), index, go)
             return coming.requires_grad_()
 
         if smp.pp_rank() == 0:
             transport.receive(index, go)
-            transport.send(value, index, transfer)
+            transport.send(sent, index, transfer)
         else:
             leaf = transport.receive(index, transfer, use)
             found.append((leaf.tolist(), leaf.stride(), leaf.requires_grad, leaf._is_view()))
@@ -174,9 +179,9 @@ def lets_go() -> list[int]:
     transport.action_indices = {(r, b, 0, m): 3 * b + m for r in (0, 1) for b in (False, True) for m in range(10)}
     held = []
     if smp.pp_rank() == 0:
-        transport.send(VALUE, 9, P2PTransfer(7, 0, 1, 0, 0, move_of(7).spec))
+        transport.send(value(), 9, P2PTransfer(7, 0, 1, 0, 0, move_of(7).spec))
         for microbatch in range(3):
-            transport.send(VALUE, microbatch, move_of(0))
+            transport.send(value(), microbatch, move_of(0))
         held.append(len(transport._sending[1]))
         transport.receive_gradient(0, move_of(0))
         held.append(len(transport._sending[1]))
@@ -184,9 +189,9 @@ def lets_go() -> list[int]:
     else:
         for microbatch in range(3):
             transport.receive(microbatch, move_of(0))
-        transport.send_gradient(VALUE, 0, move_of(0))
+        transport.send_gradient(value(), 0, move_of(0))
         transport.receive(9, move_of(7))
-        transport.send(VALUE, 9, move_of(8, source=1))
+        transport.send(value(), 9, move_of(8, source=1))
     transport.flush()
     held.append(len(transport._sending[1 - smp.pp_rank()]))
     smp.shutdown()
@@ -204,13 +209,13 @@ def abandons(times: int) -> list[list[list[float]]]:
     found = []
     for turn in range(times):
         if smp.pp_rank() == 0:
-            transport.send(VALUE + turn, 0, move_of(0))
+            transport.send(value() + turn, 0, move_of(0))
         else:
             transport.post(0, move_of(1), backward=False)
         transport.abandon(1)
     if smp.pp_rank() == 0:
-        transport.send(VALUE * 7, 0, move_of(0))
-        transport.send(VALUE * 8, 0, move_of(1))
+        transport.send(value() * 7, 0, move_of(0))
+        transport.send(value() * 8, 0, move_of(1))
         transport.flush()
     else:
         found = [transport.receive(0, move_of(number)).tolist() for number in (0, 1)]
@@ -229,9 +234,11 @@ def gives_up_sooner() -> list[list[float]]:
     found = []
     if smp.pp_rank() == 0:
         smp.barrier()
-        transport.send(torch.ones(1 << 20), 0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))))
+        transport.send(
+            torch.ones(1 << 20, device=state.device), 0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20)))
+        )
         transport.abandon(1)
-        transport.send(VALUE, 0, move_of(0))
+        transport.send(value(), 0, move_of(0))
         transport.flush()
     else:
         transport.post(0, P2PTransfer(0, 0, 1, 0, 0, spec_of(torch.ones(1 << 20))), backward=False)
