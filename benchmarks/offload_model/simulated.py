@@ -145,7 +145,7 @@ def offloaded(layers: nn.Sequential, cell: Cell, *, prefetch: bool = True, fast:
 
 
 def measure(cell: Cell, make: Make = offloaded) -> Measured:
-    """Run four steps, and return the last one's figures; in the first three, recomputed slices compare their weights."""
+    """Run four steps, and return the last one's figures: in the first three, recomputed slices compare weights."""
     machine = cell.machine
     out, back = machine.out_bytes_per_second, machine.in_bytes_per_second
     begin(Speeds(machine.flops_per_second, _UNTIMED, out, back, latency=0.0, launch=0.0))
