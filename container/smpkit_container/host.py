@@ -385,8 +385,13 @@ class _Host:
 
     def _watch_process(self, rank: RankLink, pid: int) -> None:
         """Notice the end of a rank also if its watcher, which is to tell how it ended, was stopped (Linux)."""
-        with contextlib.suppress(AttributeError, OSError):  # no such call here, or the process is gone already
+        try:
             rank.process = os.pidfd_open(pid)
+        except ProcessLookupError:  # its watcher has waited for it already, and may be stopped before it says so
+            self._await_watcher(rank)
+        except (AttributeError, OSError):  # no such call here
+            pass
+        else:
             self._watch(rank.process, partial(self._await_watcher, rank))
 
     def _await_watcher(self, rank: RankLink) -> None:

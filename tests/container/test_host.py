@@ -122,6 +122,17 @@ def test_watcher_that_is_stopped_is_woken_with_a_word(tmp_path: Path) -> None:
     assert shown == "rank 0 ended 0.2 s ago, and its watcher is stopped or hangs: woke it\n"
 
 
+def test_watcher_that_is_stopped_before_the_launcher_has_looked_is_woken_too(tmp_path: Path) -> None:
+    """The rank is gone, and waited for, when the launcher hears of its start."""
+    source = (
+        STOPPED.replace("say('start'", "child.wait(); say('start'")
+        + "os.kill(os.getpid(), signal.SIGSTOP); say('exit', status=0, seconds=0.0); connection.recv(100)"
+    )
+    outcome, shown = run(tmp_path, source, timeouts=replace(SHORT, watcher=0.2))
+    assert outcome.clean
+    assert "its watcher is stopped or hangs: woke it" in shown
+
+
 def test_watcher_that_hangs_fails_the_run_with_a_word(tmp_path: Path) -> None:
     outcome, shown = run(
         tmp_path, STOPPED + "connection.recv(100); time.sleep(600)", timeouts=replace(SHORT, watcher=0.2)
