@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from traceback import extract_tb
 from types import TracebackType
 from typing import Final
@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from smpkit.torch.compat import pretended_cuda
-from smpkit.torch.compat.devices_in_calls import CudaToCpuMode
+from smpkit.torch.compat.devices_in_calls import CudaToCpuMode, answering
 from smpkit.torch.distributed import gpus
 
 __all__ = ["explain_failures", "install", "installed", "prepare_process"]
@@ -31,7 +31,6 @@ _NO_OPS: Final = ("empty_cache", "reset_peak_memory_stats", "set_device", "synch
 """Functions of `torch.cuda` that fail without a GPU, or may, and ask for what a CPU has no need of."""
 
 _installed = False
-
 
 _MODE: Final = CudaToCpuMode()
 
@@ -46,8 +45,8 @@ def install(environ: Mapping[str, str] = os.environ) -> None:
         pretended_cuda.install()
         return
     for name in _NO_OPS:
-        setattr(torch.cuda, name, _no_op(name))
-    torch.cuda.current_device = lambda: 0
+        setattr(torch.cuda, name, answering())
+    torch.cuda.current_device = answering(lambda: 0)
     _MODE.__enter__()  # type: ignore[no-untyped-call]
     explain_failures()
     if environ.get("RANK", "0") == "0":
@@ -92,13 +91,3 @@ def prepare_process(_: object = None) -> None:
 def installed() -> bool:
     """Whether `cuda` means the CPU in this process."""
     return _installed
-
-
-def _no_op(name: str) -> Callable[..., None]:
-    """Return a function of its own for each name: torch's compiler keeps a table of them, without duplicates."""
-
-    def no_op(*args: object, **kwargs: object) -> None:
-        """Stand for a function of `torch.cuda`."""
-
-    no_op.__name__ = name
-    return no_op

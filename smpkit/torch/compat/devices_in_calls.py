@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CudaToCpuMode", "to_cpu"]
+__all__ = ["CudaToCpuMode", "answering", "to_cpu"]
 
 _IDENTITY_METHODS: Final = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 
@@ -35,3 +35,12 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, str):
         return "cpu" if value.partition(":")[0] == "cuda" else value
     return torch.device("cpu") if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def answering(get: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
+    """Return a function that ignores its arguments; one for each name, since torch's compiler keeps a table of them."""
+
+    def answer(*_: Any, **__: Any) -> Any:
+        return get()
+
+    return answer

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from smpkit.torch.compat.devices_in_calls import CudaToCpuMode, to_cpu
+from smpkit.torch.compat.devices_in_calls import CudaToCpuMode, answering, to_cpu
 
 __all__ = ["REPLACEMENTS", "install"]
 
@@ -318,74 +318,61 @@ def _storage_itself(self: Any, *_: Any, **__: Any) -> Any:
     return self
 
 
-def _answer(get: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a function that ignores its arguments; one for each name, since torch's compiler keeps a table of them."""
-
-    def answer(*_: Any, **__: Any) -> Any:
-        return get()
-
-    return answer
-
-
-def _ignored() -> None:
-    """Stand for what asks for something that a CPU has no need of."""
-
-
 REPLACEMENTS: Final[Mapping[str, Any]] = {
     "torch.cuda.is_available": _is_available,
     "torch.cuda.device_count": _device_count,
-    "torch.cuda.is_initialized": _answer(lambda: True),
-    "torch.cuda.init": _answer(_ignored),
-    "torch.cuda.current_device": _answer(lambda: _current.index),
+    "torch.cuda.is_initialized": answering(lambda: True),
+    "torch.cuda.init": answering(),
+    "torch.cuda.current_device": answering(lambda: _current.index),
     "torch.cuda.set_device": _set_device,
     "torch.cuda.device": _device,
-    "torch.cuda.device_of": _answer(contextlib.nullcontext),
-    "torch.cuda.get_device_name": _answer(_device_name),
-    "torch.cuda.get_device_properties": _answer(_properties),
-    "torch.cuda.get_device_capability": _answer(lambda: _CAPABILITY),
-    "torch.cuda.is_bf16_supported": _answer(lambda: True),
-    "torch.cuda.can_device_access_peer": _answer(lambda: False),
-    "torch.cuda.synchronize": _answer(_ignored),
-    "torch.cuda.ipc_collect": _answer(_ignored),
-    "torch.cuda.empty_cache": _answer(_ignored),
-    "torch.cuda.reset_peak_memory_stats": _answer(_ignored),
-    "torch.cuda.reset_max_memory_allocated": _answer(_ignored),
-    "torch.cuda.reset_max_memory_cached": _answer(_ignored),
-    "torch.cuda.reset_accumulated_memory_stats": _answer(_ignored),
-    "torch.cuda.set_per_process_memory_fraction": _answer(_ignored),
-    "torch.cuda.memory_allocated": _answer(_resident_bytes),
-    "torch.cuda.memory_reserved": _answer(_resident_bytes),
-    "torch.cuda.memory_cached": _answer(_resident_bytes),
-    "torch.cuda.max_memory_allocated": _answer(_peak_bytes),
-    "torch.cuda.max_memory_reserved": _answer(_peak_bytes),
-    "torch.cuda.max_memory_cached": _answer(_peak_bytes),
-    "torch.cuda.memory_stats": _answer(_memory_stats),
-    "torch.cuda.memory_summary": _answer(_memory_summary),
-    "torch.cuda.mem_get_info": _answer(_memory_info),
+    "torch.cuda.device_of": answering(contextlib.nullcontext),
+    "torch.cuda.get_device_name": answering(_device_name),
+    "torch.cuda.get_device_properties": answering(_properties),
+    "torch.cuda.get_device_capability": answering(lambda: _CAPABILITY),
+    "torch.cuda.is_bf16_supported": answering(lambda: True),
+    "torch.cuda.can_device_access_peer": answering(lambda: False),
+    "torch.cuda.synchronize": answering(),
+    "torch.cuda.ipc_collect": answering(),
+    "torch.cuda.empty_cache": answering(),
+    "torch.cuda.reset_peak_memory_stats": answering(),
+    "torch.cuda.reset_max_memory_allocated": answering(),
+    "torch.cuda.reset_max_memory_cached": answering(),
+    "torch.cuda.reset_accumulated_memory_stats": answering(),
+    "torch.cuda.set_per_process_memory_fraction": answering(),
+    "torch.cuda.memory_allocated": answering(_resident_bytes),
+    "torch.cuda.memory_reserved": answering(_resident_bytes),
+    "torch.cuda.memory_cached": answering(_resident_bytes),
+    "torch.cuda.max_memory_allocated": answering(_peak_bytes),
+    "torch.cuda.max_memory_reserved": answering(_peak_bytes),
+    "torch.cuda.max_memory_cached": answering(_peak_bytes),
+    "torch.cuda.memory_stats": answering(_memory_stats),
+    "torch.cuda.memory_summary": answering(_memory_summary),
+    "torch.cuda.mem_get_info": answering(_memory_info),
     "torch.cuda.Event": Event,
     "torch.cuda.Stream": Stream,
     "torch.cuda.stream": _stream,
-    "torch.cuda.set_stream": _answer(_ignored),
-    "torch.cuda.current_stream": _answer(lambda: _default_stream),
-    "torch.cuda.default_stream": _answer(lambda: _default_stream),
-    "torch.cuda.manual_seed": _answer(_ignored),
-    "torch.cuda.manual_seed_all": _answer(_ignored),
-    "torch.cuda.seed": _answer(_ignored),
-    "torch.cuda.seed_all": _answer(_ignored),
+    "torch.cuda.set_stream": answering(),
+    "torch.cuda.current_stream": answering(lambda: _default_stream),
+    "torch.cuda.default_stream": answering(lambda: _default_stream),
+    "torch.cuda.manual_seed": answering(),
+    "torch.cuda.manual_seed_all": answering(),
+    "torch.cuda.seed": answering(),
+    "torch.cuda.seed_all": answering(),
     "torch.cuda.initial_seed": _generator.initial_seed,
-    "torch.cuda.get_rng_state": _answer(_get_rng_state),
+    "torch.cuda.get_rng_state": answering(_get_rng_state),
     "torch.cuda.set_rng_state": _set_rng_state,
     "torch.cuda.get_rng_state_all": lambda: [_get_rng_state()],
     "torch.cuda.set_rng_state_all": lambda states: _set_rng_state(next(iter(states))),
-    "torch.cuda.nvtx.range_push": _answer(_ignored),
-    "torch.cuda.nvtx.range_pop": _answer(_ignored),
-    "torch.cuda.nvtx.mark": _answer(_ignored),
-    "torch.cuda.profiler.start": _answer(_ignored),
-    "torch.cuda.profiler.stop": _answer(_ignored),
+    "torch.cuda.nvtx.range_push": answering(),
+    "torch.cuda.nvtx.range_pop": answering(),
+    "torch.cuda.nvtx.mark": answering(),
+    "torch.cuda.profiler.start": answering(),
+    "torch.cuda.profiler.stop": answering(),
     "torch.cuda.amp.autocast": _CudaAutocast,
     "torch.cuda.amp.GradScaler": _CudaGradScaler,
     **{f"torch.cuda.{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES},
-    "torch.Tensor.record_stream": _answer(_ignored),
+    "torch.Tensor.record_stream": answering(),
     "torch.autocast.__init__": _init_autocast,
     "torch.amp.GradScaler.__init__": _init_scaler,
     "torch.is_autocast_enabled": _is_autocast_enabled,
