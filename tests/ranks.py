@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any, Final
 
 from smpkit.testing.ranks import FORKSERVER, RankFailed, preload
@@ -26,7 +28,22 @@ def run_ranks(
     hosts: int = 1,
 ) -> list[Any]:
     """Do what `smpkit.testing.run_ranks` does, whose arguments these are."""
+    _start_server()
     order = order_from(RANKS_ON_SIM)
     if order is None:
         return run_on_this_machine(function, size, *args, timeout=timeout, env=env, hosts=hosts)
     return run_on_this_machine(run_in_order, size, order, 1, function, args, timeout=timeout, env=env, hosts=hosts)
+
+
+def _start_server() -> None:
+    """Start the server that ranks are forked from, and multiprocessing's tracker, so that they belong to no test.
+
+    Otherwise they belong to the first test with ranks. If that one fails, they are killed with what it has left behind,
+    and every later test with ranks fails, too.
+    """
+    test = os.environ.pop("PYTEST_CURRENT_TEST", None)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if test is not None:
+            os.environ["PYTEST_CURRENT_TEST"] = test
