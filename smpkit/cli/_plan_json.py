@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from smpkit.cli import _plan_offload
-from smpkit.cli._planned import Plan
+from smpkit.cli._planned import Planned
 
 __all__ = ["plain"]
 
 
-def plain(made: Plan) -> dict[str, Any]:
+def plain(made: Planned) -> dict[str, Any]:
     from smpkit.plan.mesh import CommGroup
 
-    mesh, schedule = made.mesh, made.timeline.schedule
+    mesh, schedule = made.plan.mesh, made.plan.timeline.schedule
     result: dict[str, Any] = {
         "name": made.world.name or None,
         "ranks": made.world.ranks,
@@ -26,34 +26,34 @@ def plain(made: Plan) -> dict[str, Any]:
         "schedule": {
             "name": schedule.name,
             "microbatches": schedule.num_microbatches,
-            "bubble": made.timeline.bubble,
-            "peak_live_microbatches": list(made.timeline.peak_live_microbatches),
+            "bubble": made.plan.timeline.bubble,
+            "peak_live_microbatches": list(made.plan.timeline.peak_live_microbatches),
             "actions": [" ".join(map(str, actions)) for actions in schedule.actions],
         },
     }
-    return result if made.model is None else {**result, **_plain_model(made)}
+    return result if made.plan.model is None else {**result, **_plain_model(made)}
 
 
-def _plain_model(made: Plan) -> dict[str, Any]:
-    assert made.assignment is not None
-    assert made.model is not None
+def _plain_model(made: Planned) -> dict[str, Any]:
+    assert made.plan.assignment is not None
+    assert made.plan.model is not None
     stages = []
-    for stage, memory in enumerate(made.memory):
-        plain: dict[str, Any] = {"units": list(made.assignment.names(stage))}
+    for stage, memory in enumerate(made.plan.memory):
+        plain: dict[str, Any] = {"units": list(made.plan.assignment.names(stage))}
         plain.update({name: getattr(memory, name) for name in memory.__dataclass_fields__})
         plain["total_bytes"] = memory.total_bytes
         plain["fits"] = None if made.limit_gib is None else made.fits(stage)
         stages.append(plain)
-    shared = sorted({name for unit in made.model.units for name in unit.cost.shared})
+    shared = sorted({name for unit in made.plan.model.units for name in unit.cost.shared})
     offload = None
-    if made.forecasts and made.speed is not None:
-        offload = _plan_offload.plain(made.forecasts, made.world.parameters, made.speed)
+    if made.plan.forecasts and made.speed is not None:
+        offload = _plan_offload.plain(made.plan.forecasts, made.world.parameters, made.speed)
     return {
-        "model": made.model.name,
-        "traced": made.model.traced,
+        "model": made.plan.model.name,
+        "traced": made.plan.model.traced,
         "optimizer": made.optimizer,
         "memory_gib": made.limit_gib,
-        "compute_imbalance": made.assignment.compute_imbalance,
+        "compute_imbalance": made.plan.assignment.compute_imbalance,
         "shared_parameters": shared,
         "stages": stages,
         "offload": offload,

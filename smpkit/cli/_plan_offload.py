@@ -13,16 +13,11 @@ if TYPE_CHECKING:
     from smpkit.plan.memory import ModelFacts
     from smpkit.plan.offload.forecast import Forecast, Speed
 
-__all__ = ["advise", "has_boundaries", "plain", "report"]
+__all__ = ["advise", "plain", "report"]
 
 _GIB: Final = 1024**3
 _WORTH: Final = 1e-3
 """A stall of a smaller share of the step is not worth a hint."""
-
-
-def has_boundaries(model: ModelFacts) -> bool:
-    """Return whether some layer is checkpointed, so that there is something to offload."""
-    return any(unit.cost.boundary_bytes for unit in model.units)
 
 
 def report(forecasts: Sequence[Forecast], cfg: ModelParallelConfig, speed: Speed) -> Iterator[str]:
@@ -49,7 +44,7 @@ def _seconds(seconds: float) -> str:
 def advise(forecasts: Sequence[Forecast], cfg: ModelParallelConfig, model: ModelFacts) -> None:
     """Say when offloading does nothing, when a longer horizon removes its stalls, and when only a faster link would."""
     console = _console.current()
-    if model.traced and not has_boundaries(model):
+    if model.traced and not model.has_boundaries:
         console.warn("`offload_activations` has nothing to offload: no layer of the model is checkpointed")
         console.hint("let the factory call `smp.set_activation_checkpointing` on the layers, as the script does")
     slow = [each for each in forecasts if each.stall_seconds > _WORTH * each.step_seconds]

@@ -7,7 +7,7 @@ from typing import Final
 
 from smpkit.cli import _console, _plan_offload
 from smpkit.cli._layout import fold, table, width
-from smpkit.cli._planned import GIB, Plan
+from smpkit.cli._planned import GIB, Planned
 
 __all__ = ["advise", "report"]
 
@@ -16,8 +16,8 @@ _MAX_GROUPS: Final = 8
 _INDENT: Final = " " * len("schedule  ")
 
 
-def report(made: Plan) -> Iterator[str]:
-    world, mesh = made.world, made.mesh
+def report(made: Planned) -> Iterator[str]:
+    world, mesh = made.world, made.plan.mesh
     hosts = f"{world.hosts} host{'s' * (world.hosts != 1)}"
     ranks = f"{world.ranks} rank{'s' * (world.ranks != 1)}"
     yield f"{f'{world.name}: ' if world.name else ''}{ranks} on {hosts}"
@@ -28,28 +28,28 @@ def report(made: Plan) -> Iterator[str]:
     yield from _groups(made)
     yield ""
     yield from _picture(made)
-    if made.model is not None:
+    if made.plan.model is not None:
         yield ""
         yield from _partition(made)
         yield ""
         yield from _memory(made)
-    if made.forecasts and made.speed is not None:
+    if made.plan.forecasts and made.speed is not None:
         yield ""
-        yield from _plan_offload.report(made.forecasts, made.world.parameters, made.speed)
+        yield from _plan_offload.report(made.plan.forecasts, made.world.parameters, made.speed)
 
 
 def _indented(text: str) -> Iterator[str]:
     yield from (f"{_INDENT}{line}".rstrip() for line in text.splitlines())
 
 
-def _groups(made: Plan) -> Iterator[str]:
+def _groups(made: Planned) -> Iterator[str]:
     from smpkit.plan.mesh import CommGroup
 
     per_host = made.world.per_host
     hosts = [range(host * per_host, (host + 1) * per_host) for host in range(made.world.hosts)]
     yield from fold("hosts     ", _listed([tuple(ranks) for ranks in hosts]), width())
     for name, kind in (("mp", CommGroup.MP_GROUP), ("dp", CommGroup.DP_GROUP), ("tp", CommGroup.TP_GROUP)):
-        yield from fold(f"{name} groups ", _listed(made.mesh.groups(kind)), width())
+        yield from fold(f"{name} groups ", _listed(made.plan.mesh.groups(kind)), width())
 
 
 def _listed(groups: Sequence[Sequence[int]]) -> list[str]:
@@ -67,28 +67,29 @@ def _span(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def _picture(made: Plan) -> Iterator[str]:
+def _picture(made: Planned) -> Iterator[str]:
     from smpkit.plan.schedule.draw import draw
 
-    cfg, schedule = made.world.parameters, made.timeline.schedule
+    cfg, schedule = made.world.parameters, made.plan.timeline.schedule
     count = f"{schedule.num_microbatches} microbatches, at most {cfg.active_microbatches} active"
-    yield f"schedule  {schedule.name}, {count}, predicted bubble {made.timeline.bubble:.1%}"
+    yield f"schedule  {schedule.name}, {count}, predicted bubble {made.plan.timeline.bubble:.1%}"
     yield from draw(schedule, width=width()).splitlines()
-    live = [*map(str, made.timeline.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]
+    live = [*map(str, made.plan.timeline.peak_live_microbatches), " (microbatches that each stage holds at its peak)"]
     yield from fold("live      ", live, width())
 
 
-def _partition(made: Plan) -> Iterator[str]:
-    assert made.assignment is not None
-    assert made.model is not None
-    how = "by traced compute and memory" if made.model.traced else "by parameter sizes (as with skip_tracing)"
-    yield f"parts     of {made.model.name}, {how}; the busiest has {made.assignment.compute_imbalance:.2f} × the mean"
-    for stage, memory in enumerate(made.memory):
-        names = made.assignment.names(stage)
+def _partition(made: Planned) -> Iterator[str]:
+    model, assignment = made.plan.model, made.plan.assignment
+    assert assignment is not None
+    assert model is not None
+    how = "by traced compute and memory" if model.traced else "by parameter sizes (as with skip_tracing)"
+    yield f"parts     of {model.name}, {how}; the busiest has {assignment.compute_imbalance:.2f} × the mean"
+    for stage, memory in enumerate(made.plan.memory):
+        names = assignment.names(stage)
         count = _count(memory.num_parameters)
         head = f"stage {stage}   {count:>8} parameters in {len(names)} units: "
         yield from fold(head, _shortened(names), width(), " ")
-    shared = sorted({name for unit in made.model.units for name in unit.cost.shared})
+    shared = sorted({name for unit in model.units for name in unit.cost.shared})
     if shared:
         yield from fold("shared    ", _shortened(shared), width(), " ")
 
@@ -109,10 +110,10 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _memory(made: Plan) -> Iterator[str]:
-    unit, size = ("GiB", GIB) if max(memory.total_bytes for memory in made.memory) >= GIB else ("MiB", _MIB)
-    gathers = any(memory.gathered_bytes for memory in made.memory)
-    masters = any(memory.masters_bytes for memory in made.memory)
+def _memory(made: Planned) -> Iterator[str]:
+    unit, size = ("GiB", GIB) if max(memory.total_bytes for memory in made.plan.memory) >= GIB else ("MiB", _MIB)
+    gathers = any(memory.gathered_bytes for memory in made.plan.memory)
+    masters = any(memory.masters_bytes for memory in made.plan.memory)
     head = [
         unit,
         "parameters",
@@ -125,7 +126,7 @@ def _memory(made: Plan) -> Iterator[str]:
         "total",
     ]
     rows = [head if made.limit_gib is None else [*head, f"of {made.limit_gib:g} GiB"]]
-    for stage, memory in enumerate(made.memory):
+    for stage, memory in enumerate(made.plan.memory):
         known = [memory.parameters_bytes, memory.gradients_bytes, memory.reduction_bytes, memory.optimizer_bytes]
         known[3:3] = [memory.masters_bytes] * masters
         known[1:1] = [memory.gathered_bytes] * gathers
@@ -136,22 +137,22 @@ def _memory(made: Plan) -> Iterator[str]:
             cells.append("fits" if made.fits(stage) else "does not fit")
         rows.append([f"stage {stage}", *cells])
     yield from table(rows, width())
-    dtypes = sorted({dtype for memory in made.memory for dtype in memory.dtypes})
+    dtypes = sorted({dtype for memory in made.plan.memory for dtype in memory.dtypes})
     peak = "at the peak of live microbatches"
-    if any(memory.step_bytes > memory.gathered_bytes + (memory.activations_bytes or 0) for memory in made.memory):
+    if any(memory.step_bytes > memory.gathered_bytes + (memory.activations_bytes or 0) for memory in made.plan.memory):
         peak = "in optimizer.step(), where the masters have gradients, instead of activations"
     yield f"(parameters and buffers in {', '.join(dtypes)}; {peak})"
 
 
-def advise(made: Plan) -> None:
+def advise(made: Planned) -> None:
     console = _console.current()
-    too_big = [str(stage) for stage in range(len(made.memory)) if not made.fits(stage)]
+    too_big = [str(stage) for stage in range(len(made.plan.memory)) if not made.fits(stage)]
     if too_big:
         console.warn(f"does not fit {made.limit_gib:g} GiB: stage {', '.join(too_big)}")
         console.hint("raise `pipeline_parallel_degree`, or lower `active_microbatches`")
-    if made.model is not None and made.world.parameters.offload_activations:
-        _plan_offload.advise(made.forecasts, made.world.parameters, made.model)
-    for note in () if made.model is None else made.model.notes:
+    if made.plan.model is not None and made.world.parameters.offload_activations:
+        _plan_offload.advise(made.plan.forecasts, made.world.parameters, made.plan.model)
+    for note in () if made.plan.model is None else made.plan.model.notes:
         console.note(f"note: {note.strip()}")
-    if made.model is not None and not made.model.traced:
+    if made.plan.model is not None and not made.plan.model.traced:
         console.note("note: for compute and activations, let the factory return (model, arguments of one microbatch)")

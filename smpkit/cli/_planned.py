@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from smpkit.cli import _console, _plan_offload
+from smpkit.cli import _console
 from smpkit.errors import ConfigError, DeadlineError, Problem, SmpkitError, UsageError
 from smpkit.modules import module_command
 
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
-    from smpkit.plan.memory import ModelFacts, RankMemory, Share
-    from smpkit.plan.mesh import Mesh
-    from smpkit.plan.offload.forecast import Forecast, Speed
-    from smpkit.plan.partition.assignment import Assignment, UnitCost
-    from smpkit.plan.schedule.actions import Costs, Schedule
-    from smpkit.plan.schedule.graph import Segment, SegmentGraph
-    from smpkit.plan.schedule.simulate import Timeline
+    from smpkit.plan.decide import Plan
+    from smpkit.plan.memory import ModelFacts
+    from smpkit.plan.offload.forecast import Speed
 
-__all__ = ["Plan", "World", "describe", "plan_of", "speed_of", "with_model", "world_of"]
+__all__ = ["Planned", "World", "describe", "plan_of", "speed_of", "world_of"]
 
 _DEADLINE_SECONDS: Final = 600
 _DESCRIBE: Final = "smpkit.torch.describe"
@@ -47,23 +43,17 @@ class World:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Planned:
     """Everything that is printed."""
 
     world: World
-    mesh: Mesh
-    timeline: Timeline
-    model: ModelFacts | None = None
-    assignment: Assignment | None = None
-    memory: tuple[RankMemory, ...] = ()
+    plan: Plan
     optimizer: str = ""
     limit_gib: float | None = None
     speed: Speed | None = None
-    forecasts: tuple[Forecast, ...] = ()
-    """What activation offloading does on each stage, where it is on and something is checkpointed."""
 
     def fits(self, stage: int) -> bool:
-        return self.limit_gib is None or self.memory[stage].total_bytes <= self.limit_gib * GIB
+        return self.limit_gib is None or self.plan.memory[stage].total_bytes <= self.limit_gib * GIB
 
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
@@ -136,109 +126,16 @@ def _sized(
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan_of(world: World) -> Plan:
-    """Plan for a model in which every part hands on to the next one."""
-    from smpkit.plan.mesh import Mesh
-    from smpkit.plan.schedule.actions import Costs
-    from smpkit.plan.schedule.graph import SegmentGraph
-    from smpkit.plan.schedule.simulate import simulate
+def plan_of(world: World, options: dict[str, Any]) -> Planned:
+    """Decide as the runtime would; with a model also its partition, its memory and the bubble of its parts."""
+    from smpkit.plan.decide import decide
 
-    cfg = world.parameters
-    mesh = Mesh.from_world(
-        world.ranks, cfg.pipeline_parallel_degree, cfg.tensor_parallel_degree, cfg.placement_strategy
-    )
-    num_chunks = cfg.virtual_pipeline_degree if cfg.pipeline_parallel_degree > 1 else 1
-    graph = SegmentGraph.loop(cfg.pipeline_parallel_degree, num_chunks, cfg.pipeline != "_only_forward")
-    costs = Costs(1 / num_chunks, 2 / num_chunks)
-    return Plan(world, mesh, simulate(_schedule(cfg, graph), costs))
-
-
-def _schedule(cfg: ModelParallelConfig, graph: SegmentGraph) -> Schedule:
-    """Choose the order as the runtime does."""
-    from smpkit.plan.schedule.search import interleaved, simple
-
-    if cfg.pipeline in ("interleaved", "zero_bubble"):
-        split = cfg.pipeline == "zero_bubble"
-        return interleaved(graph, cfg.microbatches, cfg.active_microbatches, split_backward=split)
-    return simple(graph, cfg.microbatches)
-
-
-def with_model(made: Plan, options: dict[str, Any]) -> Plan:
-    """Add the partition assignment that the runtime would choose, the memory, and the bubble of these parts."""
-    from smpkit.plan.memory import OPTIMIZERS, memory_of_ranks
-    from smpkit.plan.offload.forecast import forecast
-    from smpkit.plan.schedule.linear_graph import linear_graph, peak_live_shares, runs_of
-    from smpkit.plan.schedule.simulate import simulate
-
-    cfg = made.world.parameters
-    model = describe(options["model"], made.world.source, cfg, made.world.ranks)
-    assignment = _assignment(cfg, model)
-    speed = speed_of(options)
-    runs = runs_of(model.costs, assignment)
-    schedule = _schedule(cfg, linear_graph(runs, cfg.pipeline_parallel_degree, cfg.pipeline != "_only_forward"))
-    timeline = simulate(schedule, _costs(schedule, runs, speed))
-    forecasts: tuple[Forecast, ...] = ()
-    if cfg.offload_activations and _plan_offload.has_boundaries(model):
-        forecasts = forecast(model, assignment, timeline, cfg.activation_loading_horizon, speed)
-    live = peak_live_shares(schedule, runs)
-    half = None
-    if cfg.fp16:
-        half = "float16"
-    elif cfg.bf16:
-        half = "bfloat16"
-
-    def memory_with(share: Share) -> tuple[RankMemory, ...]:
-        return memory_of_ranks(
-            model,
-            assignment,
-            live_microbatches=live,
-            states_per_parameter=OPTIMIZERS[options["optimizer"]],
-            replicated=cfg.ddp and made.mesh.dp_size > 1,
-            offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],
-            share=share,
-            persistent=cfg.sdp_param_persistence_threshold,
-            half=half,
-        )
-
-    memory = tuple(_largest(made, stage, memory_with) for stage in range(assignment.num_partitions))
-    return replace(
-        made,
-        timeline=timeline,
-        model=model,
-        assignment=assignment,
-        memory=memory,
-        optimizer=options["optimizer"],
-        limit_gib=options["memory_gib"],
-        speed=speed,
-        forecasts=forecasts,
-    )
-
-
-def _largest(made: Plan, stage: int, memory_with: Callable[[Share], tuple[RankMemory, ...]]) -> RankMemory:
-    """Return the memory of the rank of a stage that holds most."""
-    from smpkit.plan.memory import shares_of
-
-    cfg = made.world.parameters
-    shares = shares_of(
-        made.mesh,
-        stage,
-        shards_states=cfg.shard_optimizer_state,
-        sharding_degree=cfg.sharded_data_parallel_degree,
-    )
-    return max((memory_with(share)[stage] for share in shares), key=lambda memory: memory.total_bytes)
-
-
-def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Costs:
-    """Return what the parts take, a backward twice a forward and what is computed again; untraced ranks count alike."""
-    from smpkit.plan.schedule.actions import Costs
-
-    forward = {segment: sum(unit.flops for unit in run) / speed.flops_per_second for segment, run in runs.items()}
-    if not any(forward.values()):
-        forward = {segment: 1 / schedule.graph.counts[segment.rank] for segment in runs}
-    again = {segment: sum(unit.recomputed_flops for unit in run) for segment, run in runs.items()}
-    backward = {each: 2 * forward[each] + again[each] / speed.flops_per_second for each in runs}
-    weight = {each: 0.0 if again[each] else forward[each] for each in runs}  # what is computed again is not split
-    return Costs(forward, backward, weight)
+    if not options["model"]:
+        return Planned(world, decide(world.parameters, world.ranks))
+    model = describe(options["model"], world.source, world.parameters, world.ranks)
+    speed, optimizer = speed_of(options), options["optimizer"]
+    plan = decide(world.parameters, world.ranks, model, speed, optimizer)
+    return Planned(world, plan, optimizer, options["memory_gib"], speed)
 
 
 def speed_of(options: dict[str, Any]) -> Speed:
@@ -250,15 +147,6 @@ def speed_of(options: dict[str, Any]) -> Speed:
         if options[flag] <= 0:
             raise UsageError(f"`--{flag.replace('_', '-')}` is {options[flag]:g}", hint="give more than 0")
     return Speed(options["tflops"] * 1e12, LinkSpeed(options["link_gbs"] * 1e9, options["link_gbs"] * 1e9))
-
-
-def _assignment(cfg: ModelParallelConfig, model: ModelFacts) -> Assignment:
-    from smpkit.plan.partition.search import assign, partition
-
-    degree, num_chunks = cfg.pipeline_parallel_degree, cfg.virtual_pipeline_degree
-    if cfg.auto_partition:
-        return partition(model.costs, degree, cfg.memory_weight, num_chunks=num_chunks)
-    return assign(model.costs, degree, model.places, cfg.default_partition, num_chunks)
 
 
 def describe(target: str, source: Path, cfg: ModelParallelConfig | None = None, ranks: int = 1) -> ModelFacts:

@@ -48,11 +48,9 @@ def plan(file: Path | None, overrides: tuple[str, ...], as_json: bool, **options
         return
     from smpkit.cli._plan_json import plain
     from smpkit.cli._plan_text import advise, report
-    from smpkit.cli._planned import plan_of, with_model, world_of
+    from smpkit.cli._planned import plan_of, world_of
 
-    made = plan_of(world_of(file, overrides, options))
-    if options["model"]:
-        made = with_model(made, options)
+    made = plan_of(world_of(file, overrides, options), options)
     if as_json:
         click.echo(json.dumps(plain(made), indent=2))
     else:

@@ -92,6 +92,11 @@ class ModelFacts:
         """What the partitioner takes."""
         return [unit.cost for unit in self.units]
 
+    @property
+    def has_boundaries(self) -> bool:
+        """Whether some layer is checkpointed, so that there is something to offload."""
+        return any(unit.cost.boundary_bytes for unit in self.units)
+
     def to_json(self) -> str:
         """Write it as text that `from_json` reads."""
         content = {**asdict(self), "tensors": [asdict(tensor) for tensor in self.tensors.values()]}

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
 from smpkit.errors import DeadlineError
+from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.checker import check
 from smpkit.plan.schedule.graph import Kind
@@ -53,7 +54,7 @@ from smpkit.torch.pipeline.replan import Meter, Trial, replan
 from smpkit.torch.pipeline.split_backward import watching
 from smpkit.torch.pipeline.stage_context import StageContext
 from smpkit.torch.pipeline.stage_tensor import Current
-from smpkit.torch.pipeline.step_plan import Policy, StepPlan, graph_of
+from smpkit.torch.pipeline.step_plan import StepPlan, graph_of
 
 __all__ = ["MAX_KINDS", "MAX_OUTPUT_SPECS", "ActionRecorder", "Executor", "MicrobatchCoroutine"]
 

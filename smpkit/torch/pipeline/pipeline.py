@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from smpkit.errors import DeadlineError, RemoteError, SmpkitError, UsageError
+from smpkit.plan.decide import Policy, assign_units
 from smpkit.plan.partition.assignment import Assignment
-from smpkit.plan.partition.search import assign, partition
 from smpkit.torch.core.announce import announce
 from smpkit.torch.core.devices.backends import connects
 from smpkit.torch.core.runtime import state
@@ -34,7 +34,6 @@ from smpkit.torch.pipeline.stage_parameters import (
     parameters_as_stage_tensors,
 )
 from smpkit.torch.pipeline.stage_tensor import current_microbatch
-from smpkit.torch.pipeline.step_plan import Policy
 from smpkit.torch.pipeline.transport import Transport
 from smpkit.torch.pipeline.units import install, refuse_compiled
 from smpkit.torch.placement.delayed import is_delayed
@@ -152,8 +151,7 @@ class Pipeline:
             # operations their random streams replaces the arguments, since it sees them all.
             stage.random.replace_arguments(parameters_as_stage_tensors)
         watch_for_divergence(stage, state.group(CommGroup.PP_GROUP))
-        policy = Policy(state.cfg.pipeline, state.cfg.active_microbatches)
-        self._executor = Executor(stage, policy)
+        self._executor = Executor(stage, Policy.of(state.cfg))
         if (recorder := current_recorder()) is not None:
             recorder.attach(self._executor)
         if state.rank == 0:
@@ -191,20 +189,18 @@ class Pipeline:
         cfg = state.cfg
         if self.resumed is not None and cfg.auto_partition and self._fits_model(self.resumed):
             return self.resumed
-        num_chunks = cfg.virtual_pipeline_degree
+        places: Mapping[str, int] = {}
         if not cfg.auto_partition:
             pins = manual_placement(self._root)
             costs = measure_units(self._root, units_of(self._root, pins.split), None)
             places = pins.for_units([cost.name for cost in costs])
-            return assign(costs, state.pp_size, places, cfg.default_partition, num_chunks)
-        tree = units_of(self._root)
-        if cfg.skip_tracing:
-            costs = measure_units(self._root, tree, None)
+        elif cfg.skip_tracing:
+            costs = measure_units(self._root, units_of(self._root), None)
         else:
-            costs = measure_units(self._root, tree, lambda: run_fake(self._root, step))
+            costs = measure_units(self._root, units_of(self._root), lambda: run_fake(self._root, step))
             if self._measured:
                 costs = measure(self._root, costs, self._measured, step, state.device)
-        return partition(costs, state.pp_size, cfg.memory_weight, num_chunks=num_chunks)
+        return assign_units(cfg, costs, places)
 
     def _fits_model(self, assignment: Assignment) -> bool:
         """Return whether an assignment fits this model: the script may have changed since it was saved."""

@@ -1,8 +1,8 @@
 """The plan of a step: in which order a rank runs its actions, and what each of them receives.
 
 The first microbatch of a kind of step makes transfers. They cut its work into segments, and the segments and what
-travels between them are a graph (`graph_of`). A `Policy` makes a schedule of it: the same on all ranks, since all have
-the same graph. A `StepPlan` is what one rank needs to run its list of actions in that schedule.
+travels between them are a graph (`graph_of`). `smpkit.plan.decide.Policy` makes a schedule of it: the same on all
+ranks, since all have the same graph. A `StepPlan` is what one rank needs to run its list of actions in that schedule.
 """
 
 from __future__ import annotations
@@ -11,41 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from smpkit.plan.schedule.actions import Action, Costs, Schedule
+from smpkit.plan.schedule.actions import Action, Schedule
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph, Transfer
-from smpkit.plan.schedule.search import interleaved, simple
 from smpkit.torch.pipeline.message_order import P2PTransfer, Timetable, TransferRecord, timetable_of
 from smpkit.torch.pipeline.microbatch import Microbatch
 from smpkit.torch.pipeline.transport import ActionKey
 
-__all__ = ["Policy", "StepPlan", "graph_of"]
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How to order a step: `pipeline` and `active_microbatches` of the configuration."""
-
-    pipeline: str
-    active_microbatches: int
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether a backward may run in two halves."""
-        return self.pipeline == "zero_bubble"
-
-    def schedule(self, graph: SegmentGraph, count: int, costs: Costs | None = None) -> Schedule:
-        """Choose the order; the same on every rank, since it follows from the graph and the costs alone."""
-        if self.pipeline == "simple" or not graph.has_backward:
-            return simple(graph, count)
-        return interleaved(graph, count, self.active_microbatches, costs, split_backward=self.splits_backward)
-
-    def can_replan(self, schedule: Schedule) -> bool:
-        """Whether there is a choice: other depths fit under `active_microbatches`, and several ranks take part."""
-        graph = schedule.graph
-        limit = min(self.active_microbatches, schedule.num_microbatches)
-        deeper = any(live < limit for live in schedule.peak_live_microbatches)
-        has_choice = deeper or self.splits_backward
-        return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and has_choice
+__all__ = ["StepPlan", "graph_of"]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 import smpkit.torch as smp
 import smpkit.torch.pipeline.executor as executor_module
+from smpkit.plan.decide import Policy
 from smpkit.plan.schedule.actions import Costs, Schedule, from_json
 from smpkit.plan.schedule.graph import Kind, Segment, SegmentGraph
 from smpkit.plan.schedule.search import interleaved
@@ -23,7 +24,6 @@ from smpkit.torch.pipeline.executor import Executor
 from smpkit.torch.pipeline.messages import Tag
 from smpkit.torch.pipeline.output_broadcast import OutputBroadcast
 from smpkit.torch.pipeline.replan import Meter, _better_schedule, _costs, _is_kept
-from smpkit.torch.pipeline.step_plan import Policy
 from smpkit.torch.pipeline.transport import Transport
 from tests.ranks import RankFailed, run_ranks
 

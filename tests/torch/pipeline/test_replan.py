@@ -34,13 +34,13 @@ def test_a_schedule_that_was_told_is_proven_before_it_runs() -> None:
 
 
 def plan_wrongly() -> str:
-    from smpkit.torch.pipeline import step_plan
+    from smpkit.plan import decide
 
     def wrong(*arguments: Any, **more: Any) -> Schedule:
         found = interleaved(*arguments, **more)
         return Schedule(found.name, found.graph, found.num_microbatches, found.actions[::-1], found.caps)
 
-    step_plan.interleaved = wrong  # type: ignore[attr-defined]
+    decide.interleaved = wrong  # type: ignore[attr-defined]
     model = start(2, 4)
     with pytest.raises(ScheduleError) as caught:
         train_step(model, torch.zeros(8, WIDTH))

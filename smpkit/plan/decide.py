@@ -1,0 +1,177 @@
+"""Decide how a job runs: which rank owns which unit, in which order it works, what it holds and what it offloads.
+
+The runtime, `smpkit plan` and whatever searches for a configuration decide here and nowhere else. They differ in what
+they know. The runtime has traced the model and recorded a microbatch: it calls `assign_units`, and a `Policy` orders
+the segments that it has seen. `decide` has no ranks: it takes the facts of a model, assumes that every unit hands its
+output to the next one, and adds what can only be predicted: memory and the course of the offloading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.plan.memory import OPTIMIZERS, ModelFacts, RankMemory, memory_of_ranks, shares_of
+from smpkit.plan.mesh import Mesh
+from smpkit.plan.offload.forecast import Forecast, Speed, forecast
+from smpkit.plan.partition.assignment import Assignment, UnitCost
+from smpkit.plan.partition.search import assign, partition
+from smpkit.plan.schedule.actions import Costs, Schedule
+from smpkit.plan.schedule.graph import Segment, SegmentGraph
+from smpkit.plan.schedule.linear_graph import linear_graph, peak_live_shares, runs_of
+from smpkit.plan.schedule.search import interleaved, simple
+from smpkit.plan.schedule.simulate import Timeline, simulate
+
+__all__ = ["Plan", "Policy", "assign_units", "decide"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How to order a step: `pipeline` and `active_microbatches` of the configuration."""
+
+    pipeline: str
+    active_microbatches: int
+
+    @classmethod
+    def of(cls, config: ModelParallelConfig) -> Policy:
+        return cls(config.pipeline, config.active_microbatches)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward may run in two halves."""
+        return self.pipeline == "zero_bubble"
+
+    def schedule(self, graph: SegmentGraph, num_microbatches: int, costs: Costs | None = None) -> Schedule:
+        """Choose the order; the same on every rank, since it follows from the graph and the costs alone."""
+        if self.pipeline == "simple" or not graph.has_backward:
+            return simple(graph, num_microbatches)
+        return interleaved(
+            graph, num_microbatches, self.active_microbatches, costs, split_backward=self.splits_backward
+        )
+
+    def can_replan(self, schedule: Schedule) -> bool:
+        """Whether there is a choice: other depths fit under `active_microbatches`, and several ranks take part."""
+        graph = schedule.graph
+        limit = min(self.active_microbatches, schedule.num_microbatches)
+        deeper = any(live < limit for live in schedule.peak_live_microbatches)
+        has_choice = deeper or self.splits_backward
+        return self.pipeline != "simple" and graph.has_backward and graph.num_ranks > 1 and has_choice
+
+
+def assign_units(config: ModelParallelConfig, units: Sequence[UnitCost], places: Mapping[str, int]) -> Assignment:
+    """Return which pipeline rank owns which unit.
+
+    Args:
+        units: in execution order; without `auto_partition` in that of definition.
+        places: where the user put units, by name; read without `auto_partition` only.
+
+    Raises:
+        ConfigError: there are fewer units than parts, or a place does not exist; names every problem.
+    """
+    degree, num_chunks = config.pipeline_parallel_degree, config.virtual_pipeline_degree
+    if config.auto_partition:
+        return partition(units, degree, config.memory_weight, num_chunks=num_chunks)
+    return assign(units, degree, places, config.default_partition, num_chunks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job will do, as far as it is known before it runs."""
+
+    mesh: Mesh
+    timeline: Timeline
+    """The schedule, simulated."""
+    model: ModelFacts | None = None
+    """With it the fields below are known."""
+    assignment: Assignment | None = None
+    memory: tuple[RankMemory, ...] = ()
+    """By stage, of the rank that holds most of it."""
+    forecasts: tuple[Forecast, ...] = ()
+    """What activation offloading does on each stage, where it is on and something is checkpointed."""
+
+
+def decide(
+    config: ModelParallelConfig,
+    num_ranks: int,
+    model: ModelFacts | None = None,
+    speed: Speed | None = None,
+    optimizer: str = "adamw",
+) -> Plan:
+    """Return the plan of a job.
+
+    Args:
+        num_ranks: of the whole job.
+        model: None: plan for a model in which every part takes the same time and hands on to the next one.
+        speed: of a rank's device and its link with the host; needed with a model.
+        optimizer: a name of `smpkit.plan.memory.OPTIMIZERS`, whose states count as memory.
+
+    Raises:
+        ConfigError: the model cannot be cut as the configuration asks.
+    """
+    degree = config.pipeline_parallel_degree
+    mesh = Mesh.from_world(num_ranks, degree, config.tensor_parallel_degree, config.placement_strategy)
+    policy, has_backward = Policy.of(config), config.pipeline != "_only_forward"
+    if model is None:
+        num_chunks = config.virtual_pipeline_degree if degree > 1 else 1
+        schedule = policy.schedule(SegmentGraph.loop(degree, num_chunks, has_backward), config.microbatches)
+        return Plan(mesh, simulate(schedule, Costs(1 / num_chunks, 2 / num_chunks)))
+    assert speed is not None, "the costs of a model's units need the speed of a device"
+    assignment = assign_units(config, model.costs, model.places)
+    runs = runs_of(model.costs, assignment)
+    schedule = policy.schedule(linear_graph(runs, degree, has_backward), config.microbatches)
+    timeline = simulate(schedule, _costs(schedule, runs, speed))
+    forecasts: tuple[Forecast, ...] = ()
+    if config.offload_activations and model.has_boundaries:
+        forecasts = forecast(model, assignment, timeline, config.activation_loading_horizon, speed)
+    memory = _memory(config, mesh, model, assignment, peak_live_shares(schedule, runs), forecasts, optimizer)
+    return Plan(mesh, timeline, model, assignment, memory, forecasts)
+
+
+def _costs(schedule: Schedule, runs: Mapping[Segment, Sequence[UnitCost]], speed: Speed) -> Costs:
+    """Return what the parts take, a backward twice a forward and what is computed again; untraced ranks count alike."""
+    forward = {segment: sum(unit.flops for unit in run) / speed.flops_per_second for segment, run in runs.items()}
+    if not any(forward.values()):
+        forward = {segment: 1 / schedule.graph.counts[segment.rank] for segment in runs}
+    again = {segment: sum(unit.recomputed_flops for unit in run) for segment, run in runs.items()}
+    backward = {each: 2 * forward[each] + again[each] / speed.flops_per_second for each in runs}
+    weight = {each: 0.0 if again[each] else forward[each] for each in runs}  # what is computed again is not split
+    return Costs(forward, backward, weight)
+
+
+def _memory(
+    config: ModelParallelConfig,
+    mesh: Mesh,
+    model: ModelFacts,
+    assignment: Assignment,
+    live_microbatches: Sequence[float],
+    forecasts: Sequence[Forecast],
+    optimizer: str,
+) -> tuple[RankMemory, ...]:
+    """Return the memory of each stage: of those of its ranks that hold most."""
+
+    def of_share(stage: int) -> list[RankMemory]:
+        shares = shares_of(
+            mesh,
+            stage,
+            shards_states=config.shard_optimizer_state,
+            sharding_degree=config.sharded_data_parallel_degree,
+        )
+        return [
+            memory_of_ranks(
+                model,
+                assignment,
+                live_microbatches=live_microbatches,
+                states_per_parameter=OPTIMIZERS[optimizer],
+                replicated=config.ddp and mesh.dp_size > 1,
+                offloaded=[(each.device_bytes, each.host_bytes) for each in forecasts],
+                share=share,
+                persistent=config.sdp_param_persistence_threshold,
+                half="float16" if config.fp16 else "bfloat16" if config.bf16 else None,
+            )[stage]
+            for share in shares
+        ]
+
+    return tuple(
+        max(of_share(stage), key=lambda memory: memory.total_bytes) for stage in range(assignment.num_partitions)
+    )
