@@ -1,14 +1,15 @@
 """The optimizers' arithmetic on flat memory: gradient in, master weight and state updated, working copy out.
 
 There are two kernels with the same results up to rounding. `one_pass` reads memory once, in C++ that is compiled for
-this machine's processor (`compiled.py`). `tiled` runs torch's operations on a cache-sized tile at a time; it needs no
-compiler. `Workers` are the threads that run the faster one while the device computes.
+this machine's processor (`compiled.py`). `tiled` runs torch's operations on a cache-sized tile at a time, for dtypes
+that are not compiled and where there is no compiler. Dtypes and the machine alone decide between them, never a
+measurement: weights must be the same to the bit in each run. `Workers` are the threads that update weights while the
+device computes.
 """
 
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from smpkit.torch.distributed.cores import own_cores
 from smpkit.torch.offload_model import compiled
 from smpkit.torch.offload_model.counted_link import DEADLINE_SECONDS
 
-__all__ = ["Adam", "FlatRange", "Kernel", "Rule", "Sgd", "Workers", "choose_kernel", "tiled"]
+__all__ = ["Adam", "FlatRange", "Kernel", "Rule", "Sgd", "Workers", "one_pass", "tiled"]
 
 _CPU: Final = torch.device("cpu")
 _CHUNK: Final = 1 << 20
@@ -35,8 +36,6 @@ _TILE: Final = 131072
 """Elements: few enough for the caches, many enough that calls into torch take little of the time."""
 _UNSPLIT_TILE: Final = 32768
 """The most that torch does not split over threads of its own."""
-_MEASURED: Final = 1 << 20
-"""Elements, to measure which kernel is faster."""
 
 
 @dataclass(frozen=True)
@@ -168,44 +167,25 @@ def tiled(rule: Rule, flat_range: FlatRange) -> None:
 
 def one_pass(rule: Rule, flat_range: FlatRange) -> None:
     """Apply a rule with the compiled kernel; dtypes it does not know go tile by tile."""
-    arrays = [flat_range.gradient, flat_range.master, *flat_range.state]
-    weight_dtype = None
-    if flat_range.weight is not None:
-        arrays.append(flat_range.weight)
-        weight_dtype = flat_range.weight.dtype
+    function = _compiled(rule, flat_range)
+    if function is None:
+        tiled(rule, flat_range)
+    else:
+        weight = () if flat_range.weight is None else (flat_range.weight,)
+        arrays = (flat_range.gradient, flat_range.master, *flat_range.state, *weight)
+        function([each.data_ptr() for each in arrays], flat_range.master.numel(), rule.constants)
+
+
+def _compiled(rule: Rule, flat_range: FlatRange) -> compiled.Function | None:
+    """Return the compiled kernel of a rule for these dtypes, if there is one."""
+    if any(each.dtype is not torch.float32 for each in (flat_range.master, *flat_range.state)):
+        return None
     if isinstance(rule, Adam):
         name = "adam"
     else:
         name = "sgd_momentum" if flat_range.state else "sgd"
-    function = None
-    if all(each.dtype is torch.float32 for each in (flat_range.master, *flat_range.state)):
-        function = compiled.function(name, flat_range.gradient.dtype, weight_dtype)
-    if function is None:
-        tiled(rule, flat_range)
-    else:
-        function([each.data_ptr() for each in arrays], flat_range.master.numel(), rule.constants)
-
-
-def choose_kernel(gradient_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> Kernel:
-    """Return the faster of the two kernels on this machine, by measurement."""
-    if compiled.function("adam", gradient_dtype, weight_dtype) is None:
-        return tiled
-    gradient = torch.zeros(_MEASURED, dtype=gradient_dtype, device="cpu")
-    master, first, second = (torch.zeros(_MEASURED, dtype=torch.float32, device="cpu") for _ in range(3))
-    weight = None if weight_dtype is None else torch.zeros(_MEASURED, dtype=weight_dtype, device="cpu")
-    flat_range = FlatRange(gradient, master, (first, second), weight)
-    return min((one_pass, tiled), key=lambda kernel: _seconds(kernel, flat_range))
-
-
-def _seconds(kernel: Kernel, flat_range: FlatRange) -> float:
-    """Return the least of three times, in processor time of this thread: other threads and processes do not count."""
-    rule = Adam(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True, step=1, factor=1.0)
-    times = []
-    for _ in range(3):
-        start = time.thread_time()
-        kernel(rule, flat_range)
-        times.append(time.thread_time() - start)
-    return min(times)
+    weight = flat_range.weight
+    return compiled.function(name, flat_range.gradient.dtype, None if weight is None else weight.dtype)
 
 
 class Workers:
@@ -223,7 +203,6 @@ class Workers:
         self._pool = ThreadPoolExecutor(
             self.num_threads, thread_name_prefix="smpkit-update", initializer=make_current, initargs=(device,)
         )
-        self._kernels: dict[tuple[object, object], Kernel] = {}
         # Threads hold no reference to this object, so it is freed, and they end, with the optimizer.
         weakref.finalize(self, self._pool.shutdown, wait=False)
 
@@ -236,19 +215,20 @@ class Workers:
         """
         # All threads take small pieces from one queue, so that they end together. The pieces are cut here, in the order
         # of calls, because the ranges of a later step may be others.
-        pieces = deque[tuple[Rule, FlatRange, Kernel]]()
+        pieces = deque[tuple[Rule, FlatRange]]()
         for rule, flat_range in flat_ranges:
+            _compiled(rule, flat_range)  # the first time here, and not in several threads at once
             for start in range(0, flat_range.master.numel(), _CHUNK):
-                pieces.append((rule, flat_range.part(start, start + _CHUNK), self.kernel(flat_range)))
+                pieces.append((rule, flat_range.part(start, start + _CHUNK)))
 
         def work() -> None:
             ready()
             while True:
                 try:
-                    rule, piece, kernel = pieces.popleft()
+                    rule, piece = pieces.popleft()
                 except IndexError:
                     return
-                kernel(rule, piece)
+                one_pass(rule, piece)
 
         return [self._pool.submit(work) for _ in range(min(self.num_threads, len(pieces)))]
 
@@ -264,10 +244,3 @@ class Workers:
             if work.done():
                 raise
             raise DeadlineError(f"the computation waited {DEADLINE_SECONDS:.0f} s for {what}") from None
-
-    def kernel(self, flat_range: FlatRange) -> Kernel:
-        """Return the faster kernel for these dtypes, measured the first time."""
-        key = (flat_range.gradient.dtype, None if flat_range.weight is None else flat_range.weight.dtype)
-        if key not in self._kernels:
-            self._kernels[key] = choose_kernel(*key)
-        return self._kernels[key]

@@ -140,7 +140,11 @@ def test_without_a_compiler_it_goes_tile_by_tile(
     monkeypatch.setattr("shutil.which", lambda _: None)
     compiled._library.cache_clear()
     try:
-        assert kernels.choose_kernel(torch.bfloat16, torch.bfloat16) is kernels.tiled
+        found, expected = (
+            run(kernel, [adam(True, 1)], some_gradients(torch.bfloat16)[:1], 2, torch.bfloat16)
+            for kernel in (kernels.one_pass, kernels.tiled)
+        )
+        assert torch.equal(found.master, expected.master)
         assert "no C++ compiler was found" in caplog.text
     finally:
         compiled._library.cache_clear()
@@ -148,6 +152,7 @@ def test_without_a_compiler_it_goes_tile_by_tile(
 
 def test_other_dtypes_go_tile_by_tile() -> None:
     assert compiled.function("adam", torch.float64, None) is None
+    assert compiled.function("adam", torch.float16, None) is None
     span = FlatRange(torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), (), None)
     kernels.one_pass(Sgd(0.5, 0.0, 0.0, 0.0, nesterov=False, step=1, factor=1.0), span)
     assert span.master.tolist() == [0.5] * 3
