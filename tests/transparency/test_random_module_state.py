@@ -26,7 +26,7 @@ ROWS: Final = 4
 HABITS: Final = (
     *("total", "mean", "memory", "late", "calls", "log", "stats", "generator", "mask", "steps", "ema", "own norm"),
     *("batch norm", "cumulative norm", "silent norm", "instance norm", "spectral norm", "dropout", "rarely", "clamp"),
-    *("even", "shared", "in place"),
+    *("even", "shared", "in place", "turns"),
 )
 NORMS: Final = frozenset({"batch norm", "cumulative norm", "silent norm", "instance norm"})
 ONE_MICROBATCH: Final = frozenset({"dropout", "clamp", "spectral norm"})
@@ -62,6 +62,7 @@ class Part(nn.Module):
         if "instance norm" in habits:
             self.norm = nn.InstanceNorm1d(ROWS, track_running_stats=True, affine=False)
         self.drop = nn.Dropout(0.4)
+        self.turning = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)] if "turns" in habits else [])
         self.calls = 0
         self.even = False
         self.log: list[Any] = []
@@ -163,6 +164,12 @@ class Part(nn.Module):
     def _even(self, x: Tensor) -> Tensor:
         self.even = not self.even
         return -x if self.even else x
+
+    def _turns(self, x: Tensor) -> Tensor:
+        first, second = self.turning
+        self.turning[0], self.turning[1] = second, first
+        result: Tensor = x + first(x)
+        return result
 
     def _shared(self, x: Tensor) -> Tensor:
         self.alias.append(1)

@@ -7,6 +7,7 @@ default random generators are the caller's business; here is what lies on the mo
 `training`          of each module; also other simple attributes (`Dropout.p`, a counter)
 buffers             which there are (None, registered late), and their contents
 weights             which there are (`torch.func.functional_call`), and the contents of those that forward writes to
+modules             which are where; what a first call makes stays for its recomputation
 attributes          tensors (a mask that the caller has put there), and lists, dicts, tuples and sets of such values
 generators          `torch.Generator` attributes: their states
 ==================  ==================================================================================================
@@ -140,7 +141,10 @@ class _Copied:
 class _Saved:
     """A module at the time of a call."""
 
-    __slots__ = ("attributes", "buffers", "children", "is_built", "module", "names", "parameters", "training")
+    __slots__ = (
+        *("attributes", "buffers", "children", "is_built", "left", "module"),
+        *("names", "parameters", "training"),
+    )
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -154,6 +158,12 @@ class _Saved:
         """Of all attributes; None: those of the module are left as they are."""
         self.is_built = False
         """Whether the call has made parts of the module: it can be repeated with these only."""
+        self.left: dict[str, Any] | None = None
+        """The modules and weights that the call has left, if it has put others in place of those that it found."""
+
+    def parts(self) -> dict[str, Any]:
+        """Return the modules and weights that the call has found."""
+        return {**self.children, **{name: cell.value for name, cell in self.parameters.items()}}
 
 
 class ModuleState:
@@ -352,10 +362,15 @@ class ModuleState:
         for cell in self._cells.values():
             self._end(cell)
         for saved in self._saved:
-            if saved.names is not None and _was_built(saved):
-                # Lazy modules: their first call makes what later calls find, the recomputation of the first one too.
-                saved.names, saved.buffers, saved.attributes, saved.parameters = None, None, {}, {}
-                saved.is_built = True
+            if saved.names is None or not _has_other_parts(saved):
+                continue
+            left = _parts(saved.module)
+            if any(left.get(name) is not part for name, part in saved.parts().items() if part is not None):
+                saved.left = left
+                continue
+            # Lazy modules: their first call makes what later calls find, the recomputation of the first one too.
+            saved.names, saved.buffers, saved.attributes, saved.parameters = None, None, {}, {}
+            saved.is_built = True
         self._cells.clear()
 
     def _end(self, cell: _Cell) -> None:
@@ -385,7 +400,8 @@ class ModuleState:
             kept: returns the tensor for a placeholder of `keep`.
 
         Raises:
-            UsageError: a tensor that the call has read has been changed in place since, and cannot be had back.
+            UsageError: a tensor that the call has read has been changed in place since, and cannot be had back; or the
+                call makes modules or weights, and has made others this time.
         """
         restorer = _Restorer(kept, overwrite_weights=self._overwrites_weights)
         states = [(generator, generator.get_state()) for generator in self._generators]
@@ -395,7 +411,12 @@ class ModuleState:
             for generator, state in states:
                 undo.callback(generator.set_state, state)
                 generator.set_state(self._generators[generator])
-            yield
+            try:
+                yield
+            finally:  # torch ends a recomputation by an exception once it has what it needs
+                for saved in self._saved:
+                    if saved.left is not None:
+                        _check_not_remade(saved, saved.left)
 
 
 class _Visit:
@@ -454,7 +475,12 @@ class _Restorer:
         for name, value in saved.attributes.items():
             attributes[name] = self._value(value)
         attributes["training"] = saved.training
-        buffers = module._buffers
+        children, buffers = module._modules, module._buffers
+        if saved.left is not None:  # the recomputation replaces parts again
+            undo.callback(_refill, module._parameters, dict(module._parameters))
+        if saved.left is not None or children != saved.children:
+            undo.callback(_refill, children, dict(children))
+            _refill(children, saved.children)
         if buffers or saved.buffers:
             undo.callback(_refill, buffers, dict(buffers))
             earlier = {name: None if cell is None else self._tensor(cell) for name, cell in saved.buffers.items()}
@@ -614,7 +640,13 @@ def _has_lazy(module: nn.Module) -> bool:
     return any(each is not None and is_lazy(each) for each in tensors)
 
 
-def _was_built(saved: _Saved) -> bool:
+def _parts(module: nn.Module) -> dict[str, Any]:
+    """Return the modules and weights of a module."""
+    weights = {name: each for name, each in module._parameters.items() if each is not None}
+    return {**module._modules, **weights}
+
+
+def _has_other_parts(saved: _Saved) -> bool:
     """Return whether the forward has given a module other parts than it had."""
     module = saved.module
     if saved.children != module._modules:
@@ -623,6 +655,22 @@ def _was_built(saved: _Saved) -> bool:
     return len(present) != len(saved.parameters) or any(
         cell.value is not present.get(name) for name, cell in saved.parameters.items()
     )
+
+
+def _check_not_remade(saved: _Saved, left: dict[str, Any]) -> None:
+    """Raise UsageError if a recomputation has made parts of its own, whose gradients would reach nobody."""
+    found = saved.parts()
+    for name, part in _parts(saved.module).items():
+        if part is not found.get(name) and part is not left.get(name) and not _is_sharded(part):
+            raise UsageError(
+                f"the forward of a {type(saved.module).__name__} makes a new `{name}` in each call, so running it again"
+                " gives gradients to another one",
+                hint="make it in __init__, or do not checkpoint this module",
+            )
+
+
+def _is_sharded(part: Any) -> bool:
+    return isinstance(part, Tensor) and not _is_plain(part)
 
 
 def _count(value: Any, most: int) -> int:

@@ -215,3 +215,57 @@ def test_shared_containers_stay_shared() -> None:
         assert one["set"] == {1, 2}
         assert other[0] is one["list"]
     assert id(module.one) == id(values)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+def test_layers_that_were_replaced_since_the_forward() -> None:
+    def replace(module: nn.Sequential) -> None:
+        module[0], module[2] = module[2], linear()
+
+    assert_as_plain(lambda: nn.Sequential(linear(), nn.Tanh(), linear()), replace)
+
+
+class Rotating(nn.Module):
+    """Uses its layers in another order in each forward."""
+
+    def __init__(self, *, swaps_first: bool) -> None:
+        super().__init__()
+        self.swaps_first = swaps_first
+        self.one, self.other = linear(), nn.Sequential(linear(), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.swaps_first:
+            self.one, self.other = self.other, self.one  # type: ignore[assignment]
+        x = self.other(self.one(x)).tanh()
+        if not self.swaps_first:
+            self.one, self.other = self.other, self.one  # type: ignore[assignment]
+        return x
+
+
+@pytest.mark.parametrize("swaps_first", [False, True])
+def test_layers_that_a_forward_puts_in_other_places(swaps_first: bool) -> None:
+    assert_as_plain(lambda: nn.Sequential(linear(), Rotating(swaps_first=swaps_first), linear()))
+
+
+class Renewing(nn.Module):
+    """Makes a new part in each forward."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make, self.part = make, make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part = self.make()
+        return x @ self.part if isinstance(self.part, nn.Parameter) else self.part(x)
+
+
+@pytest.mark.parametrize("make", [linear, lambda: nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.float64))])
+def test_parts_that_each_forward_makes_anew_are_named(make: Callable[[], Any]) -> None:
+    """The recomputation would make others, and their gradients would never reach those that the script knows."""
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    loss = smp.checkpoint(Renewing(make), x).sum()
+    with pytest.raises(UsageError, match="the forward of a Renewing makes a new `part` in each call"):
+        loss.backward()
