@@ -388,6 +388,9 @@ class DistributedModel(nn.Module):
             )
         self.data_parallel.set_comm_hook(state, callable)
 
+    _register_comm_hook = register_comm_hook
+    """Its name in SMP v1.2."""
+
     def join(self) -> contextlib.AbstractContextManager[object]:
         """Let ranks run out of inputs at different steps: those that are done take part with zeros.
 
