@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from smpkit.cli import _console
-from smpkit.errors import ConfigError, DeadlineError, Problem, SmpkitError, UsageError
-from smpkit.modules import module_command
+from smpkit.cli._with_torch import ask
+from smpkit.errors import ConfigError, Problem, UsageError
 
 if TYPE_CHECKING:
     from smpkit.config.modelparallel import ModelParallelConfig
@@ -163,25 +161,6 @@ def describe(target: str, source: Path, cfg: ModelParallelConfig | None = None, 
     num_places = 1 if cfg is None else cfg.pipeline_parallel_degree * cfg.virtual_pipeline_degree
     places = f"--places={num_places}" if cfg is None or cfg.auto_partition else f"--by-hand={num_places}"
     job = [] if cfg is None else [f"--job={ranks}:{cfg.model_dump_json(by_alias=True)}"]
-    command = [*module_command(_DESCRIBE), places, *job, target, str(source.absolute())]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise DeadlineError(f"`{target}` did not return within {_DEADLINE_SECONDS} s") from None
-    if done.stderr:
-        _console.current().detail(done.stderr.rstrip())
-    if done.returncode == 0:
-        return ModelFacts.from_json(done.stdout)
-    raise _failure(target, done)
-
-
-def _failure(target: str, done: subprocess.CompletedProcess[str]) -> SmpkitError:
-    from smpkit.config.words import printable
-
-    try:
-        said = json.loads(done.stdout)
-        return UsageError(printable(said["error"]), hint=said["hint"])
-    except (ValueError, KeyError, TypeError):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        what = f"`{target}` could not be described (exit code {done.returncode}): {printable(last)}"
-        return SmpkitError(what, hint="`-v` shows all it said; planning a model needs `pip install smpkit[torch]`")
+    arguments = [places, *job, target, str(source.absolute())]
+    what = f"`{target}` could not be described"
+    return ModelFacts.from_json(ask(_DESCRIBE, arguments, what, "planning a model", _DEADLINE_SECONDS))

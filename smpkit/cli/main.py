@@ -72,6 +72,9 @@ COMMANDS: dict[str, Entry] = {
         "Estimate what a job costs, before or after it.",
         "After",
     ),
+    "export": Entry(
+        "smpkit.cli.export:export", "Write a checkpoint in the sharded layout of another library.", "After"
+    ),
     "timeline": Entry(
         "smpkit.cli.timeline:timeline", "Show a step as it was executed, beside the planned one.", "After"
     ),

@@ -53,6 +53,7 @@ from smpkit.torch.api import (
     tp_size,
 )
 from smpkit.torch.checkpoints.save_load import load, save
+from smpkit.torch.data_parallel.registered import register_parameter
 from smpkit.torch.distributed.init import init, shutdown
 from smpkit.torch.distributed.objects import (
     CommGroup,
@@ -158,6 +159,7 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "register_parameter",
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",

@@ -388,6 +388,9 @@ class DistributedModel(nn.Module):
             )
         self.data_parallel.set_comm_hook(state, callable)
 
+    _register_comm_hook = register_comm_hook
+    """Its name in SMP v1.2."""
+
     def join(self) -> contextlib.AbstractContextManager[object]:
         """Let ranks run out of inputs at different steps: those that are done take part with zeros.
 
@@ -697,11 +700,17 @@ def _prepare_checkpointing(root: nn.Module, placement: Mapping[str, int]) -> Non
 
 
 def _alias_module(module: nn.Module) -> None:
-    """Let `model.module.module.module` reach the user's model.
+    """Let `model.module.module.module` reach the user's model, also under a wrapper of the user's own.
 
-    SMP v1 had a wrapper more or less from version to version, and public scripts count the hops of theirs. A plain
-    attribute, past nn.Module's registration, keeps the extra hops out of the module tree and of `state_dict()`.
+    SMP v1 had a wrapper more or less from version to version, with `ddp` and with `fp16`, and public scripts count the
+    hops of theirs. Wrappers keep their place in the chain, and its end goes on to itself::
+
+        model ─► FP16Module ─► GPT2 ─► GPT2 ─► ...        `.module` at each arrow
+
+    A plain attribute, past nn.Module's registration, keeps the extra hops out of the module tree and `state_dict()`.
     """
+    while isinstance(inner := module._modules.get("module"), nn.Module):
+        module = inner
     if not hasattr(module, "module"):
         object.__setattr__(module, "module", module)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from smpkit.cli import _planned
+from smpkit.cli import _with_torch
 from smpkit.cli.main import cli
 from tests.forked import run_module
 
@@ -54,9 +54,9 @@ Smpkit = Callable[..., Result]
 
 @pytest.fixture
 def smpkit(monkeypatch: pytest.MonkeyPatch) -> Smpkit:
-    """Run the command line in this process, and the one that describes a model in a fork that has torch already."""
+    """Run the command line in this process, and what needs torch in a fork that has it already."""
     forked = SimpleNamespace(run=run_module, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(_planned, "subprocess", forked)
+    monkeypatch.setattr(_with_torch, "subprocess", forked)
 
     def run(*arguments: str, **extra: Any) -> Result:
         return CliRunner().invoke(cli, list(arguments), **extra)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from torch import nn
 import smpkit.torch as smp
 from smpkit.drop_in import DROP_IN_PATH
 from smpkit.errors import UsageError
+from tests.compat.signatures import SIGNATURES
 from tests.ranks import run_ranks
 
 PACKAGE = """
@@ -24,7 +29,7 @@ PACKAGE = """
     DistributedOptimizer partition set_partition tensor_parallelism set_tensor_parallelism delay_param_initialization
     model_creation save load save_checkpoint resume_from_checkpoint checkpoint checkpoint_sequential
     set_activation_checkpointing tp_register tp_register_with_module is_initialized is_tracing shutdown state amp nn
-    optimizers patches exceptions utils state_mod model sharded_data_parallel_checkpoint
+    optimizers patches exceptions utils state_mod model sharded_data_parallel_checkpoint register_parameter
 """.split()  # noqa: SIM905
 MODEL = """
     forward backward train eval partitioned module get_module cpu join register_comm_hook register_post_partition_hook
@@ -59,6 +64,65 @@ def missing() -> list[str]:
 
 def test_every_name_of_the_specification_is_there() -> None:
     assert run_ranks(missing, 1) == [[]]
+
+
+def documented() -> Iterator[tuple[str, inspect.Signature]]:
+    """Yield the names of SIGNATURES, and what is documented of each."""
+    for call in re.findall(r"^([\w.]+)(\(.*?\))$", SIGNATURES, re.M | re.S):
+        scope: dict[str, Any] = {}
+        exec(f"def documented{call[1]}: ...", scope)
+        yield call[0], inspect.signature(scope["documented"])
+
+
+def contradictions(name: str, wanted: inspect.Signature, found: inspect.Signature) -> Iterator[str]:
+    """Yield in what the documented call is not taken as it is meant."""
+    ours = found.parameters
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in ours.values())
+    in_order = [each for each in ours.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    in_order_wanted = [each for each in wanted.parameters.values() if each.kind == each.POSITIONAL_OR_KEYWORD]
+    if not any(each.kind == each.VAR_POSITIONAL and each.name not in wanted.parameters for each in ours.values()):
+        for place, each in enumerate(in_order_wanted):
+            # What is always needed is given by its place. What has a default is given by its name, too.
+            by_place = each.default is each.empty
+            if place >= len(in_order) or not (by_place or in_order[place].name == each.name):
+                yield f"{name}: `{each.name}` is not at place {place}"
+    for each in wanted.parameters.values():
+        if each.default is each.empty:
+            continue
+        if each.name not in ours and not takes_any:
+            yield f"{name}: there is no `{each.name}`"
+        elif each.default is not ... and each.name in ours and ours[each.name].default != each.default:
+            yield f"{name}: the default of `{each.name}` is {ours[each.name].default!r}, not {each.default!r}"
+    for each in ours.values():
+        needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if needed and (each not in in_order or in_order.index(each) >= len(in_order_wanted)):
+            yield f"{name}: needs `{each.name}`"
+
+
+def refused_calls() -> list[str]:
+    sys.path.append(str(DROP_IN_PATH))
+    import smdistributed.modelparallel.torch as v1
+
+    v1.init({"fp16": True})
+    model = v1.DistributedModel(nn.Linear(2, 2))
+    optimizer = v1.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    made = {"DistributedModel": model, "DistributedOptimizer": optimizer, "StepOutput": v1.StepOutput([torch.ones(1)])}
+    found: list[str] = []
+    for name, wanted in documented():
+        first, _, rest = name.partition(".")
+        owner = made[first] if rest and first in made else getattr(v1, first)
+        try:
+            called = functools.reduce(getattr, rest.split(".") if rest else [], owner)
+        except AttributeError as error:
+            found.append(f"{name}: {error}")
+        else:
+            found += contradictions(name, wanted, inspect.signature(called))
+    return found
+
+
+def test_every_call_of_the_specification_is_taken() -> None:
+    assert len(list(documented())) > 120
+    assert run_ranks(refused_calls, 1) == [[]]
 
 
 class Model(nn.Module):

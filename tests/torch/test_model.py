@@ -60,7 +60,11 @@ def test_trap_15_a_module_with_a_module_of_its_own_keeps_it() -> None:
             return self.module(x)
 
     inner = Wrapper()
-    assert wrap(inner).module.module is inner.module
+    model: Any = wrap(inner)
+    assert model.get_module() is model.module is inner
+    # Scripts before 1.10 with a wrapper for half precision: SMP's own for `ddp` came between the two.
+    assert model.module.module is model.module.module.module is inner.module
+    assert list(model.state_dict()) == list(Wrapper().state_dict())
 
 
 def test_trap_15_train_and_eval_return_the_model() -> None:

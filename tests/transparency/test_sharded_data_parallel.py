@@ -523,3 +523,55 @@ def test_scripts_can_read_their_shards() -> None:
     assert first[1] == second[1] == pytest.approx(norm.item())
     whole = torch.cat([each.detach().flatten() for each in model.parameters()]).float().sort().values
     torch.testing.assert_close(torch.cat([first[2], second[2]]).sort().values, whole)
+
+
+class UsesOutside(Model):
+    """The model itself uses a parameter of a block, after the blocks."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.blocks(self.scale * self.embedding(tokens)) * self.bias
+        return functional.linear(hidden, self.embedding.weight)
+
+    @property
+    def bias(self) -> nn.Parameter:
+        return self.blocks.get_parameter("1.shrink.bias")
+
+
+def build_that_uses_outside() -> UsesOutside:
+    torch.manual_seed(7)
+    return UsesOutside().double()
+
+
+def train_registered() -> tuple[dict[str, Tensor], str]:
+    start(2, microbatches=2, sdp_param_persistence_threshold=0)
+    module = build_that_uses_outside()
+    smp.register_parameter(module, module.bias)
+    model = smp.DistributedModel(module)
+    run_steps(model, smp.DistributedOptimizer(optimizer_of("AdamW", model.parameters())), range(STEPS))
+    with pytest.raises(UsageError, match="is divided already") as error:
+        smp.register_parameter(module, module.bias)
+    return {name: value.clone() for name, value in model.state_dict().items()}, str(error.value)
+
+
+def test_a_registered_parameter_may_be_used_outside_of_its_module() -> None:
+    plain = train_plainly(1, 1.0, build_that_uses_outside())
+    for weights, _ in run_ranks(train_registered, 2):
+        assert_close(weights, plain)
+
+
+def train_unregistered() -> str:
+    start(2, sdp_param_persistence_threshold=0)
+    model = smp.DistributedModel(build_that_uses_outside())
+    with pytest.raises(RuntimeError, match="DTensor") as error:
+        model(batch(0)[0])
+    return str(error.value)
+
+
+def test_without_that_its_users_find_a_part() -> None:
+    run_ranks(train_unregistered, 2)
+
+
+def test_what_is_no_module_or_parameter_cannot_be_registered() -> None:
+    wrong: Any = torch.zeros(1)
+    with pytest.raises(UsageError, match="register_parameter got `Linear` and `Tensor`"):
+        smp.register_parameter(nn.Linear(1, 1), wrong)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from smpkit.errors import CheckpointError
 from smpkit.plan.mesh import Coordinates
@@ -47,7 +48,16 @@ from smpkit.torch.tensor_parallel.module import global_shape
 from smpkit.torch.tensor_parallel.registry import TensorOrFactory, Translation
 from smpkit.torch.tensor_parallel.state_dict import join_state, replaced_modules
 
-__all__ = ["FileSlot", "FullState", "TranslatedModule", "full_state_of", "write_slots", "write_whole_file"]
+__all__ = [
+    "FileSlot",
+    "FullState",
+    "SlotWriter",
+    "TranslatedModule",
+    "full_state_of",
+    "reserve_file",
+    "write_slots",
+    "write_whole_file",
+]
 
 
 @dataclass(frozen=True)
@@ -261,22 +271,27 @@ def _add_checksums(path: Path) -> None:
 
 def _make_file(path: Path, model: Model, full_state: FullState, others: Mapping[str, Any]) -> dict[str, FileSlot]:
     """Make the file with room for all tensors; return the slot of each."""
-    # `torch.save` writes all of the file's structure, and skips the data: no rank has memory for it.
     with FakeTensorMode():
         content = {**_fake_tensors(model, full_state), **others}
+    return {name: slot for name, slot in reserve_file(path, content).items() if isinstance(slot, FileSlot)}
+
+
+def reserve_file(path: Path, content: Any) -> Any:
+    """Write a file with room for fake tensors, as `torch.save` would; return its content with slots in their place."""
+    # `torch.save` writes all of the file's structure, and skips the data: no rank has memory for it.
     reserve = torch.serialization.skip_data(materialize_fake_tensors=True)
     with as_checkpoint_error(f"{path.name} cannot be written"), reserve:
         torch.save(content, path)
     # Reading on fake tensors tells where in the file torch has left room for each.
     with FakeTensorMode():
         found = read_file(path)
-    slots = {}
-    for name, value in found.items():
-        if isinstance(value, torch.Tensor):
-            offset = value.untyped_storage()._checkpoint_offset  # private in torch, seen in 2.13
-            assert offset is not None
-            slots[name] = FileSlot(path, offset, tuple(value.shape), value.dtype)
-    return slots
+
+    def slot(value: torch.Tensor) -> FileSlot:
+        offset = value.untyped_storage()._checkpoint_offset  # private in torch, seen in 2.13
+        assert offset is not None
+        return FileSlot(path, offset, tuple(value.shape), value.dtype)
+
+    return tree_map_only(torch.Tensor, slot, found)
 
 
 def _fake_tensors(model: Model, full_state: FullState) -> dict[str, torch.Tensor]:
@@ -310,7 +325,7 @@ def write_slots(
     """
     named = {entry.name.removeprefix(MODEL): entry for entry in entries if entry.shape is not None}
     wanted = {name: entry for name, entry in named.items() if name in slots and name not in full_state.translated}
-    with contextlib.closing(_Writer()) as writer:
+    with contextlib.closing(SlotWriter()) as writer:
         all_or_raise(failure, lambda: _write_own(slots, wanted, file_systems, writer))
         if len(set(file_systems.leaders)) > 1:
             own: list[tuple[str, tuple[Chunk, ...], frozenset[int]]] = []
@@ -324,7 +339,7 @@ def write_slots(
         all_or_raise(failure, writer.finish)
 
 
-class _Writer:
+class SlotWriter:
     """Writes chunks into slots."""
 
     def __init__(self) -> None:
@@ -350,7 +365,7 @@ class _Writer:
 
 
 def _write_own(
-    slots: Mapping[str, FileSlot], wanted: Mapping[str, StateEntry], file_systems: FileSystems, writer: _Writer
+    slots: Mapping[str, FileSlot], wanted: Mapping[str, StateEntry], file_systems: FileSystems, writer: SlotWriter
 ) -> None:
     for name, entry in wanted.items():
         if file_systems.writer(entry.holders) == state.rank:
@@ -383,7 +398,7 @@ def _send_missing(
     wanted: Mapping[str, StateEntry],
     held: Iterable[_HeldTensor],
     file_systems: FileSystems,
-    writer: _Writer,
+    writer: SlotWriter,
 ) -> None:
     """Send to each file system's leader what none of its ranks holds, from the lowest rank that does."""
     leaders = sorted(set(file_systems.leaders))
@@ -406,7 +421,7 @@ def _send_missing(
 
 
 def _write_translated(
-    slots: Mapping[str, FileSlot], translated: TranslatedModule, file_systems: FileSystems, writer: _Writer
+    slots: Mapping[str, FileSlot], translated: TranslatedModule, file_systems: FileSystems, writer: SlotWriter
 ) -> None:
     """Write the translated tensors of a module, one at a time, on every file system.
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from smpkit.torch.checkpoints.export import contents_of, find_checkpoint, read_whole
+from smpkit.torch.checkpoints.folder import PARTIAL
 from smpkit.torch.core.runtime import WrappedOptimizer
 
-__all__ = ["get_buffer_names", "get_param_shapes"]
+__all__ = ["get_buffer_names", "get_full_state_dict_from_sharded_data_parallel_checkpoint", "get_param_shapes"]
 
 
 def get_buffer_names(model: nn.Module) -> list[str]:
@@ -26,3 +30,31 @@ def get_param_shapes(model: nn.Module, optimizer: WrappedOptimizer) -> list[Orde
         of_model = [optimizer.model_parameter(parameter) for parameter in group["params"]]
         groups.append(OrderedDict((names[id(each)], each.shape) for each in of_model if id(each) in names))
     return groups
+
+
+def get_full_state_dict_from_sharded_data_parallel_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    dtype: torch.dtype = torch.float32,
+    tag: str | None = None,
+    remove_smp_prefix: bool = True,
+) -> OrderedDict[str, torch.Tensor]:
+    """Return the whole state dict of a partial checkpoint of `smp.save_checkpoint`, of master weights if it has some.
+
+    Args:
+        checkpoint_dir: the folder that checkpoints are saved in.
+        dtype: of what is returned.
+        tag: of the checkpoint; None: the newest.
+        remove_smp_prefix: False puts `module.` before each name, as SMP v1 had it.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    folder = Path(checkpoint_dir)
+    if tag is not None:
+        folder /= tag if tag.endswith(PARTIAL) else f"{tag}{PARTIAL}"
+    contents = contents_of(find_checkpoint(folder))
+    entries = {**contents.whole, **contents.divided}
+    found = {name: read_whole(contents, entry, dtype) for name, entry in entries.items()}
+    found |= {name: found[first] for name, first in contents.tied.items()}
+    prefix = "" if remove_smp_prefix else "module."
+    return OrderedDict((prefix + name, value) for name, value in found.items())

@@ -27,6 +27,7 @@ from smpkit.plan.mesh import CommGroup
 from smpkit.torch.core.runtime import state
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.data_parallel.data_parallel import DataParallel, ReductionOptions, broadcast_parameters
+from smpkit.torch.data_parallel.registered import is_registered
 from smpkit.torch.data_parallel.replicas import check_same_model
 from smpkit.torch.data_parallel.shard_attributes import set_shard_attributes
 from smpkit.torch.distributed.deadline import waiting
@@ -231,7 +232,8 @@ def _precision() -> MixedPrecisionPolicy:
 def _reshards_after_forward(block: nn.Module, root: nn.Module, parts: Sequence[ParameterPlacement]) -> bool:
     """Tell whether a block is resharded between its forward and its backward; the rest of the model never is."""
     size = sum(each.parameter.numel() for each in parts)
-    return block is not root and size >= state.cfg.sdp_param_persistence_threshold
+    large = size >= state.cfg.sdp_param_persistence_threshold
+    return block is not root and large and not any(is_registered(each.parameter) for each in parts)
 
 
 def _warn_of_large_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
