@@ -306,6 +306,95 @@ def test_half_precision_computes_with_copies_of_weights_in_float32(tmp_path: Pat
                 assert after == {"overflow": True, "scale": SCALE / 2, "kept": True}
 
 
+class PartlyFloat32(nn.Module):
+    """Blocks with parts that half precision leaves in float32: batch normalisation, and what the model names."""
+
+    _keep_in_fp32_modules_strict = ("gate",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict(self.block()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    @staticmethod
+    def block() -> dict[str, nn.Module]:
+        return {"grow": nn.Linear(WIDTH, WIDTH), "norm": nn.BatchNorm1d(WIDTH), "gate": nn.Linear(WIDTH, WIDTH)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            grown = block["norm"](block["grow"](x))
+            x = x + grown * block["gate"](x.float()).sigmoid().to(x.dtype)
+        return self.norm(x)
+
+
+def partly_float32() -> PartlyFloat32:
+    torch.manual_seed(7)
+    return PartlyFloat32()
+
+
+def vectors(step: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+@smp.step
+def square_step(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = (model(x) - x).pow(2).mean()
+    model.backward(loss)
+    return loss
+
+
+def train_partly_in_float32(precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    start(2, **{precision: True}, sdp_gradient_clipping=0.0, sdp_param_persistence_threshold=0)
+    model = smp.DistributedModel(partly_float32())
+    smp.set_activation_checkpointing(model.get_module().get_submodule("blocks.0.grow"))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), static_loss_scale=SCALE)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        losses.append(square_step(model, vectors(step)).reduce_mean().item())
+        optimizer.step()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    smp.shutdown()
+    return losses, weights
+
+
+def train_all_partly_in_float32() -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [train_partly_in_float32(precision) for precision in ("bf16", "fp16")]
+
+
+def half_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    half = copy.deepcopy(model)
+    for name, module in half.named_modules():
+        if name.endswith("grow"):
+            module.to(dtype)
+    return half
+
+
+def test_what_stays_in_float32_is_gathered_by_itself() -> None:
+    ranks = run_ranks(train_all_partly_in_float32, 2)
+    for index, dtype in enumerate([torch.bfloat16, torch.float16]):
+        model: nn.Module = partly_float32()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        losses = []
+        scale = SCALE if dtype is torch.float16 else 1.0
+        for step in range(3):
+            half = half_copy(model, dtype)
+            loss = (half(vectors(step).to(dtype)).float() - vectors(step)).pow(2).mean()
+            (loss * scale).backward()
+            for weight, copied in zip(model.parameters(), half.parameters(), strict=True):
+                assert copied.grad is not None
+                weight.grad = copied.grad.float() / scale
+            for buffer, counted in zip(model.buffers(), half.buffers(), strict=True):
+                buffer.copy_(counted)
+            optimizer.step()
+            losses.append(loss.item())
+        for result in ranks:  # both replicas have the same batch, so that their mean is exact
+            assert result[index][0] == losses
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(result[index][1][name], value, rtol=0, atol=0, msg=name)
+
+
 def save_and_load() -> list[dict[str, Tensor]]:
     start(2)
     model = smp.DistributedModel(build())

@@ -14,7 +14,7 @@ averaged over the columns once, in the last microbatch of the last pass of an ac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from smpkit.torch.placement.delayed import initialize
 from smpkit.torch.placement.dtensor import is_dtensor
 from smpkit.torch.placement.placement import ParameterPlacement, place_parameters
 from smpkit.torch.placement.shards import mark, shard_of
+from smpkit.torch.precision.cast import half_dtype, kept_in_float32
 
 if TYPE_CHECKING:
     from smpkit.torch.core.microbatches import StepProgress
@@ -71,15 +72,17 @@ def shard_model(module: nn.Module, reduction: ReductionOptions) -> ShardedDataPa
     }
     by_id = {id(each.parameter): each for each in placements}
     mesh = _mesh()
-    # The model itself last: `fully_shard` gives it what no block has taken.
-    for block in [*blocks, module]:
+    kept = _kept_in_float32(module)
+    # What lies inside first: `fully_shard` gives a module what none inside it has taken.
+    inner = dict.fromkeys(each for each in (*kept, *blocks) if each is not module)
+    for block in [*inner, module]:
         parts = [by_id.pop(id(each)) for each in block.parameters() if id(each) in by_id]
         _materialize(module, parts)
         fully_shard(
             block,
             mesh=mesh,
             reshard_after_forward=_reshards_after_forward(block, module, parts),
-            mp_policy=_precision(),
+            mp_policy=_FLOAT32 if block in kept else _precision(),
         )
         for part in parts:
             # `fully_shard` made new parameters; an optimizer made earlier still refers to the old ones.
@@ -222,11 +225,22 @@ def _materialize(root: nn.Module, parts: Sequence[ParameterPlacement]) -> None:
     broadcast_parameters(parts, dist.get_global_rank(state.process_group(CommGroup.DP_GROUP), 0))
 
 
+_FLOAT32: Final = MixedPrecisionPolicy(cast_forward_inputs=False)
+
+
 def _precision() -> MixedPrecisionPolicy:
-    if not (state.cfg.bf16 or state.cfg.fp16):
-        return MixedPrecisionPolicy()
-    half = torch.bfloat16 if state.cfg.bf16 else torch.float16
-    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    half = half_dtype(state.cfg)
+    return _FLOAT32 if half is None else MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
+def _kept_in_float32(root: nn.Module) -> list[nn.Module]:
+    """Return the modules that half precision leaves in float32, the innermost first.
+
+    `fully_shard` casts all that it gathers at once, so each of them is gathered by itself.
+    """
+    half = half_dtype(state.cfg)
+    kept = frozenset(kept_in_float32(root, half)) if half is not None else frozenset()
+    return [each for each in reversed([*root.modules()]) if each in kept and any(True for _ in each.parameters(False))]
 
 
 def _reshards_after_forward(block: nn.Module, root: nn.Module, parts: Sequence[ParameterPlacement]) -> bool:

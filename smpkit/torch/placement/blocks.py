@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -20,7 +21,7 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
         most = max(Counter(type(child) for child in children).values(), default=0)
         if isinstance(module, nn.ModuleList | nn.Sequential) and most > 1:
-            found.extend(children)
+            found.extend(called for child in children for called in _called(child))
             return
         for child in children:
             visit(child)
@@ -34,6 +35,15 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
         for block in found
         if all(num_blocks[key] == 1 and num_uses[key] == count for key, count in _uses_of_parameters(block).items())
     ]
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module, or what lies in it if it is a list or dict of modules: those are never called themselves."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+        return
+    for child in module.children():
+        yield from _called(child)
 
 
 def _uses_of_parameters(root: nn.Module) -> Counter[int]:

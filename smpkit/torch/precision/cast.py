@@ -27,6 +27,7 @@ __all__ = [
     "cast_outputs",
     "half_dtype",
     "join_fp16_states",
+    "kept_in_float32",
     "split_fp16_states",
 ]
 
@@ -55,9 +56,9 @@ def cast_model(root: nn.Module, dtype: torch.dtype, *, weights: bool = True) -> 
     Args:
         weights: cast them too; else buffers only.
     """
-    kept = frozenset(_kept_in_float32(root, dtype))
-    for name, module in root.named_modules():
-        own = torch.float32 if name in kept else dtype
+    kept = frozenset(kept_in_float32(root, dtype))
+    for module in root.modules():
+        own = torch.float32 if module in kept else dtype
         for parameter in module.parameters(recurse=False) if weights else ():
             if parameter.is_floating_point() and parameter.dtype != own:
                 parameter.data = _cast(parameter, own)
@@ -74,16 +75,18 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return parameter.data.to(dtype)
 
 
-def _kept_in_float32(root: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+def kept_in_float32(root: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """Yield the modules whose own weights and buffers stay in float32 when the model computes in `dtype`."""
     lists = ["_keep_in_fp32_modules_strict"]
     if dtype is torch.float16:
         lists.append("_keep_in_fp32_modules")
     for name, module in root.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            yield name
+            yield module
         for attribute in lists:
             for wanted in getattr(module, attribute, None) or ():
-                yield from (each for each, _ in module.named_modules(prefix=name) if f".{wanted}." in f".{each}.")
+                inside = module.named_modules(prefix=name)
+                yield from (each for path, each in inside if f".{wanted}." in f".{path}.")
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

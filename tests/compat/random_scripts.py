@@ -1,0 +1,584 @@
+"""Scripts in SMP v1's API, composed by seed from what public scripts do, each with its plain PyTorch reference.
+
+`draw(seed)` decides, asking smpkit's own schema which parameters may stand together. `Drawn.script()` is the script and
+`Drawn.reference()` the same training in one process without SMP. Both are texts that run by themselves and share the
+model and the data::
+
+    python -m tests.compat.random_scripts 7 > train.py
+
+prints a script, after comments that say how to run it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+from smpkit.config.modelparallel import ModelParallelConfig
+from smpkit.errors import ConfigError
+
+__all__ = ["SAVED", "STEPS", "Drawn", "Job", "draw"]
+
+STEPS: Final = 4
+SAVED: Final = 2
+"""After how many steps a job saves."""
+ROWS: Final = 16
+"""Rows of a batch of the whole job."""
+
+PRECISIONS: Final = {
+    "fp64": "torch.float64",
+    "fp32": "torch.float32",
+    "fp16": "torch.float16",
+    "bf16": "torch.bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """On how many ranks, with which parameters of the job."""
+
+    ranks: int
+    parameters: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.parameters.get(key, 1)
+
+    @property
+    def replicas(self) -> int:
+        """How many parts a batch is cut into, each for a replica; tensor ranks have own ones if not prescaled."""
+        tensor = self["tensor_parallel_degree"] if self.parameters.get("prescaled_batch") else 1
+        return self.ranks // self["pipeline_parallel_degree"] // tensor
+
+    @property
+    def parts(self) -> int:
+        """How many parts a batch is cut into, over replicas and microbatches."""
+        return self.replicas * int(self["microbatches"])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a seed has decided."""
+
+    seed: int
+    first: Job
+    second: Job
+    """The job that goes on from the checkpoint."""
+    precision: str
+    model: str
+    """`blocks`, or `gpt2` of Hugging Face, which tensor parallelism replaces by a DistributedTransformer."""
+    norm: str
+    tied: bool
+    repeated: bool
+    """Whether a block is called twice."""
+    optimizer: str
+    schedule: bool
+    clip: bool
+    accumulation: int
+    checkpoint: str
+    """`local`: smp.save of local state dicts; `whole`: of whole ones; `partial`, `full`: smp.save_checkpoint."""
+    dummies: str
+    recompute: str
+    manual: bool
+    optimizer_first: bool
+    inputs: str
+
+    @property
+    def marked(self) -> bool:
+        """Whether modules are created to be distributed."""
+        return self.first["tensor_parallel_degree"] * self.second["tensor_parallel_degree"] > 1
+
+    def same_arithmetic(self, job: Job) -> bool:
+        """Tell whether the job adds the same numbers in the same order as the reference, which has the first's parts.
+
+        Hugging Face's loss, weights that two ranks share, divided layers and norms are rounded elsewhere.
+        """
+        sharded = job["sharded_data_parallel_degree"] > 1
+        same_parts = (job.replicas, job["microbatches"]) == (self.first.replicas, self.first["microbatches"])
+        in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or self._one_backward(job)))
+        whole = self.model == "blocks" and not (self.tied or self.marked or self.clip)
+        return same_parts and in_order and whole and not (sharded and self.half)
+
+    def _one_backward(self, job: Job) -> bool:
+        return bool(job["microbatches"] == self.accumulation == 1)
+
+    def tolerance(self, job: Job) -> float:
+        """By how much a loss of the job may differ, relative to the reference."""
+        if self.same_arithmetic(job):
+            return 0.0
+        if self.model == "gpt2":  # Hugging Face computes the loss in float32
+            return 0.05 if self.half else 1e-4
+        return {"fp64": 1e-8, "fp32": 1e-3}.get(self.precision, 0.05)
+
+    def same_validation(self, job: Job) -> bool:
+        """Tell whether a job's evaluation is that of the reference: running statistics are of a replica's own part."""
+        return self.model == "gpt2" or self.norm != "batch" or job.replicas == 1
+
+    @property
+    def half(self) -> bool:
+        """Whether the job computes in half precision."""
+        return self.precision in ("fp16", "bf16")
+
+    def script(self) -> str:
+        """Return the script, for both jobs."""
+        pieces = [_IMPORTS, "import smdistributed.modelparallel.torch as smp\n", "place = smp.partition\n"]
+        return "\n".join([*pieces, self._constants(), self._model(), self._steps(), self._main()])
+
+    def reference(self) -> str:
+        """Return the same training in plain PyTorch; it leaves `losses`, `validation` and the first weights."""
+        pieces = [_IMPORTS, "place = contextlib.nullcontext\n", self._constants(), self._model()]
+        return "\n".join([*pieces, self._optimizer(), _REFERENCE])
+
+    def alone(self, script: str = "train.py") -> str:
+        """Say how to run the script without the test."""
+        lines = [f"seed {self.seed}: {self}", "in a folder with start.pt, which the reference leaves there:"]
+        for job, resume in [(self.first, 0), (self.second, 1)]:
+            given = shlex.quote(json.dumps(job.parameters))
+            run = f"torchrun --nproc-per-node {job.ranks} {script} --resume {resume} --report report{resume}.json"
+            lines.append(f"smpkit compat --parameters {given} -- {run}")
+        return "".join(f"# {line}\n" for line in lines)
+
+    # --- pieces of the texts ------------------------------------------------------------------------------------------
+
+    def _constants(self) -> str:
+        scale = 2.0**8 if self.precision == "fp16" else 1.0
+        return (
+            f"SEED, STEPS, SAVED, ROWS, ACCUMULATION = {self.seed}, {STEPS}, {SAVED}, {ROWS}, {self.accumulation}\n"
+            f"DTYPE, HALF, SCALE = {PRECISIONS[self.precision]}, {self.half}, {scale}\n"
+            f"REPLICAS, MICROBATCHES = {self.first.replicas}, {self.first['microbatches']}\n"
+            f"CLIP, SCHEDULE = {0.5 if self.clip else None}, {self.schedule}\n"
+        )
+
+    def _model(self) -> str:
+        if self.model == "gpt2":
+            return _GPT2 + _DATA
+        norm = {"layer": "nn.LayerNorm(WIDTH)", "batch": "nn.BatchNorm1d(WIDTH)", "none": "nn.Identity()"}[self.norm]
+        tie = "self.head.weight = self.embedding.weight" if self.tied else "pass"
+        again = "x = self.blocks[0](x)" if self.repeated else "pass"
+        inside = {
+            "torch": "torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)",
+        }.get(self.recompute, "self.inside(x)")
+        text = _BLOCKS.replace("NORM", norm).replace("TIE", tie).replace("AGAIN", again).replace("INSIDE", inside)
+        return text + _DATA
+
+    def _optimizer(self) -> str:
+        made = {
+            "adamw": "torch.optim.AdamW(parameters, lr=2e-2, weight_decay=0.1)",
+            "sgd": "torch.optim.SGD(parameters, lr=0.1)",
+            "momentum": "torch.optim.SGD(parameters, lr=0.05, momentum=0.9)",
+            "adagrad": "torch.optim.Adagrad(parameters, lr=0.05)",
+        }[self.optimizer]
+        return (
+            f"def make_optimizer(parameters):\n    return {made}\n\n\n"
+            "def make_schedule(optimizer):\n"
+            "    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.8 if SCHEDULE else 1.0)\n"
+        )
+
+    def _steps(self) -> str:
+        if self.inputs == "dict":
+            return self._optimizer() + _STEPS.replace("TAKEN", "batch").replace("BATCH", "batch")
+        batch = '{"tokens": tokens, "target": target}'
+        return self._optimizer() + _STEPS.replace("TAKEN", "tokens, target").replace("BATCH", batch)
+
+    def _main(self) -> str:
+        passed = "share" if self.inputs == "dict" else 'share["tokens"], share["target"]'
+        dummy = {
+            "same": "return share",
+            "none": 'return {"tokens": None, "target": None}',
+            "empty": 'return {"tokens": torch.empty(0), "target": torch.empty(0, dtype=torch.bool)}',
+            "other": 'return {"tokens": torch.zeros(3, 1), "target": None}',
+        }[self.dummies]
+        build = "build()"
+        created = f"module = {build}"
+        if self.marked:
+            created = f"with smp.tensor_parallelism():\n        module = {build}"
+            if self.checkpoint in ("partial", "full"):
+                created = (
+                    f"with smp.model_creation(tensor_parallelism=True, dtype=torch.float32):\n        module = {build}"
+                )
+        recompute = {
+            "smp": "for layer in layers_of(model.get_module()):\n        smp.set_activation_checkpointing(layer)",
+        }.get(self.recompute, "pass")
+        text = _MAIN.replace("PASSED", passed).replace("DUMMY", dummy).replace("CREATED", created)
+        text = text.replace("RECOMPUTE", recompute).replace("FIRST", "True" if self.optimizer_first else "False")
+        return text.replace("SAVE_IT", _SAVES[self.checkpoint]).replace("LOAD_IT", _LOADS[self.checkpoint])
+
+
+_IMPORTS: Final = """\
+import argparse
+import contextlib
+import json
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional
+"""
+
+_BLOCKS: Final = """\
+TOKENS, WIDTH = 24, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = NORM
+        self.grow = nn.Linear(WIDTH, 2 * WIDTH)
+        self.shrink = nn.Linear(2 * WIDTH, WIDTH)
+
+    def inside(self, x):
+        return self.shrink(torch.tanh(self.grow(self.norm(x))))
+
+    def forward(self, x):
+        return x + INSIDE
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        with place(0):
+            self.embedding = nn.Embedding(TOKENS, WIDTH)
+            self.blocks = nn.Sequential(*[Block() for _ in range(3)])
+        with place(smp.pp_size() - 1 if "smp" in globals() else 0):
+            self.last = Block()
+            self.head = nn.Linear(WIDTH, TOKENS)
+        TIE
+
+    def forward(self, tokens, mask=None):
+        x = self.blocks(self.embedding(tokens).sum(1))
+        AGAIN
+        return {"logits": self.head(self.last(x)), "mask": mask}
+
+
+def build():
+    torch.manual_seed(SEED)
+    return Model()
+
+
+def layers_of(model):
+    return model.blocks
+
+
+def loss_of(model, batch):
+    logits = model(batch["tokens"])["logits"]
+    return functional.cross_entropy(logits.float() if HALF else logits, batch["target"])
+
+
+"""
+
+_GPT2: Final = """\
+from transformers import GPT2Config, GPT2LMHeadModel
+
+TOKENS = 24
+
+
+def build():
+    torch.manual_seed(SEED)
+    sizes = {"vocab_size": TOKENS, "n_positions": 6, "n_embd": 16, "n_layer": 4, "n_head": 4, "use_cache": False}
+    without = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **without))
+
+
+def layers_of(model):
+    return getattr(model.transformer, "seq_layers", None) or model.transformer.h
+
+
+def loss_of(model, batch):
+    tokens = batch["tokens"]
+    return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)["loss"]
+
+
+"""
+
+_DATA: Final = """\
+def batch_of(number):
+    generator = torch.Generator().manual_seed(1000 * SEED + number)
+    begin = torch.randint(TOKENS, (ROWS, 1), generator=generator)
+    tokens = (begin + torch.arange(6)) % TOKENS
+    return {"tokens": tokens, "target": (begin[:, 0] * 5 + 1) % TOKENS}
+
+
+"""
+
+_STEPS: Final = """
+
+@smp.step
+def train_step(model, TAKEN):
+    loss = loss_of(model, BATCH)
+    model.backward(loss / ACCUMULATION)
+    return loss
+
+
+@smp.step
+def test_step(model, TAKEN):
+    return loss_of(model, BATCH)
+
+
+"""
+
+_MAIN: Final = """\
+def share_of(number):
+    prescaled = smp.state.cfg.prescaled_batch
+    rank, size = (smp.rdp_rank(), smp.rdp_size()) if prescaled else (smp.dp_rank(), smp.dp_size())
+    share = {name: part.chunk(size)[rank] for name, part in batch_of(number).items()}
+    if smp.pp_rank() > 0:
+        DUMMY
+    return share
+
+
+def mean(output):
+    return torch.stack(smp.allgather(output.reduce_mean().detach(), smp.DP_GROUP)).mean().item()
+
+
+def clip(model, optimizer):
+    if CLIP is None or smp.state.cfg.sharded_data_parallel_degree > 1:
+        return
+    if HALF:
+        optimizer.clip_master_grads(CLIP)
+    else:
+        smp.clip_grad_norm_(model.parameters(), CLIP)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--resume", type=int, default=0)
+    parser.add_argument("--start", default="start.pt")
+    parser.add_argument("--folder", default="checkpoints")
+    parser.add_argument("--report", default="report.json")
+    args, _ = parser.parse_known_args()
+    smp.init()
+    torch.cuda.set_device(smp.local_rank())
+    CREATED
+    if not HALF:
+        module = module.to(DTYPE)
+    inner = make_optimizer(module.parameters()) if FIRST else None
+    model = smp.DistributedModel(module, backward_passes_per_step=ACCUMULATION)
+    optimizer = smp.DistributedOptimizer(inner or make_optimizer(model.parameters()), static_loss_scale=SCALE)
+    schedule = make_schedule(optimizer.optimizer if smp.state.cfg.fp16 else optimizer)
+    RECOMPUTE
+    step = 0
+    if args.resume:
+        LOAD_IT
+        step = content["step"]
+        schedule.load_state_dict(content["schedule"])
+    else:
+        model.load_state_dict(torch.load(args.start))
+    losses = []
+    while step < STEPS:
+        optimizer.zero_grad()
+        outputs = []
+        for turn in range(ACCUMULATION):
+            share = share_of(step * ACCUMULATION + turn)
+            outputs.append(mean(train_step(model, PASSED)))
+        clip(model, optimizer)
+        optimizer.step()
+        schedule.step()
+        losses.append(sum(outputs) / ACCUMULATION)
+        step += 1
+        if step == SAVED and not args.resume:
+            content = {"step": step, "schedule": schedule.state_dict(), "args": args}
+            SAVE_IT
+    model.eval()
+    share = share_of(0)
+    with torch.no_grad():
+        validation = mean(test_step(model, PASSED))
+    if smp.rank() == 0:
+        with open(args.report, "w") as file:
+            json.dump({"losses": losses, "validation": validation}, file)
+    smp.barrier()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+_SAVES: Final = {
+    "local": """\
+sharded = smp.state.cfg.shard_optimizer_state or smp.state.cfg.sharded_data_parallel_degree > 1
+            states = optimizer.local_state_dict(gather_if_shard=False)
+            content |= {"model": model.local_state_dict(), "optimizer": states}
+            if sharded or smp.rdp_rank() == 0:
+                smp.save(content, args.folder + ".pt", partial=True, v3=sharded)
+            smp.barrier()""",
+    "whole": """\
+content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            if smp.rank() == 0:
+                smp.save(content, args.folder + ".pt", partial=False)
+            smp.barrier()""",
+    "partial": 'smp.save_checkpoint(args.folder, "half", partial=True, user_content=content)',
+    "full": 'smp.save_checkpoint(args.folder, "half", partial=False, user_content=content)',
+}
+
+_LOADS: Final = {
+    "local": """\
+content = smp.load(args.folder + ".pt", partial=True)
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])""",
+    "whole": """\
+content = smp.load(args.folder + ".pt", partial=False)
+        model.load_state_dict(content["model"])
+        states = content["optimizer"]
+        model.register_post_step_hook(lambda model, optimizer: optimizer.load_state_dict(states))""",
+    "partial": "content = smp.resume_from_checkpoint(args.folder, partial=True)",
+    "full": """\
+content = smp.resume_from_checkpoint(args.folder, tag="half", partial=False, load_optimizer=False)""",
+}
+
+_REFERENCE: Final = """
+
+def cast(model):
+    if not HALF:
+        return model.to(DTYPE)
+    for module in model.modules():
+        if not isinstance(module, nn.BatchNorm1d):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(DTYPE)
+    return model
+
+
+start = {name: value.clone() for name, value in build().state_dict().items()}
+torch.save(start, "start.pt")
+model = cast(build())
+parameters = list(model.parameters())
+masters = [each.detach().float() if each.dtype == DTYPE and HALF else each for each in parameters]
+optimizer = make_optimizer(masters)
+schedule = make_schedule(optimizer)
+losses = []
+for step in range(STEPS):
+    gradients = [[] for _ in parameters]
+    found = []
+    for replica in range(REPLICAS):
+        model.zero_grad()
+        for turn in range(ACCUMULATION):
+            batch = {n: each.chunk(REPLICAS)[replica] for n, each in batch_of(step * ACCUMULATION + turn).items()}
+            for part in range(MICROBATCHES):
+                loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
+                ((loss / ACCUMULATION) * (SCALE / MICROBATCHES)).backward()
+                found.append(loss.item())
+        for parameter, parts in zip(parameters, gradients):
+            parts.append(parameter.grad / REPLICAS)
+    for master, parts in zip(masters, gradients):
+        total = sum(parts[1:], start=parts[0])
+        master.grad = total.float() / SCALE if HALF else total
+    if CLIP is not None:
+        torch.nn.utils.clip_grad_norm_(masters, CLIP)
+    optimizer.step()
+    schedule.step()
+    with torch.no_grad():
+        for parameter, master in zip(parameters, masters):
+            parameter.copy_(master)
+    losses.append(sum(found) / len(found))
+model.eval()
+with torch.no_grad():
+    validation = loss_of(model, batch_of(0)).item()
+"""
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int, most_ranks: int = 4) -> Drawn:
+    """Draw until the schema accepts the parameters, and the degrees fit the ranks."""
+    chance = random.Random(seed)
+    while True:
+        drawn = _draw(seed, chance, most_ranks)
+        if all(_accepted(job) for job in (drawn.first, drawn.second)):
+            return drawn
+
+
+def _accepted(job: Job) -> bool:
+    try:
+        config, _ = ModelParallelConfig.from_sources(job.parameters, None)
+    except ConfigError:
+        return False
+    return not config.world_problems(job.ranks) and 2 * job.parts <= ROWS
+
+
+def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
+    def some(share: float) -> bool:
+        return chance.random() < share
+
+    precision = chance.choice(list(PRECISIONS))
+    recompute = chance.choice(["none", "smp", "torch"])
+    shared: dict[str, Any] = {"ddp": True}
+    if precision in ("fp16", "bf16"):
+        shared[precision] = True
+    manual = some(0.3)
+    clip = some(0.3)
+    first = _job(chance, most_ranks, shared, manual=manual, clip=clip, recompute=recompute)
+    checkpoint = chance.choice(["local", "whole", "partial", "partial", "full"])
+    if checkpoint == "whole" and (first["tensor_parallel_degree"] > 1 or "shard_optimizer_state" in first.parameters):
+        checkpoint = "partial"  # SMP v1 has no whole optimizer state there
+    elsewhere = checkpoint != "local" and some(0.5)
+    second = first
+    if elsewhere:
+        second = _job(chance, most_ranks, shared, manual=manual, clip=clip, recompute=recompute)
+    model = chance.choice(["blocks", "blocks", "gpt2"])
+    # Batch normalisation sees the rows of a part: as many in both jobs.
+    norm = chance.choice(["layer", "batch" if first.parts == second.parts else "none", "none"])
+    return Drawn(
+        seed=seed,
+        first=first,
+        second=second,
+        precision=precision,
+        model=model,
+        norm=norm,
+        tied=some(0.2),
+        repeated=some(0.2),
+        optimizer="sgd" if checkpoint == "full" else chance.choice(["adamw", "momentum", "adagrad"]),
+        schedule=some(0.6),
+        clip=clip,
+        accumulation=2 if some(0.25) else 1,
+        checkpoint=checkpoint,
+        dummies=chance.choice(["same", "none", "empty", "other"]),
+        recompute=recompute,
+        manual=manual,
+        optimizer_first=some(0.3) and first["tensor_parallel_degree"] * second["tensor_parallel_degree"] == 1,
+        inputs=chance.choice(["dict", "tensors"]),
+    )
+
+
+def _job(
+    chance: random.Random, most_ranks: int, shared: dict[str, Any], *, manual: bool, clip: bool, recompute: str
+) -> Job:
+    ranks = chance.choice([each for each in (1, 2, 4, 8) if each <= most_ranks])
+    drawn: dict[str, Any] = {
+        chance.choice(["partitions", "pipeline_parallel_degree"]): chance.choice([1, 2, 4]),
+        "tensor_parallel_degree": chance.choice([1, 1, 2]),
+        "sharded_data_parallel_degree": chance.choice([1, 1, 2, 4]),
+        "microbatches": chance.choice([1, 2, 4]),
+        "shard_optimizer_state": chance.random() < 0.3,
+        "offload_activations": recompute == "smp" and chance.random() < 0.5,
+        "prescaled_batch": chance.random() < 0.5,
+        "optimize": chance.choice(["speed", "memory"]),
+        "placement_strategy": chance.choice(["cluster", "spread", "DTP", "PTD"]),
+        "pipeline": chance.choice(["simple", "interleaved"]),
+        "skip_tracing": chance.random() < 0.3,
+    }
+    if "partitions" in drawn:
+        drawn["pipeline_parallel_degree"] = drawn.pop("partitions")
+    defaults: dict[str, Any] = dict.fromkeys(drawn, False)
+    defaults |= dict.fromkeys([key for key in drawn if "degree" in key or key == "microbatches"], 1)
+    given = {
+        key: value for key, value in drawn.items() if value != defaults[key] or type(value) is not type(defaults[key])
+    }
+    if drawn["tensor_parallel_degree"] == 1:
+        given.pop("prescaled_batch", None)
+    if manual and drawn["pipeline_parallel_degree"] > 1:
+        given |= {"auto_partition": False, "default_partition": 0}
+    if drawn["sharded_data_parallel_degree"] > 1:
+        given["sdp_gradient_clipping"] = 0.5 if clip else 0.0
+    return Job(ranks, {**shared, **given})
+
+
+def main() -> None:
+    """Print the script of a seed."""
+    drawn = draw(int(sys.argv[1]))
+    print(drawn.alone() + drawn.script())  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Scripts composed by chance give what plain PyTorch gives, also when they go on from a checkpoint elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compat.commands import run_on_ranks
+from tests.compat.random_scripts import SAVED, Drawn, Job, draw
+
+FEW = (1, 2, 3)
+MANY = range(100, 130)
+
+
+def _run(drawn: Drawn, job: Job, folder: Path, resume: int) -> dict[str, Any]:
+    (folder / "train.py").write_text(drawn.script())
+    report = folder / f"report{resume}.json"
+    given = ("--start", str(folder / "start.pt"), "--folder", str(folder / "checkpoints"), "--report", str(report))
+    run_on_ranks(str(folder / "train.py"), "--resume", str(resume), *given, ranks=job.ranks, parameters=job.parameters)
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+def _compare(drawn: Drawn, folder: Path) -> None:
+    plain: dict[str, Any] = {}
+    state = torch.get_rng_state()
+    exec(compile(drawn.reference(), "reference.py", "exec"), plain)
+    torch.set_rng_state(state)
+    first = _run(drawn, drawn.first, folder, 0)
+    second = _run(drawn, drawn.second, folder, 1)
+    if drawn.second == drawn.first and not (drawn.checkpoint == "full" and drawn.half):  # no master weights there
+        assert second["losses"] == first["losses"][SAVED:]
+        assert second["validation"] == first["validation"]
+    for job, report, losses in [(drawn.first, first, plain["losses"]), (drawn.second, second, plain["losses"][SAVED:])]:
+        assert report["losses"] == pytest.approx(losses, rel=drawn.tolerance(job), abs=0)
+        if drawn.same_validation(job):
+            assert report["validation"] == pytest.approx(plain["validation"], rel=drawn.tolerance(job) or 1e-6, abs=0)
+
+
+def check(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, most_ranks: int = 4) -> None:
+    """Run a seed's script and compare; a failure shows the script, and how to run it alone."""
+    monkeypatch.chdir(folder)
+    drawn = draw(seed, most_ranks)
+    try:
+        _compare(drawn, folder)
+    except Exception as error:
+        raise AssertionError(f"{error}\n\n{drawn.alone()}\n{drawn.script()}") from error
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_random_script(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", MANY)
+def test_many_random_scripts(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(seed, tmp_path, monkeypatch, most_ranks=8 if seed % 5 == 0 else 4)
