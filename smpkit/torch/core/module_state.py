@@ -197,8 +197,10 @@ class ModuleState:
         self._cells: dict[int, _Cell] = {}
         """By id of the tensor; all live until `end_forward`."""
         self._containers: dict[int, _Copied] = {}
-        everything = {id(each): each for root in modules for each in root.modules()}.values()
-        self._saved = [self._save(module) for module in everything]
+        everything: dict[int, nn.Module] = {}
+        for root in modules:
+            _note_modules(root, everything)
+        self._saved = [self._save(module) for module in everything.values()]
         self._containers.clear()
 
     # --- before the forward ------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ class ModuleState:
         for name in attributes.keys() - _COMMON:
             value = attributes[name]
             kind = type(value)
-            if kind in _SIMPLE:
+            if kind in _SIMPLE or (kind is tuple and all(type(item) in _SIMPLE for item in value)):
                 saved.attributes[name] = value
             elif isinstance(value, Tensor) or (kind in _CONTAINERS and _count(value, _MOST_ITEMS) >= 0):
                 others.append((name, value))
@@ -587,6 +589,14 @@ def _clone(tensor: Tensor) -> Tensor:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _note_modules(module: nn.Module, found: dict[int, nn.Module]) -> None:
+    """Note a module and those in it, by `id`; `nn.Module.modules` takes three times as long."""
+    found[id(module)] = module
+    for child in module._modules.values():
+        if child is not None and id(child) not in found:
+            _note_modules(child, found)
 
 
 def _refill(where: dict[str, Any], content: dict[str, Any]) -> None:

@@ -250,14 +250,11 @@ _replay_hooks = _ReplayHooks()
 def replayed_operation_streams() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context manager for a forward and for its recomputation: operations have the same streams in both."""
     mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    return functools.partial(_replay, mode if type(mode) is _OperationStreams else None)
+    return functools.partial(_replay, mode) if type(mode) is _OperationStreams else contextlib.nullcontext
 
 
 @contextlib.contextmanager
-def _replay(mode: _OperationStreams | None) -> Iterator[None]:
-    if mode is None:
-        yield
-        return
+def _replay(mode: _OperationStreams) -> Iterator[None]:
     outer = _replay_hooks.hooks
     _replay_hooks.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     aside = type(_get_current_function_mode()) is not _OperationStreams  # type: ignore[no-untyped-call]

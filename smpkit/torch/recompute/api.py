@@ -20,6 +20,7 @@ from torch import nn
 from smpkit.errors import UsageError
 from smpkit.torch.core.module_call import ModuleCall, OriginalCall
 from smpkit.torch.core.runtime import state
+from smpkit.torch.core.tensor_spec import NON_TENSOR_TYPES
 from smpkit.torch.core.warn import warn_user
 from smpkit.torch.pipeline.stage_tensor import microbatch_between_units
 from smpkit.torch.pipeline.units import pp_rank_of, pp_ranks_of, run_together
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_ORDINARY: Final = frozenset({torch.Tensor, *NON_TENSOR_TYPES})
+"""Types of arguments that are neither stage tensors nor caches."""
 _warned: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 """Modules whose user has been warned that they are not checkpointed."""
 
@@ -215,15 +218,17 @@ class ModuleCheckpoint:
     def _run(self, original: OriginalCall, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        if pp_rank_of((args, kwargs)) is not None:
-            _warn_once(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
-            return original(*args, **kwargs)
-        if any(map(_is_filled, [*args, *kwargs.values()])):
-            _warn_once(self._module, "is handed a cache that is filled, and filling it once more would change it")
-            return original(*args, **kwargs)
-        # Hugging Face's layers append to an empty cache, which training does not use; recomputation would append again.
-        args = tuple([None if _is_cache(each) else each for each in args])
-        kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
+        if not all(type(each) in _ORDINARY for each in (*args, *kwargs.values())):
+            if pp_rank_of((args, kwargs)) is not None:
+                _warn_once(self._module, "holds no parameters and no module that does, so it lies on no pipeline rank")
+                return original(*args, **kwargs)
+            if any(map(_is_filled, [*args, *kwargs.values()])):
+                _warn_once(self._module, "is handed a cache that is filled, and filling it once more would change it")
+                return original(*args, **kwargs)
+            # Hugging Face's layers append to an empty cache, which training does not use; recomputation would append
+            # again.
+            args = tuple([None if _is_cache(each) else each for each in args])
+            kwargs = {key: None if _is_cache(each) else each for key, each in kwargs.items()}
         name, preserve = name_of(self._module), self._preserve_rng_state
         return run_checkpointed(original, [self._module], name, args, kwargs, preserve_rng_state=preserve)
 

@@ -90,7 +90,8 @@ class CheckpointRegion:
         self.tensors: list[Tensor] = []
         self._function = function
         self._slots: dict[int, _TensorSlot] = {}
-        self._args, self._kwargs = map_tensors(self._slot, (args, kwargs))
+        self._args = [map_tensors(self._slot, value) for value in args]
+        self._kwargs = {key: map_tensors(self._slot, value) for key, value in kwargs.items()}
         self._state = ModuleState(modules, self._slot, generators=preserve_rng_state)
         self._slots.clear()  # keyed by `id`, which another tensor can get once these are freed
         self._operations = replayed_operation_streams()

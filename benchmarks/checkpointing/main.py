@@ -1,0 +1,99 @@
+"""What a checkpointed call costs in Python: smpkit's beside torch's, on layers so small that nothing else shows."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import smpkit.torch as smp
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+WIDTH = 16
+CALLS = 20
+"""In a row, in each turn of each contestant."""
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+CONTESTANTS: Mapping[str, Call] = {
+    "plain": lambda module, x: module(x),
+    "torch": lambda module, x: torch_checkpoint(module, x, use_reentrant=False),
+    "smpkit": smp.checkpoint,
+}
+
+
+def layers() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Return modules, with an input for each."""
+    norm, up, down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    rows = torch.randn(4, WIDTH, requires_grad=True)
+    return {
+        "Linear": (nn.Linear(WIDTH, WIDTH), rows),
+        "MLP with LayerNorm and dropout": (nn.Sequential(norm, up, nn.GELU(), nn.Dropout(0.1), down), rows),
+        "Linear and BatchNorm": (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), rows),
+        "TransformerEncoderLayer": (
+            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True),
+            torch.randn(2, 4, WIDTH, requires_grad=True),
+        ),
+    }
+
+
+def microseconds(call: Call, module: nn.Module, x: Tensor) -> float:
+    """Return the processor time of a forward and its backward: waits for other processes do not count."""
+    start = time.thread_time()
+    for _ in range(CALLS):
+        call(module, x).sum().backward()
+    return (time.thread_time() - start) / CALLS * 1e6
+
+
+def measure(module: nn.Module, x: Tensor, turns: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    for turn in range(turns + 1):
+        for name, call in CONTESTANTS.items():
+            took = microseconds(call, module, x)
+            if turn:  # the first one warms up
+                found[name].append(took)
+    return found
+
+
+def row(name: str, found: Mapping[str, Sequence[float]]) -> str:
+    times = " | ".join(f"{statistics.median(each):.0f} µs" for each in found.values())
+    medians = statistics.median(found["smpkit"]) / statistics.median(found["torch"])
+    fastest = min(found["smpkit"]) / min(found["torch"])
+    return f"| {name} | {times} | {medians:.2f} ({fastest:.2f}) |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=100, help="of each contestant (default: %(default)s)")
+    parser.add_argument("--dry", action="store_true", help="the README stays as it is")
+    options: Any = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    lines = ["| module | plain | torch | smpkit | smpkit / torch, medians (fastest) |", "|---|---|---|---|---|"]
+    lines += [row(name, measure(module, x, options.turns)) for name, (module, x) in layers().items()]
+    about = (
+        f"{options.turns} turns of {CALLS} calls each, forward and backward, {os.cpu_count()} cores"
+        f" ({platform.machine()}), load average {os.getloadavg()[1]:.1f}; Python {platform.python_version()}, torch"
+        f" {torch.__version__}."
+    )
+    text = "\n".join(lines) + "\n\n" + about
+    print(text)
+    if not options.dry:
+        readme = HERE / "README.md"
+        before, _, rest = readme.read_text().partition(BEGIN)
+        readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
