@@ -26,7 +26,7 @@ __all__ = ["Check", "Finding", "Kind", "check"]
 Kind = Literal["smp", "shimmed", "unknown", "missing", "blocked", "cuda"]
 
 _V1: Final = "smdistributed.modelparallel"
-_SHIMMED: Final = ("amp_C", "apex", "flash_attn", "torch._six")
+_SHIMMED: Final = ("amp_C", "apex", "apex_C", "flash_attn", "torch._six")
 
 _BLOCKED: Final[Mapping[str, str]] = {
     "horovod": "use smp's data parallelism (`ddp: true`) or torch.distributed",

@@ -272,7 +272,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The model's parameters that have master weights, by parameter group."""
+        """The model's parameters that have master weights, by parameter group.
+
+        With sharded data parallelism that is all of them, in any precision: a part in float32 is its own master weight.
+        """
+        if state.cfg.sharded_data_parallel_degree > 1:
+            return [[self.model_parameter(each) for each in group["params"]] for group in self.param_groups]  # type: ignore[misc]
         return self._masters_or_raise.fp16_groups
 
     def init_master_params(self, *args: Any, **kwargs: Any) -> Any:

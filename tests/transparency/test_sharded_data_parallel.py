@@ -587,6 +587,10 @@ def shard_attributes() -> list[Any]:
     assert [each.ds_id for each in parameters] == list(range(len(parameters)))
     assert [each.ds_shape for each in parameters] == [wholes[name].shape for name in names]
     assert [each.ds_numel for each in parameters] == [wholes[name].numel() for name in names]
+    # As scripts describe their shards for the tools that merge them.
+    of_parameter = {parameter: name for name, parameter in model.module.named_parameters()}
+    (group,) = optimizer.fp16_groups
+    assert {of_parameter[each]: each.ds_shape for each in group} == {name: wholes[name].shape for name in names}
     assert optimizer._global_grad_norm is None
     tokens, targets = batch(0)
     loss_of(model, tokens, targets).backward()

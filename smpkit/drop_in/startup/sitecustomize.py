@@ -90,7 +90,7 @@ class _Shims(importlib.abc.MetaPathFinder):
     """
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        if name not in ("amp_C", "apex", "flash_attn", "torch._six") or _is_looked_for_only():
+        if name not in ("amp_C", "apex", "apex_C", "flash_attn", "torch._six") or _is_looked_for_only():
             return None
         place = _SHIMS.joinpath(*name.split("."))
         folders = [str(place)] if place.is_dir() else None

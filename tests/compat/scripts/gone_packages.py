@@ -11,6 +11,7 @@ assert importlib.util.find_spec("torch") is not None  # which must not keep torc
 assert importlib.util.find_spec("apex") is None  # a library that only looks goes its way without it
 import amp_C
 import apex
+import apex_C
 import torch
 import torch.nn.functional as F
 from apex import amp
@@ -23,8 +24,8 @@ from apex.normalization.fused_layer_norm import (
     fused_rms_norm,
     fused_rms_norm_affine,
 )
-from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from apex.parallel import DistributedDataParallel, convert_syncbn_model
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from apex.parallel import LARC, DistributedDataParallel, Reducer, convert_syncbn_model
 from datasets import load_metric
 from flash_attn.bert_padding import index_first_axis
 from flash_attn.flash_attention import FlashAttention, FlashMHA
@@ -144,6 +145,127 @@ def check_sgd():
     optimizer = FusedSGD([torch.ones(1)], **options, wd_after_momentum=True)
     optimizer.step()
     assert optimizer.param_groups[0]["weight_decay"] == 0.2
+
+
+class AdagradWithDecay(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                total = self.state[each].setdefault("total", torch.zeros_like(each))
+                total += each.grad**2
+                each -= 0.1 * (each.grad / (total.sqrt() + 1e-6) + 0.2 * each)
+
+
+def check_adagrad():
+    options = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.2}
+    close(train(lambda p: FusedAdagrad(p, **options)), train(lambda p: torch.optim.Adagrad(p, **options)))
+    close(train(lambda p: FusedAdagrad(p, **options, adagrad_w_mode=True)), train(AdagradWithDecay))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    FusedAdagrad([parameter], set_grad_none=False).zero_grad()
+    assert parameter.grad.item() == 0
+
+
+def check_lamb_of_mixed_precision():
+    options = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1, "max_grad_norm": 0.05}
+    for more in ({}, {"use_nvlamb": True}, {"bias_correction": False, "grad_averaging": False, "adam_w_mode": False}):
+        plain = train(lambda p, more=more: FusedLAMB(p, **options, **more))
+        close(train(lambda p, more=more: FusedMixedPrecisionLamb(p, **options, **more)), plain, exact=True)
+    half = [torch.nn.Parameter(torch.ones(2, dtype=torch.float16))]
+    FusedMixedPrecisionLamb(half, reduced_precision_dtype=torch.bfloat16)
+    refused(lambda: FusedMixedPrecisionLamb(half, reduced_precision_dtype=torch.float16), "no master", '"fp16": true')
+    refused(lambda: FusedMixedPrecisionLamb(half, step=3), "begins at step 0, not 3")
+
+
+def plain_larc(p, g, lr, decay, trust, clip):
+    if not p.norm() or not g.norm():
+        return p - lr * g
+    rate = trust * p.norm() / (g.norm() + decay * p.norm() + 1e-8)
+    return p - (min(rate, lr) if clip else rate * lr) * (g + decay * p)
+
+
+def check_larc():
+    for clip in (True, False):
+        for trust in (0.02, 50.0):
+            weights = [
+                torch.nn.Parameter(torch.randn(3)),
+                torch.nn.Parameter(torch.zeros(2)),
+                torch.nn.Parameter(torch.ones(2)),
+            ]
+            gradients = [torch.randn(3), torch.ones(2), torch.zeros(2)]
+            sgd = torch.optim.SGD(weights, lr=0.1, weight_decay=0.3)
+            optimizer = LARC(sgd, trust_coefficient=trust, clip=clip)
+            wanted = [plain_larc(p.detach(), g, 0.1, 0.3, trust, clip) for p, g in zip(weights, gradients, strict=True)]
+            for p, g in zip(weights, gradients, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+            close([each.detach() for each in weights], wanted)
+            assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    optimizer.zero_grad()
+    assert optimizer.optim is sgd
+    assert optimizer.state_dict() == sgd.state_dict()
+    torch.optim.lr_scheduler.StepLR(optimizer.optim, 1)
+
+
+def check_flatten():
+    tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(4)]
+    flat = apex_C.flatten(tensors)
+    close(flat, torch.cat([each.reshape(-1) for each in tensors]), exact=True)
+    close(apex_C.unflatten(flat, tensors), tensors, exact=True)
+    flat.zero_()
+    assert not apex_C.unflatten(flat, tensors)[0].any()
+
+
+def lamb_lists():
+    return [[torch.randn(3), torch.randn(2, 2), torch.randn(2)] for _ in range(2)] + [
+        [torch.rand(3), torch.rand(2, 2), torch.rand(2)] for _ in range(3)
+    ]
+
+
+def plain_lamb_update(g, p, m, v, step, norm, decay, new=0.2):
+    g = g / max(norm / 0.5, 1.0)
+    m, v = 0.8 * m + new * g, 0.9 * v + 0.1 * g * g
+    return m, v, (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-3) + decay * p
+
+
+def check_lamb_kernels():
+    g, p, m, v, u = lamb_lists()
+    p[2].zero_()
+    flag, norm = torch.zeros(1, dtype=torch.int32), torch.tensor([2.0])
+    decays = [0.1, 0.0, 0.1]
+    wanted = [plain_lamb_update(*each, 4, 2.0, decay) for *each, decay in zip(g, p, m, v, decays, strict=True)]
+    stage1, stage2 = amp_C.multi_tensor_lamb_stage1_cuda, amp_C.multi_tensor_lamb_stage2_cuda
+    multi_tensor_applier(stage1, flag, [g, p, m, v, u], torch.tensor(decays), 3, 0.8, 0.9, 1e-3, norm, 0.5)
+    for found, number in ((m, 0), (v, 1), (u, 2)):
+        torch.testing.assert_close(found, [each[number] for each in wanted], rtol=1e-6, atol=1e-6)
+    norms = [amp_C.multi_tensor_l2norm(1, flag, [each], True)[1] for each in (p, u)]
+    ratios = [p[0].norm() / u[0].norm(), p[1].norm() / u[1].norm(), 1.0]
+    for options, scales in (((), ratios), ((0.0,), [1.0] * 3), ((0.0, True), ratios), ((0.1,), ratios)):
+        weights = [each.clone() for each in p]
+        multi_tensor_applier(stage2, flag, [weights, u], *norms, 0.01, *options)
+        close(weights, [a - 0.01 * s * b for a, s, b in zip(p, scales, u, strict=True)])
+
+
+def check_the_whole_lamb_kernel():
+    for averaging, mode, decay, nvlamb in (
+        (1, 1, 0.1, False),
+        (0, 1, 0.0, True),
+        (1, 0, 0.1, False),
+        (1, 1, 0.0, False),
+    ):
+        g, p, m, v, _ = lamb_lists()
+        flag, new = torch.zeros(1, dtype=torch.int32), 0.2 if averaging else 1.0
+        with_l2 = [a / 4.0 + (0.0 if mode else decay) * b for a, b in zip(g, p, strict=True)]
+        found = [plain_lamb_update(*e, 4, 0.0, decay * mode, new) for e in zip(with_l2, p, m, v, strict=True)]
+        ratios = [b.norm() / each[2].norm() if decay or nvlamb else 1.0 for b, each in zip(p, found, strict=True)]
+        wanted = [b - 0.01 * r * each[2] for b, r, each in zip(p, ratios, found, strict=True)]
+        options = (0.01, 0.8, 0.9, 1e-3, 4, 1, decay, averaging, mode, torch.tensor([2.0]), 0.5, nvlamb)
+        multi_tensor_applier(amp_C.multi_tensor_lamb, flag, [g, p, m, v], *options)
+        close([p, m, v], [wanted, [each[0] for each in found], [each[1] for each in found]])
 
 
 def check_scale():
@@ -300,6 +422,12 @@ def check_parallel():
         wrapped(x).sum().backward()
         close(model.weight.grad, wanted, exact=True)
         assert wrapped.module is model
+        halves = torch.ones(2, dtype=torch.float16)
+        Reducer([model.weight.grad, halves]).reduce()
+        reducer, model.bias.grad = Reducer(model), None
+        reducer.reduce()
+        close(model.weight.grad, wanted, exact=True)
+        assert halves.tolist() == [1.0, 1.0]
     finally:
         dist.destroy_process_group()
     assert isinstance(convert_syncbn_model(torch.nn.BatchNorm1d(2)), torch.nn.SyncBatchNorm)
