@@ -85,7 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.model is not None:
             replace_optimizer_parameters(optimizer)
         if state.model is not None and state.model.data_parallel is not None:
-            state.model.data_parallel.update_param_groups(optimizer.param_groups)
+            state.model.data_parallel.replace_parameters_of(optimizer)
         self.masters = None if half is None else MasterWeights(optimizer, half, scaler)
         state.optimizer = self
 

@@ -94,13 +94,14 @@ class Drawn:
     def same_arithmetic(self, job: Job) -> bool:
         """Tell whether the job adds the same numbers in the same order as the reference, which has the first's parts.
 
-        Hugging Face's loss, weights that two ranks share, divided layers and norms are rounded elsewhere.
+        Hugging Face's loss, weights used on two ranks, divided layers and norms are rounded elsewhere.
         """
         sharded = job["sharded_data_parallel_degree"] > 1
         same_parts = (job.replicas, job["microbatches"]) == (self.first.replicas, self.first["microbatches"])
         in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or self._one_backward(job)))
-        whole = self.model == "blocks" and not (self.tied or self.marked or self.clip)
-        return same_parts and in_order and whole and not (sharded and self.half)
+        elsewhere = (self.tied or self.repeated) and job["pipeline_parallel_degree"] > 1
+        rounded = self.model == "gpt2" or self.marked or self.clip or (sharded and self.half)
+        return same_parts and in_order and not (elsewhere or rounded)
 
     def _one_backward(self, job: Job) -> bool:
         return bool(job["microbatches"] == self.accumulation == 1)
@@ -114,8 +115,13 @@ class Drawn:
         return {"fp64": 1e-8, "fp32": 1e-3}.get(self.precision, 0.05)
 
     def same_validation(self, job: Job) -> bool:
-        """Tell whether a job's evaluation is that of the reference: running statistics are of a replica's own part."""
-        return self.model == "gpt2" or self.norm != "batch" or job.replicas == 1
+        """Tell whether a job's evaluation is that of the reference.
+
+        Running statistics are of a replica's own part; and torch's recomputation counts a batch twice, in the order of
+        the schedule.
+        """
+        counted_alike = job.replicas == 1 and self.recompute != "torch"
+        return self.model == "gpt2" or self.norm != "batch" or counted_alike
 
     @property
     def half(self) -> bool:
@@ -128,7 +134,7 @@ class Drawn:
         return "\n".join([*pieces, self._constants(), self._model(), self._steps(), self._main()])
 
     def reference(self) -> str:
-        """Return the same training in plain PyTorch; it leaves `losses`, `validation` and the first weights."""
+        """Return the same training in plain PyTorch, which sets `losses`, by step and microbatch, and `validation`."""
         pieces = [_IMPORTS, "place = contextlib.nullcontext\n", self._constants(), self._model()]
         return "\n".join([*pieces, self._optimizer(), _REFERENCE])
 
@@ -329,8 +335,10 @@ def share_of(number):
     return share
 
 
-def mean(output):
-    return torch.stack(smp.allgather(output.reduce_mean().detach(), smp.DP_GROUP)).mean().item()
+def everywhere(output):
+    # The losses of all microbatches of all replicas.
+    mine = [loss.item() for loss in output.outputs]
+    return [loss for theirs in smp.allgather(mine, smp.DP_GROUP) for loss in theirs]
 
 
 def clip(model, optimizer):
@@ -369,14 +377,13 @@ def main():
     losses = []
     while step < STEPS:
         optimizer.zero_grad()
-        outputs = []
+        losses.append([])
         for turn in range(ACCUMULATION):
             share = share_of(step * ACCUMULATION + turn)
-            outputs.append(mean(train_step(model, PASSED)))
+            losses[-1] += everywhere(train_step(model, PASSED))
         clip(model, optimizer)
         optimizer.step()
         schedule.step()
-        losses.append(sum(outputs) / ACCUMULATION)
         step += 1
         if step == SAVED and not args.resume:
             content = {"step": step, "schedule": schedule.state_dict(), "args": args}
@@ -384,7 +391,7 @@ def main():
     model.eval()
     share = share_of(0)
     with torch.no_grad():
-        validation = mean(test_step(model, PASSED))
+        validation = everywhere(test_step(model, PASSED))
     if smp.rank() == 0:
         with open(args.report, "w") as file:
             json.dump({"losses": losses, "validation": validation}, file)
@@ -449,7 +456,7 @@ schedule = make_schedule(optimizer)
 losses = []
 for step in range(STEPS):
     gradients = [[] for _ in parameters]
-    found = []
+    found = [[] for _ in range(ACCUMULATION)]
     for replica in range(REPLICAS):
         model.zero_grad()
         for turn in range(ACCUMULATION):
@@ -457,7 +464,7 @@ for step in range(STEPS):
             for part in range(MICROBATCHES):
                 loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
                 ((loss / ACCUMULATION) * (SCALE / MICROBATCHES)).backward()
-                found.append(loss.item())
+                found[turn].append(loss.item())
         for parameter, parts in zip(parameters, gradients):
             parts.append(parameter.grad / REPLICAS)
     for master, parts in zip(masters, gradients):
@@ -470,10 +477,10 @@ for step in range(STEPS):
     with torch.no_grad():
         for parameter, master in zip(parameters, masters):
             parameter.copy_(master)
-    losses.append(sum(found) / len(found))
+    losses.append(sum(found, start=[]))
 model.eval()
 with torch.no_grad():
-    validation = loss_of(model, batch_of(0)).item()
+    validation = [loss_of(model, batch_of(0)).item()]
 """
 
 
@@ -529,7 +536,8 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
         tied=some(0.2),
         repeated=some(0.2),
         optimizer="sgd" if checkpoint == "full" else chance.choice(["adamw", "momentum", "adagrad"]),
-        schedule=some(0.6),
+        # A whole checkpoint has no optimizer, so the schedule would begin at another learning rate.
+        schedule=checkpoint != "full" and some(0.6),
         clip=clip,
         accumulation=2 if some(0.25) else 1,
         checkpoint=checkpoint,
