@@ -45,7 +45,8 @@ class Job:
     parameters: dict[str, Any]
 
     def __getitem__(self, key: str) -> Any:
-        return self.parameters.get(key, 1)
+        alias = {"pipeline_parallel_degree": "partitions"}.get(key, key)
+        return self.parameters.get(key, self.parameters.get(alias, 1))
 
     @property
     def replicas(self) -> int:
@@ -100,7 +101,7 @@ class Drawn:
         same_parts = (job.replicas, job["microbatches"]) == (self.first.replicas, self.first["microbatches"])
         in_order = job.replicas == 1 or (job.replicas == 2 and (not sharded or self._one_backward(job)))
         elsewhere = (self.tied or self.repeated) and job["pipeline_parallel_degree"] > 1
-        rounded = self.model == "gpt2" or self.marked or self.clip or (sharded and self.half)
+        rounded = self.model == "gpt2" or self.marked or self.precision == "amp" or self.clip or (sharded and self.half)
         return same_parts and in_order and not (elsewhere or rounded)
 
     def _one_backward(self, job: Job) -> bool:
@@ -112,7 +113,7 @@ class Drawn:
             return 0.0
         if self.model == "gpt2":  # Hugging Face computes the loss in float32
             return 0.05 if self.half else 1e-4
-        return {"fp64": 1e-8, "fp32": 1e-3}.get(self.precision, 0.05)
+        return {"fp64": 1e-8, "fp32": 1e-3, "amp": 0.02}.get(self.precision, 0.05)
 
     def same_validation(self, job: Job) -> bool:
         """Tell whether a job's evaluation is that of the reference.
@@ -155,7 +156,8 @@ class Drawn:
             f"SEED, STEPS, SAVED, ROWS, ACCUMULATION = {self.seed}, {STEPS}, {SAVED}, {ROWS}, {self.accumulation}\n"
             f"DTYPE, HALF, SCALE = {PRECISIONS[self.precision]}, {self.half}, {scale}\n"
             f"REPLICAS, MICROBATCHES = {self.first.replicas}, {self.first['microbatches']}\n"
-            f"CLIP, SCHEDULE = {0.5 if self.clip else None}, {self.schedule}\n"
+            f"CLIP, SCHEDULE, MARKED = {0.5 if self.clip else None}, {self.schedule}, {self.marked}\n"
+            f"AMP, DEVICE = {self.precision == 'amp'}, 'cuda' if torch.cuda.is_available() else 'cpu'\n"
         )
 
     def _model(self) -> str:
@@ -197,14 +199,11 @@ class Drawn:
             "empty": 'return {"tokens": torch.empty(0), "target": torch.empty(0, dtype=torch.bool)}',
             "other": 'return {"tokens": torch.zeros(3, 1), "target": None}',
         }[self.dummies]
-        build = "build()"
-        created = f"module = {build}"
-        if self.marked:
-            created = f"with smp.tensor_parallelism():\n        module = {build}"
-            if self.checkpoint in ("partial", "full"):
-                created = (
-                    f"with smp.model_creation(tensor_parallelism=True, dtype=torch.float32):\n        module = {build}"
-                )
+        if self.checkpoint in ("partial", "full"):  # as of 2022, when there was one context for all
+            created = "smp.model_creation(tensor_parallelism=MARKED, dtype=None if HALF else DTYPE)"
+        else:
+            delayed = "smp.state.cfg.delayed_parameter_initialization"
+            created = f"smp.tensor_parallelism(MARKED), smp.delay_param_initialization({delayed})"
         recompute = {
             "smp": "for layer in layers_of(model.get_module()):\n        smp.set_activation_checkpointing(layer)",
         }.get(self.recompute, "pass")
@@ -312,9 +311,10 @@ def batch_of(number):
 _STEPS: Final = """
 
 @smp.step
-def train_step(model, TAKEN):
-    loss = loss_of(model, BATCH)
-    model.backward(loss / ACCUMULATION)
+def train_step(model, scaler, TAKEN):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=AMP):
+        loss = loss_of(model, BATCH)
+    model.backward((scaler.scale(loss) if AMP else loss) / ACCUMULATION)
     return loss
 
 
@@ -359,12 +359,14 @@ def main():
     args, _ = parser.parse_known_args()
     smp.init()
     torch.cuda.set_device(smp.local_rank())
-    CREATED
+    with CREATED:
+        module = build()
     if not HALF:
         module = module.to(DTYPE)
     inner = make_optimizer(module.parameters()) if FIRST else None
     model = smp.DistributedModel(module, backward_passes_per_step=ACCUMULATION)
     optimizer = smp.DistributedOptimizer(inner or make_optimizer(model.parameters()), static_loss_scale=SCALE)
+    scaler = smp.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled=AMP)
     schedule = make_schedule(optimizer.optimizer if smp.state.cfg.fp16 else optimizer)
     RECOMPUTE
     step = 0
@@ -380,9 +382,10 @@ def main():
         losses.append([])
         for turn in range(ACCUMULATION):
             share = share_of(step * ACCUMULATION + turn)
-            losses[-1] += everywhere(train_step(model, PASSED))
+            losses[-1] += everywhere(train_step(model, scaler, PASSED))
         clip(model, optimizer)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         schedule.step()
         step += 1
         if step == SAVED and not args.resume:
@@ -462,7 +465,8 @@ for step in range(STEPS):
         for turn in range(ACCUMULATION):
             batch = {n: each.chunk(REPLICAS)[replica] for n, each in batch_of(step * ACCUMULATION + turn).items()}
             for part in range(MICROBATCHES):
-                loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
+                with torch.autocast(DEVICE, torch.bfloat16, enabled=AMP):
+                    loss = loss_of(model, {n: each.chunk(MICROBATCHES)[part] for n, each in batch.items()})
                 ((loss / ACCUMULATION) * (SCALE / MICROBATCHES)).backward()
                 found[turn].append(loss.item())
         for parameter, parts in zip(parameters, gradients):
@@ -514,14 +518,14 @@ def _draw(seed: int, chance: random.Random, most_ranks: int) -> Drawn:
     if precision in ("fp16", "bf16"):
         shared[precision] = True
     manual = some(0.3)
-    clip = some(0.3)
+    clip = precision != "amp" and some(0.3)
     first = _job(chance, most_ranks, shared, manual=manual, clip=clip, recompute=recompute)
     checkpoint = chance.choice(["local", "whole", "partial", "partial", "full"])
     if checkpoint == "whole" and (first["tensor_parallel_degree"] > 1 or "shard_optimizer_state" in first.parameters):
         checkpoint = "partial"  # SMP v1 has no whole optimizer state there
     elsewhere = checkpoint != "local" and some(0.5)
     second = first
-    if elsewhere:
+    while elsewhere and (second is first or (checkpoint == "whole" and second["tensor_parallel_degree"] > 1)):
         second = _job(chance, most_ranks, shared, manual=manual, clip=clip, recompute=recompute)
     model = chance.choice(["blocks", "blocks", "gpt2"])
     # Batch normalisation sees the rows of a part: as many in both jobs.
@@ -563,19 +567,19 @@ def _job(
         "prescaled_batch": chance.random() < 0.5,
         "optimize": chance.choice(["speed", "memory"]),
         "placement_strategy": chance.choice(["cluster", "spread", "DTP", "PTD"]),
-        "pipeline": chance.choice(["simple", "interleaved"]),
+        "pipeline": chance.choice(["simple", "interleaved", "zero_bubble"]),
+        "virtual_pipeline_degree": chance.choice([1, 1, 1, 2]),
+        "delayed_parameter_initialization": chance.random() < 0.2,
         "skip_tracing": chance.random() < 0.3,
     }
-    if "partitions" in drawn:
-        drawn["pipeline_parallel_degree"] = drawn.pop("partitions")
-    defaults: dict[str, Any] = dict.fromkeys(drawn, False)
-    defaults |= dict.fromkeys([key for key in drawn if "degree" in key or key == "microbatches"], 1)
-    given = {
-        key: value for key, value in drawn.items() if value != defaults[key] or type(value) is not type(defaults[key])
-    }
+    given = {key: value for key, value in drawn.items() if value is not False and not (value == 1 and "degree" in key)}
+    pipeline = given.get("partitions", given.get("pipeline_parallel_degree", 1))
     if drawn["tensor_parallel_degree"] == 1:
         given.pop("prescaled_batch", None)
-    if manual and drawn["pipeline_parallel_degree"] > 1:
+    if pipeline == 1:
+        for key in ("pipeline", "virtual_pipeline_degree"):
+            given.pop(key, None)
+    elif manual:
         given |= {"auto_partition": False, "default_partition": 0}
     if drawn["sharded_data_parallel_degree"] > 1:
         given["sdp_gradient_clipping"] = 0.5 if clip else 0.0
